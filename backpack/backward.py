@@ -1,0 +1,219 @@
+"""The context manager ``backpack``: catches calls of autograd and runs them with hooks on the graph."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+from torch.nn import Module
+from torch.overrides import TorchFunctionMode
+
+from backpack.context import CTX
+from backpack.core.calls import Mark
+from backpack.core.carry import Carry
+from backpack.core.graph import Plan
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.collector import Collector
+from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError, LossValueError, UnsupportedError
+from backpack.utils.hooks import no_op
+
+
+class backpack:  # noqa: N801
+    """Context in which a backward pass also computes the quantities of the given extensions.
+
+    Contexts replace, they do not merge: inside a nested one only its own extensions are active.
+
+    Example:
+        >>> model, lossfunc = extend(model), extend(torch.nn.CrossEntropyLoss())
+        >>> with backpack(Variance(), DiagGGNExact()):
+        ...     lossfunc(model(X), y).backward()
+        >>> for p in model.parameters():
+        ...     p.grad, p.variance, p.diag_ggn_exact
+    """
+
+    def __init__(
+        self,
+        *exts: BackpropExtension,
+        extension_hook: Callable[[Module], None] | None = None,
+        debug: bool = False,
+        retain_graph: bool = False,
+    ) -> None:
+        """Choose the extensions.
+
+        Args:
+            *exts: Instances of extensions; none is allowed.
+            extension_hook: Called with every extended module of a backward pass, once, when all quantities of its parameters (and of the modules
+                inside it) are there. It may read, replace and delete them.
+            debug: Print what happens.
+            retain_graph: Keep ``module.input0``, ... readable after the backward pass; ``backward(retain_graph=True)`` implies it.
+
+        Raises:
+            ArgumentError: If something is not an instance of an extension.
+        """
+        for ext in exts:
+            if isinstance(ext, type) and issubclass(ext, BackpropExtension):
+                raise ArgumentError(f"backpack() needs instances of extensions, got the class {ext.__name__}. Write {ext.__name__}().")
+            if not isinstance(ext, BackpropExtension):
+                raise ArgumentError(f"backpack() needs instances of extensions (backpack.extensions), got {ext!r} of type {type(ext).__name__}.")
+        fields = [ext.savefield for ext in exts]
+        for ext in exts:
+            if fields.count(ext.savefield) > 1:
+                raise ArgumentError(f"Two active extensions save to {ext.savefield!r}, so that one would overwrite the other. Use two contexts.")
+        if extension_hook is not None and not callable(extension_hook):
+            raise ArgumentTypeError(f"extension_hook must be a function of a module, got {extension_hook!r}.")
+        self.exts = exts
+        self.debug = debug
+        self.extension_hook = no_op if extension_hook is None else extension_hook
+        self.retain_graph = retain_graph
+        self._entered: list[tuple] = []
+
+    def __enter__(self) -> None:
+        before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph())
+        mode = _CatchBackward()
+        self._entered.append((before, mode))
+        CTX.set_active_exts(self.exts)
+        CTX.set_debug(self.debug)
+        CTX.set_extension_hook(self.extension_hook)
+        CTX.set_retain_graph(self.retain_graph)
+        mode.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        (exts, debug, hook, retain_graph), mode = self._entered.pop()
+        mode.__exit__(*exc)
+        CTX.set_active_exts(exts)
+        CTX.set_debug(debug)
+        CTX.set_extension_hook(hook)
+        CTX.set_retain_graph(retain_graph)
+
+
+_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_SIGNATURES = {function: inspect.signature(function) for function in _BACKWARD}
+
+
+class _CatchBackward(TorchFunctionMode):
+    """Sees calls of autograd while a context is active.
+
+    Attributes:
+        written: (id of parameter, field) of what passes under this context have written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: set[tuple[int, str]] = set()
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _BACKWARD or not CTX.get_active_exts():
+            return func(*args, **kwargs)
+        given = _SIGNATURES[func].bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments.get("is_grads_batched"):
+            return func(*args, **kwargs)
+        outputs = next(iter(given.arguments.values()))
+        roots = [outputs] if isinstance(outputs, (Tensor, GradientEdge)) else list(outputs)
+        create_graph = bool(given.arguments["create_graph"])
+        retain = given.arguments["retain_graph"]
+        retain = create_graph if retain is None else retain
+        return self._run(lambda: func(*args, **kwargs), roots, func is torch.autograd.grad, create_graph, retain)
+
+    def _run(self, execute: Callable[[], Any], roots: list[Any], returns: bool, create_graph: bool, retain: bool) -> Any:
+        """Run autograd with hooks on the nodes at which something is to be read.
+
+        Args:
+            execute: The original call.
+            roots: Tensors, or graph edges, on which it is made.
+            returns: Whether it returns gradients instead of accumulating them (``torch.autograd.grad``).
+            create_graph: Whether its result is to be differentiated again.
+            retain: Whether the graph stays.
+
+        Returns:
+            What the original call returns.
+
+        Raises:
+            UnsupportedError: If the graph contains derivatives of derivatives.
+        """
+        extensions = CTX.get_active_exts()
+        second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
+        nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+        try:
+            plan = Plan([node for node in nodes if node is not None], second_order)
+        except BackpackError:
+            if returns:  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
+                return execute()
+            raise
+        if plan.double and not returns:
+            raise UnsupportedError(
+                "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
+                "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
+            )
+        if plan.double or not plan.uses:
+            return execute()
+        if second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
+            shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
+            raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Sum the loss: loss.sum().backward().")
+        hook = CTX.get_extension_hook()
+        collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph)
+        flows = collector.flows
+        for flow in flows:
+            flow.check(plan)
+        carry = Carry(plan, flows, collector)
+        handles = []
+        try:
+            for node, mark, extension, chosen in collector.mapped():
+                handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
+            handles += carry.install()
+            self._remove_stale(plan, extensions)
+            result = execute()
+            self.written |= collector.end()
+        except BaseException:
+            collector.take_back()
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+            if not (retain or CTX.get_retain_graph() or CTX.is_extension_active(HMP, GGNMP, PCHMP)):
+                for call in plan.calls:
+                    call.release()
+        return result
+
+    def _remove_stale(self, plan: Plan, extensions: Iterable[BackpropExtension]) -> None:
+        """Delete results of earlier contexts that this pass will not overwrite.
+
+        Args:
+            plan: The plan.
+            extensions: Active extensions.
+        """
+        fields = [extension.savefield for extension in extensions]
+        for call in plan.calls:
+            for parameter in call.module.parameters() if call.root else ():
+                for field in fields:
+                    if field in parameter.__dict__ and (parameter in plan.uses or (id(parameter), field) not in self.written):
+                        del parameter.__dict__[field]
+
+
+def _mapped_hook(carry: Carry, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:
+    """Return a node hook that runs a user's rule.
+
+    Args:
+        carry: Knows what flows carry.
+        collector: Takes the result.
+        node: Node of the module's output.
+        mark: The call's mark there.
+        extension: The extension.
+        chosen: The user's rule.
+
+    Returns:
+        The hook.
+    """
+
+    def hook(grads: tuple[Tensor | None, ...]) -> None:
+        with torch.no_grad():
+            collector.at_mapped(mark.call, extension, chosen, grads[mark.nr], carry.peek(extension.flow, (node, mark.nr)))
+
+    return hook

@@ -1,0 +1,150 @@
+"""CTX: settings of the active context, one set for each thread; and ``disable``."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch.nn import Module
+
+from backpack.core.calls import recording
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.hooks import no_op
+
+
+class _Settings(threading.local):
+    """Settings of the innermost context that a thread has entered."""
+
+    extensions: tuple[BackpropExtension, ...] = ()
+    debug: bool = False
+    hook: Callable[[Module], None] = staticmethod(no_op)
+    retain_graph: bool = False
+
+
+_settings = _Settings()
+_handles: list[Any] = []
+
+
+class CTX:
+    """Settings of the active context. They belong to the thread that entered it."""
+
+    @staticmethod
+    def set_active_exts(active_exts: Iterable[BackpropExtension]) -> None:
+        """Set the active extensions.
+
+        Args:
+            active_exts: Extensions.
+        """
+        _settings.extensions = tuple(active_exts)
+
+    @staticmethod
+    def get_active_exts() -> tuple[BackpropExtension, ...]:
+        """Return the active extensions.
+
+        Returns:
+            Extensions.
+        """
+        return _settings.extensions
+
+    @staticmethod
+    def add_hook_handle(hook_handle: Any) -> None:
+        """Remember a handle for ``remove_hooks``.
+
+        Args:
+            hook_handle: Has a method ``remove``.
+        """
+        _handles.append(hook_handle)
+
+    @staticmethod
+    def remove_hooks() -> None:
+        """Remove the hooks of all extended modules. The flags ``_backpack_extend`` stay."""
+        for handle in _handles:
+            handle.remove()
+        _handles.clear()
+
+    @staticmethod
+    def is_extension_active(*extension_classes: type[BackpropExtension]) -> bool:
+        """Say whether an extension of one of the classes is active.
+
+        Args:
+            *extension_classes: Classes.
+
+        Returns:
+            Whether there is one.
+        """
+        return any(isinstance(extension, extension_classes) for extension in _settings.extensions)
+
+    @staticmethod
+    def get_debug() -> bool:
+        """Say whether debug mode is on.
+
+        Returns:
+            Whether it is.
+        """
+        return _settings.debug
+
+    @staticmethod
+    def set_debug(debug: bool) -> None:
+        """Switch debug mode.
+
+        Args:
+            debug: On or off.
+        """
+        _settings.debug = debug
+
+    @staticmethod
+    def get_extension_hook() -> Callable[[Module], None]:
+        """Return the extension hook.
+
+        Returns:
+            A function of a module.
+        """
+        return _settings.hook
+
+    @staticmethod
+    def set_extension_hook(extension_hook: Callable[[Module], None]) -> None:
+        """Set the extension hook.
+
+        Args:
+            extension_hook: A function of a module.
+        """
+        _settings.hook = extension_hook
+
+    @staticmethod
+    def get_retain_graph() -> bool:
+        """Say whether recorded tensors survive a backward pass.
+
+        Returns:
+            Whether they do.
+        """
+        return _settings.retain_graph
+
+    @staticmethod
+    def set_retain_graph(retain_graph: bool) -> None:
+        """Let recorded tensors survive a backward pass.
+
+        Args:
+            retain_graph: Whether they do.
+        """
+        _settings.retain_graph = retain_graph
+
+
+class disable:  # noqa: N801
+    """Context in which extended modules record nothing. A backward pass over such a graph, with active extensions, is refused."""
+
+    def __enter__(self) -> None:
+        self._before = recording.on
+        recording.on = False
+
+    def __exit__(self, *_: Any) -> None:
+        recording.on = self._before
+
+    @staticmethod
+    def should_store_io() -> bool:
+        """Say whether extended modules record their forward passes.
+
+        Returns:
+            Whether they do.
+        """
+        return recording.on

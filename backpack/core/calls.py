@@ -1,0 +1,463 @@
+"""ModuleCall: one execution of one module, as two forward hooks of the module see it.
+
+A call keeps detached tensors (same storage, no graph) and belongs to the graph node that made its output: it lives as long as the graph
+does, and gives its tensors back as soon as autograd gives back its own. Nothing is kept on modules.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives
+from backpack.core.derivatives.registry import derivatives_for
+from backpack.utils.errors import NotRecordedError, OverwrittenError
+
+KEY = "backpack"
+"""Key of the calls in the metadata of a graph node."""
+
+Edge = tuple[Node, int]
+"""Where a tensor comes from: (graph node, which of its outputs)."""
+
+_ORDER = count()
+_BOTH = frozenset({"input", "output"})
+
+
+class _Recording(threading.local):
+    """What a thread is recording: switched off by ``disable``; the calls whose forward pass has begun and not ended."""
+
+    on = True
+    read_from: dict[Module, ModuleCall] | None = None
+
+    def __init__(self) -> None:
+        self.open: list[ModuleCall] = []
+
+
+recording = _Recording()
+
+owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter of an extended module -> its name in the module on which ``extend`` was called."""
+
+
+class Slot:
+    """One tensor of a call: kept (detached), or only its shape and a weak reference."""
+
+    __slots__ = ("device", "dtype", "edge", "ref", "shape", "value", "version")
+
+    def __init__(self, tensor: Tensor, edge: Edge | None, keep: bool, clone: bool = False) -> None:
+        self.shape, self.dtype, self.device, self.edge = tensor.shape, tensor.dtype, tensor.device, edge
+        self.value = (tensor.detach().clone() if clone else tensor.detach()) if keep else None
+        self.version = (self.value if clone else tensor)._version
+        self.ref = None if keep else ref(tensor)
+
+    def read(self, what: str) -> Tensor | None:
+        """Return the recorded tensor, detached.
+
+        Args:
+            what: Description for the error.
+
+        Returns:
+            The tensor; ``None`` if it was not kept and nobody else holds it.
+
+        Raises:
+            OverwrittenError: If it was changed in place since it was recorded.
+        """
+        tensor = self.value if self.ref is None else self.ref()
+        if tensor is None:
+            return None
+        if tensor._version != self.version:
+            raise OverwrittenError(
+                f"{what} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now {tensor._version}), "
+                "but a rule needs its old value. Do the operation out of place."
+            )
+        return tensor.detach()
+
+    def like(self) -> Tensor:
+        """Return a tensor without data that has the recorded shape and dtype.
+
+        Returns:
+            Tensor on the meta device.
+        """
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+@lru_cache(maxsize=None)
+def _argument_names(cls: type[Module]) -> tuple[str, ...]:
+    return tuple(inspect.signature(cls.forward).parameters)[1:]
+
+
+def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """Return all arguments in the order of the forward method's signature.
+
+    Args:
+        module: The called module.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        The arguments; those not given, between given ones, are ``None``.
+    """
+    if not kwargs:
+        return list(args)
+    known = [name for name in _argument_names(type(module))[len(args) :] if name in kwargs]
+    return [*args, *(kwargs[name] for name in known), *(value for name, value in kwargs.items() if name not in known)]
+
+
+def _edge(tensor: Tensor) -> Edge | None:
+    if not tensor.requires_grad:
+        return None
+    edge = get_gradient_edge(tensor)
+    return edge.node, edge.output_nr
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """Return the tensors in the output of a module.
+
+    Args:
+        output: A tensor, or tensors nested in tuples, lists, mappings and data classes.
+
+    Returns:
+        The tensors in order.
+    """
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    elif hasattr(output, "__dataclass_fields__"):
+        output = [getattr(output, name) for name in output.__dataclass_fields__]
+    return [tensor for part in output for tensor in _tensors(part)] if isinstance(output, (tuple, list)) else []
+
+
+class Mark(NamedTuple):
+    """What a call leaves on a graph node: this node made output ``index`` as its own output ``nr``, or made the tensor it is a view of."""
+
+    call: ModuleCall
+    index: int
+    nr: int
+    base: bool
+
+
+class ModuleCall:
+    """One execution of one module.
+
+    Reads like the module itself: hyper-parameters and parameters come from the module, ``input0``, ``input1``, ... and ``output`` from
+    this execution. A tensor that the rule of the module does not need is not kept: only its shape and dtype can be read then.
+
+    Attributes:
+        derivatives: The rule of the module's class, or ``None``.
+        order: Position among all calls, in the order of the forward passes.
+        path: Name of the module, for messages.
+        root: Whether no other extended module was running.
+        inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
+        outputs: One ``Slot`` a tensor of the output.
+        keep: Set where somebody reads the tensors after the backward pass.
+    """
+
+    __slots__ = ("__weakref__", "_module", "derivatives", "inputs", "keep", "order", "outputs", "path", "recorder", "root")
+
+    def __init__(self, module: Module, recorder: Recorder, args: list[Any]) -> None:
+        rule = derivatives_for(module)
+        self.derivatives: BaseDerivatives | None = rule if rule is not None and rule.applies(module) else None
+        self.recorder = recorder
+        self.path = recorder.path or type(module).__name__
+        self.order = next(_ORDER)
+        self.root = not recording.open
+        self.keep = False
+        self.outputs: list[Slot] = []
+        # torch's own losses are often temporary objects, `extend(MSELoss())(...)`, and never store what they return: held strongly
+        self._module = module if self.is_loss and type(module).__module__.startswith("torch.nn") else ref(module)
+        keep = "input" in self._needs(module)
+        clone = keep and getattr(module, "inplace", False) is True
+        self.inputs = [Slot(arg, _edge(arg), keep, clone) if isinstance(arg, Tensor) else arg for arg in args]
+
+    def _needs(self, module: Module) -> frozenset[str]:
+        if self.derivatives is not None:
+            return self.derivatives.keeps
+        return _BOTH if not module._modules and derivatives_for(type(module)) is None else frozenset()
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether the module is a loss function."""
+        return isinstance(self.derivatives, BaseLossDerivatives)
+
+    @property
+    def module(self) -> Module:
+        """The module.
+
+        Raises:
+            NotRecordedError: If the module does not exist any more.
+        """
+        module = self._module if isinstance(self._module, Module) else self._module()
+        if module is None:
+            raise NotRecordedError(f"The module {self.path} was deleted between its forward pass and the backward pass. Keep a reference to it.")
+        return module
+
+    @property
+    def tensor_inputs(self) -> list[Slot]:
+        """The inputs that are tensors."""
+        return [slot for slot in self.inputs if isinstance(slot, Slot)]
+
+    def attach(self, output: Any) -> None:
+        """Hand the call over to the graph nodes that made the output.
+
+        Args:
+            output: What the module returned.
+        """
+        keep = "output" in self._needs(self.module)
+        sources = {slot.edge[0] for slot in self.tensor_inputs if slot.edge is not None}
+        tensors = _tensors(output)
+        for index, tensor in enumerate(tensors):
+            node = tensor.grad_fn
+            self.outputs.append(Slot(tensor, None, keep))
+            if node is None or (node in sources and not self.root):
+                continue
+            node.metadata.setdefault(KEY, []).append(Mark(self, index, tensor.output_nr, False))
+            base = tensor._base if tensor._is_view() and tensor.numel() == tensor._base.numel() else None
+            if base is not None and base.grad_fn not in (None, *sources) and tensor.is_contiguous() and base.is_contiguous():
+                # an operation in place on a view rewrites the graph below its base: then only the base's node runs
+                base.grad_fn.metadata.setdefault(KEY, []).append(Mark(self, index, base.output_nr, True))
+            if len(tensors) == 1 and self.holds:
+                node.register_hook(self._on_executed)
+
+    def _on_executed(self, *_: Any) -> None:
+        if not (self.keep or torch._C._autograd._get_current_graph_task_keep_graph()):
+            self.release()
+
+    def release(self) -> None:
+        """Give the recorded tensors back."""
+        if not self.keep:
+            for slot in (*self.tensor_inputs, *self.outputs):
+                if slot.ref is None:
+                    slot.value = None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the call keeps tensors."""
+        return any(slot.value is not None for slot in (*self.tensor_inputs, *self.outputs))
+
+    @property
+    def released(self) -> bool:
+        """Whether tensors that were kept have been given back."""
+        return any(slot.ref is None and slot.value is None for slot in (*self.tensor_inputs, *self.outputs))
+
+    def tensor(self, name: str) -> Any:
+        """Return a recorded input or output.
+
+        Args:
+            name: ``"output"`` or ``"input{i}"``.
+
+        Returns:
+            Detached tensor, ``None`` if it was not kept; for an argument that is no tensor, its value.
+
+        Raises:
+            AttributeError: If the call has no such input or output.
+        """
+        slots = self.outputs if name == "output" else self.inputs
+        index = 0 if name == "output" else int(name[5:])
+        if index >= len(slots):
+            raise AttributeError(f"{self.path} was called without {name}.")
+        slot = slots[index]
+        if not isinstance(slot, Slot):
+            return slot
+        value = slot.read(f"{name} of module {self.path}")
+        if value is None and name == "output" and self.derivatives is not None and not self.is_loss:
+            inputs = [s.read(f"input{i} of module {self.path}") if isinstance(s, Slot) else s for i, s in enumerate(self.inputs)]
+            if inputs[0] is not None:
+                with torch.no_grad():
+                    value = type(self.module).forward(self.module, *inputs)
+        return value
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "output" or (name.startswith("input") and name[5:].isdigit()):
+            value = self.tensor(name)
+            slot = self.outputs[0] if name == "output" else self.inputs[int(name[5:])]
+            return slot.like() if value is None and isinstance(slot, Slot) else value
+        return getattr(self.module, name)
+
+
+class BatchFirst:
+    """A call whose sample axis, of inputs and output, is moved to the front."""
+
+    __slots__ = ("_axis", "_call")
+
+    def __init__(self, call: ModuleCall, axis: int) -> None:
+        self._call, self._axis = call, axis
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._call, name)
+        moves = isinstance(value, Tensor) and (name == "output" or (name.startswith("input") and name[5:].isdigit()))
+        return value.movedim(self._axis, 0) if moves else value
+
+
+class Recorder:
+    """The two forward hooks of one extended module."""
+
+    __slots__ = ("_ids", "_last", "path")
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._last: ref | None = None
+        self._ids: tuple[int, ...] = ()
+
+    def __reduce__(self) -> tuple:
+        return Recorder, (self.path,)
+
+    @property
+    def last(self) -> ModuleCall | None:
+        """The latest call that is still alive."""
+        return None if self._last is None else self._last()
+
+    def forget(self) -> None:
+        """Forget the latest call and give its tensors back."""
+        if self.last is not None:
+            self.last.release()
+        self._last = None
+
+    def know(self, module: Module) -> None:
+        """Track the parameters of the module, which may have been replaced, or copied with the module, since ``extend``.
+
+        Args:
+            module: The module.
+        """
+        ids = tuple(map(id, module._parameters.values()))
+        if ids != self._ids:
+            self._ids = ids
+            for name, parameter in module._parameters.items():
+                if isinstance(parameter, Parameter):
+                    owners.setdefault(parameter, f"{self.path}.{name}" if self.path else name)
+
+    def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Begin a call: read where the inputs come from, before the module may change them in place.
+
+        Args:
+            module: The module.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
+        if recording.on and torch.is_grad_enabled() and not _transformed():
+            self.know(module)
+            recording.open.append(ModuleCall(module, self, _positional(module, args, kwargs)))
+
+    def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """End a call; also reached, without an output, where the forward pass raises.
+
+        Args:
+            module: The module.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            output: What it returned.
+        """
+        if recording.open and recording.open[-1].recorder is self:
+            call = recording.open.pop()
+            if output is not None:
+                call.attach(output)
+                self._last = ref(call)
+
+    def install(self, module: Module) -> tuple[RemovableHandle, RemovableHandle]:
+        """Install the hooks.
+
+        Args:
+            module: The module to record.
+
+        Returns:
+            Handles that remove them.
+        """
+        return (
+            module.register_forward_pre_hook(self.before, with_kwargs=True),
+            module.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+        )
+
+    def remove(self, module: Module) -> None:
+        """Remove the hooks, also those of a copied module, for which no handles exist.
+
+        Args:
+            module: The module.
+        """
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
+                del hooks[key]
+                for group in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+                    group.pop(key, None)
+
+
+def _transformed() -> bool:
+    """Whether a transformation of torch.func, or a compiler, is running: both replay the module with tensors of their own.
+
+    Returns:
+        Whether to record nothing.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()
+
+
+def recorder_of(module: Module) -> Recorder | None:
+    """Return the recorder of a module.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        ``None`` if the module is not extended.
+    """
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Recorder):
+            return owner
+    return None
+
+
+class _RecordedTensor:
+    """``module.input0``, ``module.output``: views onto the last call of an extended module, readable while its graph lives.
+
+    Not a data descriptor: what a user stores under the same name in the instance, or registers as parameter, buffer or child, is found first.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, module: Module | None, cls: type | None = None) -> Any:
+        if module is None:
+            return self
+        call = (recording.read_from or {}).get(module)
+        if call is None:
+            recorder = recorder_of(module)
+            call = None if recorder is None else recorder.last
+        registered = any(self.name in module.__dict__.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
+        value = None if call is None or registered or call.released else call.tensor(self.name)
+        if value is None:
+            raise AttributeError(self.name)  # Module.__getattr__ takes over
+        return value
+
+
+@contextmanager
+def reading(call: ModuleCall) -> Iterator[None]:
+    """Let the module's ``input0``, ... and ``output`` be those of a call, even if the module was called again since.
+
+    Args:
+        call: The call.
+
+    Yields:
+        Nothing.
+    """
+    before = recording.read_from
+    recording.read_from = {call.module: call}
+    try:
+        yield
+    finally:
+        recording.read_from = before
+
+
+for _name in ("output", *(f"input{i}" for i in range(8))):
+    setattr(Module, _name, _RecordedTensor(_name))

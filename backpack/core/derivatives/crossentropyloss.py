@@ -1,0 +1,113 @@
+"""Derivatives of ``CrossEntropyLoss``: the negative log-likelihood of one categorical variable per position of the input.
+
+A position with logits ``f``, probabilities ``p = softmax(f)``, class weights ``w`` and target probabilities ``t`` contributes
+``-sum_c w_c t_c log p_c``. The Hessian is ``a (diag(p) - p p^T)`` with ``a = sum_c w_c t_c``, and ``diag(p) - p p^T = S^T S`` with
+``S[v, c] = sqrt(p_v) (delta_vc - p_c)``, since the probabilities add up to one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical
+from torch.nn import CrossEntropyLoss, Module
+
+from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.loss_generic import at_least_float32
+from backpack.core.derivatives.nll_base import NLLLossDerivatives
+from backpack.core.derivatives.registry import register
+from backpack.utils.subsampling import subsample
+
+
+@register(CrossEntropyLoss)
+class CrossEntropyLossDerivatives(NLLLossDerivatives):
+    """Cross-entropy of logits ``[[N, C, *]]`` with class indices ``[[N, *]]`` or class probabilities ``[[N, C, *]]``.
+
+    All options are exact: class weights, ignored targets, label smoothing, target probabilities that do not add up to one. If all
+    targets are ignored, the mean is not a number, but its gradient is zero, and so is the Hessian here.
+    """
+
+    MIN_NDIM: ClassVar[int] = 2
+    keeps: ClassVar[frozenset[str]] = frozenset({"input"})
+
+    def __init__(self, use_autograd: bool = False) -> None:
+        super().__init__(use_autograd=use_autograd)
+
+    def hessian_is_psd(self) -> bool:
+        return True  # negative weights are refused where a square root is needed
+
+    @staticmethod
+    def _get_mean_normalization(input: Tensor) -> int:
+        return input.shape[0] * prod(input.shape[2:])
+
+    def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
+        return g_out[0].unsqueeze(1) if g_out[0].dim() else g_out[0]
+
+    def _hessian_weight(self, module: Module) -> Tensor:
+        logits, target, smoothing = module.input0, module.input1, module.label_smoothing
+        weight = at_least_float32(logits.new_ones(logits.shape[1]) if module.weight is None else module.weight)
+        if target.shape == logits.shape:
+            counts = None
+            factor = torch.einsum("c,nc...->n...", weight, target.to(weight.dtype))
+            divisor = self._get_mean_normalization(logits)
+        else:
+            counts = target != module.ignore_index
+            factor = counts.to(weight.dtype) if module.weight is None else weight[target.where(counts, 0).long()] * counts
+            divisor = factor.sum()
+        if smoothing:
+            factor = (1 - smoothing) * factor + smoothing * weight.mean()
+        if module.reduction == "mean":
+            factor = factor / divisor
+        if counts is not None:  # an ignored term is no part of the loss, not even where all are and the divisor is zero
+            factor = factor.where(counts, 0)
+        return factor.unsqueeze(1)
+
+    def _log_probs(self, module: Module, subsampling: Samples = None) -> Tensor:
+        """Compute the logarithm of the probabilities, all positions in one axis.
+
+        Args:
+            module: The loss with recorded inputs.
+            subsampling: Indices of samples, or ``None`` for all.
+
+        Returns:
+            ``[[N, C, L]]``.
+        """
+        self._verify_support(module)
+        logits = at_least_float32(subsample(module.input0, subsampling=subsampling))
+        return logits.log_softmax(1).reshape(*logits.shape[:2], prod(logits.shape[2:]))
+
+    def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+        log_probs = self._log_probs(module, subsampling)
+        num_samples, num_classes, num_positions = log_probs.shape
+        weight = self._sqrt_weight(module, subsampling).reshape(num_samples, 1, num_positions)
+        scale = ((log_probs / 2).exp() * weight).movedim(1, 0).unsqueeze(2)
+        delta = torch.eye(num_classes, dtype=scale.dtype, device=scale.device)[:, None, :, None]
+        factor = (delta - log_probs.exp()).mul_(scale).to(module.input0.dtype)
+        if num_positions != 1:
+            # Different positions share no entry of the Hessian: each has columns of its own.
+            factor = factor.diag_embed(dim1=1, dim2=4)
+        return factor.reshape(num_classes * num_positions, num_samples, *module.input0.shape[1:])
+
+    def _make_hessian_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[[Tensor], Tensor]:
+        probs = self._log_probs(module).exp().reshape(module.input0.shape)
+        weighted = probs * self._hessian_weight(module)
+        return lambda mat: (weighted * (mat - (probs * mat).sum(2, keepdim=True))).to(mat.dtype)
+
+    def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
+        probs = self._log_probs(module).exp()
+        weighted = probs * self._hessian_weight(module).reshape(probs.shape[0], 1, probs.shape[2])
+        blocks = weighted.sum(0).T.diag_embed() - torch.einsum("ncl,ndl->lcd", weighted, probs)
+        return blocks.movedim(0, 2).diag_embed(dim1=1, dim2=3).reshape(2 * module.input0.shape[1:]).to(module.input0.dtype)
+
+    def _make_distribution(self, subsampled_input: Tensor) -> Categorical:
+        return Categorical(probs=at_least_float32(subsampled_input).softmax(1).movedim(1, -1))
+
+    def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
+        distribution = self._make_distribution(subsampled_input)
+        labels = distribution.sample(torch.Size([mc_samples])).unsqueeze(2)
+        probs = distribution.probs.movedim(-1, 1)
+        return probs.expand(mc_samples, *probs.shape).scatter_add(2, labels, -torch.ones_like(labels, dtype=probs.dtype))

@@ -1,0 +1,53 @@
+"""Dropout: the identity in evaluation mode; in training mode the mask has to be read off the output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout, Module
+
+from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
+from backpack.core.derivatives.registry import register
+from backpack.utils.errors import UnsupportedError
+from backpack.utils.subsampling import subsample
+
+
+@register(Dropout)
+@register(Dropout1d)
+@register(Dropout2d)
+@register(Dropout3d)
+class DropoutDerivatives(ElementwiseDerivatives):
+    """Entries, or channels, are set to zero at random, and the others multiplied by ``1 / (1 - p)``.
+
+    In training mode, entries with zero output are taken for dropped. Where the input is exactly zero this is a guess, so the rule does not
+    apply there.
+    """
+
+    keeps = frozenset({"output"})
+
+    def applies(self, module: Module) -> bool:
+        return not module.training or module.p == 0
+
+    def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+        output = subsample(module.output, subsampling=subsampling)
+        if self.applies(module):
+            return torch.ones_like(output)
+        return (output != 0).to(output.dtype) / (1 - module.p) if module.p < 1 else torch.zeros_like(output)
+
+    def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
+        return torch.zeros_like(module.output)
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        return True
+
+
+@register(AlphaDropout)
+@register(FeatureAlphaDropout)
+class AlphaDropoutDerivatives(DropoutDerivatives):
+    """Dropped entries get a value other than zero, so that the output does not show them."""
+
+    def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+        if not self.applies(module):
+            raise UnsupportedError(f"{module} in training mode does not record which entries it dropped. Call .eval() on it.")
+        return super().df(module, g_inp, g_out, subsampling=subsampling)

@@ -1,0 +1,110 @@
+"""Maps that act on each entry alone: two functions ``df`` and ``d2f`` of the recorded tensors supply all products."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Samples
+from backpack.utils.subsampling import subsample
+
+
+class ElementwiseDerivatives(BaseDerivatives):
+    """Input and output have the same shape, and an output entry depends on the input entry at its place only."""
+
+    any_batch_axis = True
+
+    def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+        """First derivative ``[[*output]]`` of each output entry with respect to its input entry.
+
+        Raises:
+            UnsupportedError: If the class does not define it.
+        """
+        raise self._missing("df", module)
+
+    def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
+        """Second derivative ``[[*output]]`` of each output entry with respect to its input entry, not multiplied by ``g_out``.
+
+        Raises:
+            UnsupportedError: If the class does not define it.
+        """
+        raise self._missing("d2f", module)
+
+    def hessian_is_diagonal(self, module: Module) -> bool:
+        return True
+
+    def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
+        return self.d2f(module, g_in, g_out) * g_out[0]
+
+    def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return mat * self.df(module, g_inp, g_out)
+
+    def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        return mat * self.df(module, g_inp, g_out, subsampling=subsampling)
+
+    def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        df = self.df(module, g_inp, g_out)
+        df = df.reshape(df.shape[0], mat.shape[0])
+        return mat * (df.T @ df) / df.shape[0]
+
+    def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return mat * self.hessian_diagonal(module, g_inp, g_out)
+
+
+class ActivationDerivatives(ElementwiseDerivatives):
+    """Derivatives in closed form, as functions of the one recorded tensor that ``keeps`` names.
+
+    They agree with automatic differentiation at kinks, too.
+    """
+
+    keeps = frozenset({"input"})
+
+    @abstractmethod
+    def slope(self, module: Module, at: Tensor) -> Tensor:
+        """First derivative.
+
+        Args:
+            module: The activation, for its hyper-parameters.
+            at: The recorded input, or output, perhaps of some samples only.
+
+        Returns:
+            ``[[N, ...]]``, or a mask of that shape.
+        """
+
+    @abstractmethod
+    def curvature(self, module: Module, at: Tensor) -> Tensor:
+        """Second derivative.
+
+        Args:
+            module: The activation, for its hyper-parameters.
+            at: The recorded input, or output.
+
+        Returns:
+            ``[[N, ...]]``.
+        """
+
+    def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+        at = subsample(self._recorded(module), subsampling=subsampling)
+        return self.slope(module, at).to(at.dtype)
+
+    def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
+        return self.curvature(module, self._recorded(module))
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        return False
+
+    def _recorded(self, module: Module) -> Tensor:
+        return module.output if "output" in self.keeps else module.input0
+
+
+class PiecewiseLinearDerivatives(ActivationDerivatives):
+    """An activation whose second derivative vanishes almost everywhere."""
+
+    def curvature(self, module: Module, at: Tensor) -> Tensor:
+        return torch.zeros_like(at)
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        return True

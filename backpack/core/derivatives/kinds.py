@@ -1,0 +1,84 @@
+"""Kinds of maps whose Jacobian does not depend on the input: linear maps without parameters, and the reshapes among them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Samples
+from backpack.utils.errors import MixedSamplesError
+
+
+class ConstantJacobianDerivatives(BaseDerivatives):
+    """The output is affine in the input, with the same Jacobian for every sample."""
+
+    same_jacobian = True
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        return True
+
+    def hessian_is_diagonal(self, module: Module) -> bool:
+        return True
+
+    def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
+        return g_out[0].new_zeros(module.input0.shape)
+
+    def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return torch.zeros_like(mat)
+
+
+class LinearMapDerivatives(ConstantJacobianDerivatives):
+    """A linear map without parameters that treats samples alike.
+
+    Hence its own forward pass multiplies by the Jacobian, with the columns taken for further samples, and one vector-Jacobian product of that
+    pass by its transposed.
+    """
+
+    keeps = frozenset()
+
+    def _map(self, module: Module, batch: Tensor) -> Tensor:
+        """Apply the linear part of the module, its forward pass by default.
+
+        Returns:
+            ``[[N, ...]]`` from ``batch`` ``[[N, ...]]``, for any ``N``.
+        """
+        return module.forward(batch)
+
+    def _checked_map(self, module: Module, batch: Tensor) -> Tensor:
+        result = self._map(module, batch)
+        if result.shape != (batch.shape[0], *module.output.shape[1:]):
+            raise MixedSamplesError(
+                f"{module} maps {list(batch.shape)} to {list(result.shape)}, hence it does not treat entries of axis 0 as samples. "
+                "Keep the samples on axis 0."
+            )
+        return result
+
+    def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        result = self._checked_map(module, mat.flatten(0, 1))
+        return result.reshape(*mat.shape[:2], *result.shape[1:])
+
+    def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        columns = mat.flatten(0, 1)
+        features = module.input0.shape[1:]
+        anywhere = mat.new_zeros(()).expand(columns.shape[0], *features)
+        _, pull_back = vjp(partial(self._checked_map, module), anywhere)
+        return pull_back(columns)[0].reshape(*mat.shape[:2], *features)
+
+
+class ReshapeDerivatives(ConstantJacobianDerivatives):
+    """The module keeps the entries of each sample and their order, and changes at most the shape."""
+
+    keeps = frozenset()
+
+    def applies(self, module: Module) -> bool:
+        return module.input0.shape[:1] == module.output.shape[:1]
+
+    def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return mat.reshape(mat.shape[0], *module.output.shape)
+
+    def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        return mat.reshape(*mat.shape[:2], *module.input0.shape[1:])

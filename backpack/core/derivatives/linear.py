@@ -1,0 +1,40 @@
+"""Derivatives of ``torch.nn.Linear``, with any number of axes between the samples and the features."""
+
+from __future__ import annotations
+
+from math import prod
+
+from torch import Size, Tensor
+from torch.nn import Linear
+
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.registry import register
+from backpack.utils.subsampling import subsample
+
+
+@register(Linear)
+class LinearDerivatives(AffineDerivatives):
+    """Axes between the samples and the features are positions that share the weight."""
+
+    any_batch_axis = True
+
+    @staticmethod
+    def _get_additional_dims(module: Linear) -> Size:
+        return module.input0.shape[1:-1]
+
+    def columns(self, module: Linear, subsampling: Samples = None) -> Tensor:
+        inputs = subsample(module.input0, subsampling=subsampling)
+        return inputs.reshape(inputs.shape[0], 1, prod(inputs.shape[1:-1]), inputs.shape[-1]).mT
+
+    def rows(self, module: Linear, mat: Tensor) -> Tensor:
+        return mat.reshape(*mat.shape[:2], 1, prod(mat.shape[2:-1]), mat.shape[-1]).mT
+
+    def output_from_rows(self, module: Linear, rows: Tensor) -> Tensor:
+        return rows.mT.reshape(rows.shape[0], *module.output.shape)
+
+    def _jac_mat_prod(self, module: Linear, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return mat @ module.weight.T
+
+    def _jac_t_mat_prod(self, module: Linear, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        return mat @ module.weight

@@ -1,0 +1,201 @@
+"""Losses that are negative log-likelihoods: the Hessian's square root by sampling labels from the model's own distribution.
+
+If the targets are drawn from the distribution that the loss belongs to, the outer product of the gradient with itself has the Hessian as
+its expected value (information matrix equality, for a loss whose input is the natural parameter, or the mean of a normal distribution).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from math import prod, sqrt
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.nn import Module
+
+from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.loss_generic import GenericLossDerivatives
+from backpack.utils.errors import LossValueError, ShapeError, UnsupportedError
+from backpack.utils.subsampling import subsample
+
+
+class NLLLossDerivatives(GenericLossDerivatives):
+    """A loss that is a negative log-likelihood, up to factors and constants.
+
+    A subclass says from which distribution labels are drawn (``_make_distribution``), by what ``reduction="mean"`` divides
+    (``_get_mean_normalization``) and, if it is not left to automatic differentiation, the gradient for sampled labels
+    (``_compute_sampled_grads_manual``). Exact quantities come from automatic differentiation until a subclass knows better.
+    """
+
+    MIN_NDIM: ClassVar[int] = 1
+    """Number of axes that an input needs so that axis 0 enumerates the samples."""
+
+    def __init__(self, use_autograd: bool = True) -> None:
+        """Choose where the gradients for sampled labels come from.
+
+        Args:
+            use_autograd: Differentiate the distribution's negative log-probability (``True``), or use the closed form (``False``).
+        """
+        self.use_autograd = use_autograd
+
+    def _verify_support(self, module: Module) -> None:
+        """Refuse hyper-parameters and inputs for which the formulas do not hold. Subclasses may replace this.
+
+        Args:
+            module: The loss with recorded inputs.
+
+        Raises:
+            ShapeError: If the input has no axis for the samples.
+        """
+        if module.input0.dim() < self.MIN_NDIM:
+            raise ShapeError(
+                f"{type(self).__name__} got an input of shape {tuple(module.input0.shape)}, but needs at least {self.MIN_NDIM} axes, with the "
+                "samples on axis 0. Add a batch axis of length 1 to an unbatched input, and to its target."
+            )
+
+    def _make_distribution(self, subsampled_input: Tensor) -> Distribution:
+        """Create the distribution of the labels; draws have the shape of the targets, and ``use_autograd`` needs ``log_prob``.
+
+        Args:
+            subsampled_input: Input of the loss ``[[N, *]]``, perhaps some of its samples only.
+
+        Raises:
+            UnsupportedError: If the subclass does not say.
+        """
+        raise UnsupportedError(f"{type(self).__name__} does not define _make_distribution, so that no labels can be sampled.")
+
+    @staticmethod
+    def _get_mean_normalization(input: Tensor) -> int:
+        """Return the number by which ``reduction="mean"`` divides the sum of all terms.
+
+        Args:
+            input: Input of the loss ``[[N, *]]``, all samples.
+
+        Raises:
+            UnsupportedError: If the subclass does not say.
+        """
+        raise UnsupportedError("This loss does not define _get_mean_normalization, so that its reduction 'mean' is not known.")
+
+    def _hessian_weight(self, module: Module) -> Tensor | float:
+        """Return the factor of each entry's term in the loss: its weight over the divisor of the reduction.
+
+        Args:
+            module: The loss with recorded inputs.
+
+        Returns:
+            A number, or a tensor ``[[N, *]]`` that can be broadcast against the input.
+        """
+        return 1 / (self._get_mean_normalization(module.input0) or 1) if module.reduction == "mean" else 1.0
+
+    def _sqrt_weight(self, module: Module, subsampling: Samples) -> Tensor | float:
+        weight = self._hessian_weight(module)
+        if isinstance(weight, Tensor):
+            if (weight < 0).any():
+                raise LossValueError(
+                    f"Weights or targets of {type(self).__name__} give some terms of the loss a negative factor (smallest "
+                    f"{weight.min().item():.3g}), so that the Hessian has no real square root. Use non-negative weights, and targets in [0, 1]."
+                )
+            weight = subsample(weight, subsampling=subsampling)
+        return weight**0.5
+
+    def _sqrt_hessian_sampled(
+        self,
+        module: Module,
+        g_inp: Grads,
+        g_out: Grads,
+        mc_samples: int = 1,
+        subsampling: Samples = None,
+    ) -> Tensor:
+        self._verify_support(module)
+        grads = self.compute_sampled_grads(subsample(module.input0, subsampling=subsampling), mc_samples)
+        return (grads * (self._sqrt_weight(module, subsampling) / sqrt(mc_samples))).to(module.input0.dtype)
+
+    def compute_sampled_grads(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
+        """Compute gradients of the negative log-likelihood for labels drawn from the model's own distribution.
+
+        The labels come from one call ``distribution.sample(torch.Size([mc_samples]))``, and nothing else draws random numbers. A gradient
+        holds all positions of a sample, with labels drawn independently; the sign of a gradient has no meaning for what is built from it.
+
+        Args:
+            subsampled_input: Input of the loss ``[[N, *]]``, perhaps some of its samples only.
+            mc_samples: Number of draws ``M``.
+
+        Returns:
+            Gradients ``[[M, N, *]]`` without weights and without the divisor of the reduction.
+        """
+        compute = self._compute_sampled_grads_autograd if self.use_autograd else self._compute_sampled_grads_manual
+        return compute(subsampled_input, mc_samples)
+
+    def _compute_sampled_grads_autograd(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
+        differentiable = subsampled_input.requires_grad and torch.is_grad_enabled()
+        with torch.enable_grad():
+            point = subsampled_input if differentiable else subsampled_input.detach().requires_grad_()
+            distribution = self._make_distribution(point)
+            losses = [-distribution.log_prob(labels).sum() for labels in distribution.sample(torch.Size([mc_samples]))]
+            return torch.stack([torch.autograd.grad(loss, point, retain_graph=True, create_graph=differentiable)[0] for loss in losses])
+
+    def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
+        """Compute the gradients ``[[M, N, *]]`` for sampled labels in closed form.
+
+        Args:
+            subsampled_input: Input of the loss ``[[N, *]]``, perhaps some of its samples only.
+            mc_samples: Number of draws ``M``.
+
+        Raises:
+            UnsupportedError: If the subclass has no closed form.
+        """
+        raise UnsupportedError(f"{type(self).__name__} has no closed form for sampled gradients: set use_autograd=True.")
+
+
+class ElementwiseLossDerivatives(NLLLossDerivatives):
+    """A loss that adds one term per entry of its input, so that the Hessian is diagonal."""
+
+    keeps: ClassVar[frozenset[str]] = frozenset({"input"})
+
+    def __init__(self, use_autograd: bool = False) -> None:
+        super().__init__(use_autograd=use_autograd)
+
+    @abstractmethod
+    def _curvature(self, subsampled_input: Tensor) -> Tensor:
+        """Return the second derivative of a term, without weights and without the divisor of the reduction.
+
+        Args:
+            subsampled_input: Input of the loss ``[[N, *]]``, perhaps some of its samples only.
+
+        Returns:
+            Non-negative second derivatives ``[[N, *]]``, in single precision or better.
+        """
+
+    def hessian_is_psd(self) -> bool:
+        return True  # negative weights are refused where a square root is needed
+
+    @staticmethod
+    def _get_mean_normalization(input: Tensor) -> int:
+        return input.numel()
+
+    def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
+        incoming, inputs = g_out[0], module.input0
+        return incoming.sum_to_size(inputs.shape) if incoming.dim() else incoming
+
+    def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+        self._verify_support(module)
+        inputs = subsample(module.input0, subsampling=subsampling)
+        num_features = prod(inputs.shape[1:])
+        root = self._curvature(inputs).sqrt() * self._sqrt_weight(module, subsampling)
+        columns = root.to(inputs.dtype).reshape(inputs.shape[0], num_features).diag_embed(dim1=0, dim2=2)
+        return columns.reshape(num_features, *inputs.shape)
+
+    def _hessian_diagonal(self, module: Module) -> Tensor:
+        self._verify_support(module)
+        return (self._curvature(module.input0) * self._hessian_weight(module)).to(module.input0.dtype)
+
+    def _make_hessian_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[[Tensor], Tensor]:
+        diagonal = self._hessian_diagonal(module)
+        return lambda mat: diagonal * mat
+
+    def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
+        diagonal = self._hessian_diagonal(module).sum(0)
+        return diagonal.flatten().diag().reshape(2 * diagonal.shape)

@@ -1,0 +1,63 @@
+"""What the public products do around the mathematics: check shapes, and treat one vector as a matrix of one column.
+
+A matrix carries one axis more than the tensor that its columns belong to, for instance ``[V, *output]``; a vector has that tensor's axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from backpack.utils.errors import ShapeError
+
+
+def check_shape(mat: Tensor, like: Sequence[int], diff: int = 1, what: str = "the matrix") -> None:
+    """Check that all axes but the first ``diff`` are those of ``like``.
+
+    Args:
+        mat: The matrix.
+        like: The expected shape of a column.
+        diff: Number of leading axes in front of ``like``.
+        what: Name of the matrix, for the message.
+
+    Raises:
+        ShapeError: If the shapes do not fit.
+    """
+    if mat.dim() != diff + len(like) or tuple(mat.shape[diff:]) != tuple(like):
+        leading = ", ".join(["V", "N"][:diff])
+        raise ShapeError(f"{what} must have shape [{leading}, {', '.join(map(str, like))}], got {list(mat.shape)}.")
+
+
+def apply_checked(product: Callable[[Tensor], Tensor], mat: Tensor, takes: Sequence[int], gives: Sequence[int], name: str) -> Tensor:
+    """Apply a product of matrices to a matrix or to one vector, with checks before and after.
+
+    Args:
+        product: Maps ``[[V, *takes]]`` to ``[[V, *gives]]``.
+        mat: Matrix ``[[V, *takes]]`` or vector ``[[*takes]]``.
+        takes: Shape of one column of the argument.
+        gives: Shape of one column of the result.
+        name: Name of the product, for messages.
+
+    Returns:
+        Matrix ``[[V, *gives]]``, or vector ``[[*gives]]`` if ``mat`` was one. A mismatch raises ``ShapeError``.
+    """
+    if mat.dim() == len(takes):
+        return apply_checked(product, mat.unsqueeze(0), takes, gives, name).squeeze(0)
+    check_shape(mat, takes, what=f"The argument of {name} (or one such vector without V)")
+    result = product(mat)
+    check_shape(result, gives, what=f"The result of {name}")
+    return result
+
+
+def subsampled(shape: Sequence[int], subsampling: Sequence[int] | None) -> tuple[int, ...]:
+    """Shape of a batch that is restricted to samples.
+
+    Args:
+        shape: ``(N, ...)``.
+        subsampling: Indices of samples, or ``None`` for all.
+
+    Returns:
+        ``(len(subsampling), ...)``, or ``shape`` itself.
+    """
+    return tuple(shape) if subsampling is None else (len(subsampling), *shape[1:])

@@ -1,0 +1,619 @@
+"""The plan of a backward pass: autograd's graph, walked once from the root.
+
+Finds the loss calls, the module calls whose rule can be used, every use of every tracked parameter, and the gap nodes in between that have
+to be crossed by calling them; follows the samples from the outermost module's output (or the loss's input) to each of these places. All
+refusals that depend on structure are raised here, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from backpack.core.calls import KEY, Edge, Mark, ModuleCall, owners
+from backpack.core.samples import Layout, decode, first_axis, keeps_samples, probe, seen_through_reshape
+from backpack.utils.errors import (
+    LossNotExtendedError,
+    LossValueError,
+    MixedSamplesError,
+    NotRecordedError,
+    UnattributedError,
+    UnsupportedError,
+)
+
+LEFT_OUT = "backpack.left_out"
+_LEAF = "torch::autograd::AccumulateGrad"
+_LINEAR = frozenset(
+    f"{name}Backward{version}"
+    for version in range(3)
+    for name in """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
+    Split SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Div Mul MulScalar DivScalar Diagonal Tril Triu
+    ConstantPadNd Movedim Narrow Unfold Detach Dot Mv Sumto""".split()
+) | {"CopySlices", "AsStridedBackward0"}
+_STATIC = _LINEAR - {"IndexBackward0", "IndexSelectBackward0", "GatherBackward0", "CopySlices"} | frozenset(
+    f"{name}Backward{version}"
+    for version in range(2)
+    for name in """Relu Gelu Silu Tanh Sigmoid Softmax LogSoftmax Mm Addmm Bmm Baddbmm Linear Pow Exp Log Sqrt Rsqrt Where MaskedFill Clamp ClampMin
+    LeakyRelu Elu Softplus NativeLayerNorm NativeGroupNorm NativeBatchNorm Convolution NativeDropout Square Abs Erf Cos Sin Hardtanh Mish
+    ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention FusedRmsNorm Mseloss""".split()
+)
+
+
+class Way(Enum):
+    """How the columns on a graph edge hold the samples."""
+
+    DATA = "on an axis of the tensor, as its layout says"
+    SPLIT = "split: every sample has columns of its own"
+    MASKED = "split, by masking before the node is called"
+
+
+SPLIT = Way.SPLIT
+State = Layout | Way
+
+
+class Unit:
+    """A module call whose rule stands for a piece of the graph.
+
+    Attributes:
+        call: The call.
+        nr: Output number of the node at which the gradient of the output arrives.
+        base: Whether that node made the tensor of which the output is a view.
+        parameters: Name to parameter, of the trainable ones that the piece uses.
+        inside: Nodes of the piece.
+        below: Where input 0 comes from, if something there is needed.
+        layout: Where the samples lie in the output.
+        couples: Whether a parameter of the module is also used upstream of it.
+    """
+
+    __slots__ = ("base", "below", "call", "couples", "inside", "layout", "nr", "parameters")
+
+    def __init__(self, mark: Mark, inside: set[Node], parameters: dict[str, Parameter]) -> None:
+        self.call, self.nr, self.base = mark.call, mark.nr, mark.base
+        self.inside, self.parameters = inside, parameters
+        self.below: Edge | None = None
+        self.layout: Layout | None = None
+        self.couples = False
+
+
+class Crossing(NamedTuple):
+    """How columns leave a gap node towards one of its inputs.
+
+    Attributes:
+        way: How they hold the samples then.
+        returned: Layout of the gradient that the node returns, before axes along which the input was broadcast are summed.
+        arrives: Layout after that sum, if the way is ``DATA``.
+    """
+
+    way: Way
+    returned: Layout | None
+    arrives: Layout | None
+
+
+class Gap:
+    """A graph node that no rule covers, crossed by calling it.
+
+    Attributes:
+        node: The node.
+        states: Output number to state of the incoming columns.
+        nexts: For each next edge from which something needed is reached: (node, number, shape).
+        crossings: For each next edge: how columns leave, ``None`` where nothing is needed.
+    """
+
+    __slots__ = ("crossings", "nexts", "node", "states")
+
+    def __init__(self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None]) -> None:
+        self.node, self.states, self.nexts = node, states, nexts
+        if SPLIT in states.values():
+            self.crossings = [None if n is None else Crossing(SPLIT, None, None) for n in nexts]
+        else:
+            self.crossings = _crossings(node, states, tuple(None if n is None else n[2] for n in nexts))
+
+
+def shape_of(edge: Edge) -> torch.Size:
+    """Return the shape of the tensor that an edge stands for.
+
+    Args:
+        edge: Node and output number.
+
+    Returns:
+        Shape.
+    """
+    return torch.Size(edge[0]._input_metadata[edge[1]].shape)
+
+
+def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
+    """Apply the Jacobian that a graph node stands for, transposed, to columns.
+
+    Args:
+        node: The node.
+        columns: For each output of the node ``[V, *shape]``, or ``None``.
+
+    Returns:
+        For each next edge ``[V, *shape]``, or ``None``.
+    """
+    apply = node.apply if isinstance(node, BackwardCFunction) else node
+    given = [i for i, c in enumerate(columns) if c is not None]
+    count = columns[given[0]].shape[0]
+
+    def one(*parts: Tensor) -> tuple:
+        full: list[Tensor | None] = [None] * len(columns)
+        for i, part in zip(given, parts, strict=True):
+            full[i] = part
+        out = apply(*full)
+        return out if isinstance(out, tuple) else (out,)
+
+    parts = [columns[i] for i in given]
+    if count == 1:
+        return [None if t is None else t[None] for t in one(*(p[0] for p in parts))]
+    missing: list[bool] = []
+
+    def defined(*args: Tensor) -> tuple[Tensor, ...]:
+        out = one(*args)
+        missing[:] = [t is None for t in out]
+        return tuple(t for t in out if t is not None)
+
+    try:
+        found = iter(torch.vmap(defined)(*parts))
+    except RuntimeError:  # no batching rule, or data-dependent Python inside: one column after the other
+        rows = [defined(*(p[v] for p in parts)) for v in range(count)]
+        found = iter([torch.stack(row) for row in zip(*rows, strict=True)])
+    return [None if none else next(found) for none in missing]
+
+
+class Plan:
+    """What one backward pass has to do, node by node.
+
+    Attributes:
+        units: Node to the unit whose output it made.
+        losses: Node to the marks of the loss calls whose output it made.
+        gaps: Node to gap, for all gaps from which something needed is reached.
+        states: Node to output number to state.
+        uses: Parameter to number of uses (units and edges of gaps).
+        calls: Every recorded call in the graph.
+        marks: Node to what calls left on it.
+        arrivals: Edge to number of consumers that hand columns to it.
+        double: Whether the graph contains derivatives of derivatives.
+        reach: Node to bit set of the tracked parameters upstream of it.
+    """
+
+    def __init__(self, roots: Iterable[Node], second_order: bool) -> None:
+        self.units: dict[Node, Unit] = {}
+        self.losses: dict[Node, Mark] = {}
+        self.gaps: dict[Node, Gap] = {}
+        self.states: dict[Node, dict[int, State]] = {}
+        self.uses: dict[Parameter, int] = {}
+        self.calls: dict[ModuleCall, None] = {}
+        self.reach: dict[Node, int] = {}
+        self.double = False
+        self.arrivals: dict[Edge, int] = {}
+        self._parameters: list[Parameter] = []
+        self._bits: dict[int, int] = {}
+        self.marks: dict[Node, list[Mark]] = {}
+        self._edges_into: dict[Node, int] = {}
+        self._has_data: set[Node] = set()
+        self._to_loss: set[Node] = set()
+        self._above: set[Node] = set()
+        self._bare: set[Node] = set()
+        self._covered: set[Node] = set()
+        self._claimed: set[ModuleCall] = set()
+        self._second_order = second_order
+        order = self._walk(list(roots))
+        if self._parameters and not self.double:
+            self._follow(order, list(roots))
+            self._check_starts()
+
+    # ---------------------------------------------------------------------------------------------------------------- walk
+    def _walk(self, roots: list[Node]) -> list[Node]:
+        """Visit every node once.
+
+        Args:
+            roots: Nodes of the root tensors.
+
+        Returns:
+            The nodes, consumers before producers.
+        """
+        order: list[Node] = []
+        nexts: dict[Node, list[Node]] = {}
+        stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                order.append(node)
+                self._gather(node, nexts[node])
+            elif node not in nexts:
+                metadata = node.metadata
+                nexts[node] = [] if LEFT_OUT in metadata else [n for n, _ in node.next_functions if n is not None]
+                if KEY in metadata:
+                    self.marks[node] = metadata[KEY]
+                stack.append((node, True))
+                for upstream in nexts[node]:
+                    self._edges_into[upstream] = self._edges_into.get(upstream, 0) + 1
+                    if upstream not in nexts:
+                        stack.append((upstream, False))
+        order.reverse()
+        return order
+
+    def _gather(self, node: Node, nexts: list[Node]) -> None:
+        """Collect, at a node whose upstream is known, what lies upstream.
+
+        Args:
+            node: The node.
+            nexts: The nodes that follow it upstream.
+        """
+        name = node.name()
+        if name == _LEAF:
+            parameter = node.variable
+            tracked = isinstance(parameter, Parameter) and parameter in owners
+            if tracked:
+                self._bits[id(parameter)] = 1 << len(self._parameters)
+                self._parameters.append(parameter)
+            self.reach[node] = self._bits[id(parameter)] if tracked else 0
+            return
+        self.double = self.double or name.count("Backward") > 1
+        reach = 0
+        for upstream in nexts:
+            reach |= self.reach[upstream]
+            if upstream in self._has_data:
+                self._has_data.add(node)
+            if upstream in self._to_loss:
+                self._to_loss.add(node)
+        self.reach[node] = reach
+        for mark in self.marks.get(node, ()):
+            self.calls[mark.call] = None
+            if mark.call.is_loss:
+                self._to_loss.add(node)
+            elif any(slot.edge is None for slot in mark.call.tensor_inputs):
+                self._has_data.add(node)
+
+    # -------------------------------------------------------------------------------------------------------------- follow
+    def _follow(self, order: list[Node], roots: list[Node]) -> None:
+        """Follow the samples from consumers to producers, and choose unit or gap for each node.
+
+        Args:
+            order: The nodes, consumers first.
+            roots: Nodes of the root tensors.
+        """
+        self._above.update(roots)
+        for node in order:
+            if node in self._covered or node not in self.reach:
+                continue
+            if node.name() == _LEAF:
+                self._use_at_leaf(node)
+                continue
+            if not self.reach[node]:
+                continue
+            marks = self.marks.get(node, ())
+            if any(self._start_at_loss(node, mark) for mark in marks if mark.call.is_loss and not mark.base):
+                continue
+            for mark in marks:
+                self._start_at_output(node, mark)
+            states = self.states.get(node)
+            if states is None:
+                self._pass_without_samples(node)
+                continue
+            unit = self._choose_unit(node, states, marks)
+            if unit is None:
+                self._cross(node, states)
+
+    def _start_at_loss(self, node: Node, mark: Mark) -> bool:
+        """Let samples start on axis 0 of a loss's input.
+
+        Args:
+            node: Node that made the loss value.
+            mark: Its mark.
+
+        Returns:
+            Whether the rule of the loss stands for its piece of the graph.
+
+        Raises:
+            LossValueError: If the target depends on parameters and a second-order quantity is asked for.
+        """
+        call = mark.call
+        piece = self._piece(node, call)
+        prediction = call.inputs[0].edge
+        if piece is None or piece[1] or prediction is None or not call.inputs[0].shape or node in self.states:
+            return False
+        if any(slot.edge is not None and self.reach[slot.edge[0]] for slot in call.tensor_inputs[1:]):
+            if self._second_order:
+                raise LossValueError(
+                    f"{call.path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
+                    "respect to its prediction is not all of it. Detach the target."
+                )
+            return False
+        self.losses[node] = mark
+        self._covered |= piece[0]
+        self._arrive(prediction, first_axis(call.inputs[0].shape[0]), False)
+        return True
+
+    def _start_at_output(self, node: Node, mark: Mark) -> None:
+        """Let samples start on axis 0 of the outermost module's output; inside, where nothing is known yet, of any call's output.
+
+        Args:
+            node: Node that made the output.
+            mark: Its mark.
+
+        Raises:
+            UnsupportedError: If a loss below counts samples in another way and a second-order quantity is asked for.
+        """
+        call, shape = mark.call, mark.call.outputs[mark.index].shape
+        states = self.states.setdefault(node, {})
+        known = states.get(mark.nr)
+        batch = next((slot.shape[0] for slot in call.tensor_inputs if slot.shape), None)
+        if not mark.base and not call.is_loss and shape and (shape[0] == batch or (known is None and not call.root)):
+            start = first_axis(shape[0])
+            if known is None:
+                states[mark.nr] = start
+            elif call.root and call.module._modules and known != start and shape[0] > 1:
+                if self._second_order:
+                    raise UnsupportedError(
+                        f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call.path} "
+                        f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0: for example [N, C, T] instead of [N * T, C]."
+                    )
+                states[mark.nr] = start
+        if not states:
+            del self.states[node]
+
+    def _pass_without_samples(self, node: Node) -> None:
+        """Go on above the place where the samples start: between the root and a loss, or along a path that no loss or module covers.
+
+        Args:
+            node: The node.
+        """
+        if node in self._to_loss:
+            self._check_linear(node)
+        for upstream, _ in node.next_functions if LEFT_OUT not in node.metadata else ():
+            if upstream is not None:
+                self._above.add(upstream)
+                self._bare.add(upstream)
+
+    def _check_linear(self, node: Node) -> None:
+        """Refuse a curved operation between a loss and the root, for second-order quantities.
+
+        Args:
+            node: Node from which a loss is reached.
+
+        Raises:
+            LossValueError: If the node is not linear in what depends on parameters.
+        """
+        active = [n for n, _ in node.next_functions if n is not None and (n in self._to_loss or self.reach[n])]
+        product = node.name().startswith(("Mul", "Div", "Dot", "Mv")) and len(active) > 1
+        if self._second_order and (node.name() not in _LINEAR or product or (node.name().startswith("Div") and node.next_functions[0][0] not in active)):
+            raise LossValueError(
+                f"{node.name()} lies between the extended loss and the tensor on which backward was called. Second-order quantities are exact only "
+                "for weighted sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss."
+            )
+
+    def _choose_unit(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> Unit | None:
+        """Choose the outermost call at a node whose rule can stand for its piece of the graph.
+
+        Args:
+            node: The node.
+            states: States of its outputs.
+            marks: Its marks, innermost first.
+
+        Returns:
+            The unit, or ``None`` where the node is crossed as a gap.
+        """
+        for mark in reversed(list(marks)):
+            call, state = mark.call, states.get(mark.nr)
+            if call.derivatives is None or call.is_loss or len(call.outputs) > 1 or call in self._claimed or not isinstance(state, Layout):
+                continue
+            layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
+            if layout is None or (layout.axis != 0 and not (call.derivatives.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1)):
+                continue
+            piece = self._piece(node, call)
+            if piece is None or not set(piece[1]) <= set(call.derivatives.params):
+                continue
+            needed = [i for i, s in enumerate(call.inputs) if getattr(s, "edge", None) is not None and self.reach[s.edge[0]]]
+            if needed not in ([], [0]):
+                continue
+            unit = Unit(mark, piece[0], {name: p for name, p in piece[1].items() if p in owners})
+            unit.layout = layout
+            self._claimed.add(call)
+            self._covered |= piece[0]
+            self.units[node] = unit
+            self._refuse_uncovered(node)
+            for parameter in unit.parameters.values():
+                self.uses[parameter] = self.uses.get(parameter, 0) + 1
+            if needed:
+                unit.below = call.inputs[0].edge
+                unit.couples = any(self.reach[unit.below[0]] & self._bits[id(p)] for p in unit.parameters.values())
+                self._arrive(unit.below, layout, node in self._above)
+            return unit
+        return None
+
+    def _piece(self, node: Node, call: ModuleCall) -> tuple[set[Node], dict[str, Parameter]] | None:
+        """Collect the nodes between a call's output and its inputs.
+
+        Args:
+            node: Node of the output.
+            call: The call.
+
+        Returns:
+            The nodes and the parameters used there; ``None`` if the piece is connected to anything but the inputs and own parameters.
+        """
+        sources = {slot.edge for slot in call.tensor_inputs if slot.edge is not None}
+        own = {id(p): name for name, p in call.module._parameters.items() if p is not None}
+        inside, stack, edges, parameters = {node}, [node], {node: self._edges_into.get(node, 0)}, {}
+        while stack:
+            for upstream, nr in stack.pop().next_functions:
+                if upstream is None or (upstream, nr) in sources:
+                    continue
+                if upstream.name() == _LEAF:
+                    name = own.get(id(upstream.variable))
+                    if name is None:
+                        return None
+                    parameters[name] = upstream.variable
+                    continue
+                edges[upstream] = edges.get(upstream, 0) + 1
+                if upstream not in inside:
+                    inside.add(upstream)
+                    stack.append(upstream)
+        closed = all(count == self._edges_into.get(n, 0) for n, count in edges.items())
+        return (inside, parameters) if closed else None
+
+    def _cross(self, node: Node, states: dict[int, State]) -> None:
+        """Plan the crossing of a gap node.
+
+        Args:
+            node: The node.
+            states: States of its outputs.
+        """
+        # a left-out term, or a branch without parameters, is not crossed
+        nexts = [(n, nr, shape_of((n, nr))) if n is not None and self.reach.get(n) else None for n, nr in node.next_functions]
+        if LEFT_OUT in node.metadata:
+            return
+        gap = self.gaps[node] = Gap(node, states, nexts)
+        self._refuse_uncovered(node)
+        if node in self._bare and SPLIT in states.values():
+            self._refuse_use(node)
+        for upstream, crossing in zip(nexts, gap.crossings, strict=True):
+            if upstream is None or crossing is None:
+                continue
+            if crossing.way is Way.MASKED and upstream[0] in self._has_data:
+                raise MixedSamplesError(
+                    f"{node.name()} mixes the samples of the mini-batch (outputs {[list(shape_of((node, nr))) for nr in states]}, input "
+                    f"{list(upstream[2])}), so that no per-sample quantity exists for {self.names(self.reach[upstream[0]])}. Use an operation that "
+                    "treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm)."
+                )
+            self._arrive(upstream[:2], crossing.arrives or SPLIT, node in self._above)
+
+    def _arrive(self, edge: Edge, state: State, above: bool) -> None:
+        """Note the state of an edge, seen from one of its consumers.
+
+        Args:
+            edge: The edge.
+            state: State of the columns that arrive there.
+            above: Whether a path without a loss leads there.
+
+        Raises:
+            UnsupportedError: If two consumers see the samples differently.
+        """
+        node, nr = edge
+        self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
+        if above:
+            self._above.add(node)
+        states = self.states.setdefault(node, {})
+        known = states.setdefault(nr, state)
+        if SPLIT in (known, state):
+            states[nr] = SPLIT
+        elif known != state and not known.samples == state.samples == 1:
+            raise UnsupportedError(
+                f"The samples lie on axis {known.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {state.axis} for "
+                f"another ({known.samples} and {state.samples} samples): per-sample quantities of {self.names(self.reach[node])} are ambiguous."
+            )
+
+    def _use_at_leaf(self, node: Node) -> None:
+        """Count the uses of a parameter outside all units, and refuse those that cannot be attributed.
+
+        Args:
+            node: Leaf node of a parameter.
+        """
+        if not self.reach[node]:
+            return
+        if node in self._bare:
+            self._refuse_use(node)
+        loose = self.arrivals.get((node, 0), 0)
+        if loose:
+            self._refuse_uncovered(node)
+            self.uses[node.variable] = self.uses.get(node.variable, 0) + loose
+
+    # ------------------------------------------------------------------------------------------------------------ refusals
+    def names(self, bits: int) -> str:
+        """Name parameters.
+
+        Args:
+            bits: Bit set of parameters.
+
+        Returns:
+            Their names, for messages.
+        """
+        names = [owners[p] for i, p in enumerate(self._parameters) if bits >> i & 1]
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    def _refuse_use(self, node: Node) -> None:
+        if not self.marks:
+            raise NotRecordedError(
+                f"No forward pass of an extended module was recorded in this graph, but it uses {self.names(self.reach[node])}. The forward pass ran "
+                "before extend(), under disable() or under no_grad(): run it again after extend()."
+            )
+        raise UnattributedError(
+            f"{self.names(self.reach[node])} is used outside of everything that has samples (for example a penalty on the parameters), so that its "
+            "gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
+            "`loss = loss + backpack.leave_out(penalty)`."
+        )
+
+    def _refuse_uncovered(self, node: Node) -> None:
+        if self._second_order and node in self._above:
+            raise LossNotExtendedError(
+                f"{self.names(self.reach[node])} is reached from the tensor on which backward was called by a path without an extended loss. Second-order "
+                "quantities start at the loss: write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` for a term to be ignored."
+            )
+
+    def _check_starts(self) -> None:
+        """Refuse a graph that uses tracked parameters but in which nothing was recorded.
+
+        Raises:
+            NotRecordedError: If there is no record at all.
+        """
+        if not self.marks and self._parameters:
+            self._refuse_use(next(node for node, bits in self.reach.items() if bits))
+
+
+@lru_cache(maxsize=None)
+def _static_attributes(cls: type) -> tuple[str, ...]:
+    names = dir(cls)
+    return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
+
+
+_CROSSINGS: dict[Any, list[Crossing | None]] = {}
+
+
+def _crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None]:
+    """Find out how a node carries the samples to its inputs, by sending known columns through it.
+
+    Args:
+        node: The node.
+        states: Output number to layout.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input.
+    """
+    metadata, key = node._input_metadata, None
+    if node.name() in _STATIC:
+        attributes = tuple(str(getattr(node, name)) for name in _static_attributes(type(node)))
+        key = (node.name(), tuple(m.shape for m in metadata), shapes, tuple(states.items()), attributes)
+        if key in _CROSSINGS:
+            return _CROSSINGS[key]
+    samples, axis = next((layout.samples, layout.axis) for layout in states.values())
+    columns = [probe(m.shape, states[nr], m.dtype, m.device) if nr in states else None for nr, m in enumerate(metadata)]
+    crossings: list[Crossing | None] = []
+    settled = True
+    for shape, returned in zip(shapes, call_node(node, columns), strict=True):
+        if shape is None or returned is None:
+            crossings.append(None)
+            continue
+        layout, certain = decode(returned, samples, axis)
+        settled = settled and certain
+        if layout is None:
+            crossings.append(Crossing(Way.MASKED, None, None))
+            continue
+        kept = keeps_samples(layout, returned.shape[1:], shape)
+        if kept is None:
+            crossings.append(Crossing(Way.SPLIT, layout, None))
+        else:
+            crossings.append(Crossing(Way.DATA, layout, Layout(kept, layout.labels, samples)))
+    if key is not None and settled:
+        if len(_CROSSINGS) > 10_000:
+            _CROSSINGS.clear()
+        _CROSSINGS[key] = crossings
+    return crossings

@@ -1,0 +1,294 @@
+"""Following the samples: to which sample of the mini-batch do the entries of an inner tensor belong?
+
+A ``Layout`` says it for one tensor: entries with index ``i`` along ``axis`` belong to sample ``labels[i]``. Layouts are carried backward over
+a graph node by sending known columns through it and looking where they arrive; the result depends on the structure only, for most operations.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Layout(NamedTuple):
+    """Entries with index ``i`` along ``axis`` belong to sample ``labels[i]``.
+
+    Attributes:
+        axis: The axis along which samples lie.
+        labels: A sample number for each index of the axis.
+        samples: Number of samples in the mini-batch.
+    """
+
+    axis: int
+    labels: tuple[int, ...]
+    samples: int
+
+    @property
+    def plain(self) -> bool:
+        """Whether sample ``i`` lies at index ``i``."""
+        return self.labels == _identity(self.samples)
+
+
+@lru_cache(maxsize=256)
+def _identity(samples: int) -> tuple[int, ...]:
+    return tuple(range(samples))
+
+
+def first_axis(samples: int) -> Layout:
+    """Return the layout of a tensor that has the samples on its first axis.
+
+    Args:
+        samples: Number of samples.
+
+    Returns:
+        The layout.
+    """
+    return Layout(0, _identity(samples), samples)
+
+
+@lru_cache(maxsize=256)
+def label_tensor(labels: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return labels as a tensor.
+
+    Args:
+        labels: Sample numbers.
+        device: Where to put them.
+
+    Returns:
+        Integer tensor ``[len(labels)]``.
+    """
+    return torch.tensor(labels, dtype=torch.int64, device=device)
+
+
+def along(values: Tensor, axis: int, ndim: int) -> Tensor:
+    """Give a vector enough axes to broadcast along one axis of a tensor.
+
+    Args:
+        values: ``[..., R]``.
+        axis: The axis of length ``R``.
+        ndim: Number of axes of the tensor.
+
+    Returns:
+        ``[..., 1, R, 1]`` with ``ndim`` axes after the leading ones.
+    """
+    return values.reshape(*values.shape[:-1], *(values.shape[-1] if i == axis else 1 for i in range(ndim)))
+
+
+def probe(shape: torch.Size, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return columns from which ``decode`` can tell the samples: a random one, and its parts whose sample number has bit ``b`` set.
+
+    Args:
+        shape: Shape of the tensor.
+        layout: Where its samples lie.
+        dtype: Of the columns.
+        device: Of the columns.
+
+    Returns:
+        ``[1 + bits, *shape]``.
+    """
+    # a generator of its own: the user's random numbers must not notice
+    generator = torch.Generator(device).manual_seed(0)
+    u = torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype) + 0.5
+    bits = torch.arange(max(1, (layout.samples - 1).bit_length()), device=device)
+    labels = label_tensor(layout.labels, device)
+    masks = along((labels >> bits[:, None]) & 1, layout.axis, len(shape)).to(dtype)
+    return torch.cat([u[None], u * masks])
+
+
+def decode(columns: Tensor, samples: int, prefer: int) -> tuple[Layout | None, bool]:
+    """Read where the samples lie from probing columns that have passed an operation.
+
+    Args:
+        columns: ``[1 + bits, *shape]``.
+        samples: Number of samples.
+        prefer: The axis to try first.
+
+    Returns:
+        The layout, ``None`` where samples mix; and whether every row along its axis has told its sample.
+    """
+    u, parts = columns[0], columns[1:]
+    size = u.abs()
+    known = size > size.max() * (1e-8 if u.dtype == torch.float64 else 1e-4) if u.numel() else size > 0
+    ratio = parts / torch.where(known, u, 1)
+    ones = (ratio - 1).abs() < 1e-2
+    if samples > 1 and not ((ones | (ratio.abs() < 1e-2)) | ~known).all():
+        return None, True
+    labels = sum(ones[b].long() << b for b in range(len(parts)))
+    layout = layout_of(labels, known, samples, prefer)
+    return layout, layout is not None and bool(known.movedim(layout.axis, 0).flatten(1).any(1).all() if known.dim() > 1 else known.all())
+
+
+def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layout | None:
+    """Find the axis along which the samples lie.
+
+    Args:
+        labels: Sample number of each entry.
+        known: Which entries have one.
+        samples: Number of samples.
+        prefer: The axis to try first.
+
+    Returns:
+        The layout; ``None`` if there is no such axis.
+    """
+    shape = labels.shape
+    axes = sorted(range(len(shape)), key=lambda axis: (axis != prefer, axis))
+    if samples == 1:
+        axis = next((axis for axis in axes if shape[axis] == 1), 0)
+        return Layout(axis, (0,) * shape[axis], 1) if shape else None
+    for axis in axes:
+        length = shape[axis]
+        rows, seen = (t.movedim(axis, 0).reshape(length, -1) for t in (labels, known))
+        if rows.numel() == 0:
+            continue
+        low = torch.where(seen, rows, samples).amin(1)
+        high = torch.where(seen, rows, -1).amax(1)
+        alive = high >= 0
+        if not (low[alive] == high[alive]).all():
+            continue
+        for pattern in _patterns(length, samples):  # also settles rows in which nothing is known
+            guess = torch.tensor(pattern, device=labels.device)
+            if (guess[alive] == high[alive]).all():
+                return Layout(axis, pattern, samples)
+        if alive.all():
+            return Layout(axis, tuple(high.tolist()), samples)
+    return None
+
+
+def _patterns(length: int, samples: int) -> list[tuple[int, ...]]:
+    """Return the usual ways in which samples lie along an axis.
+
+    Args:
+        length: Length of the axis.
+        samples: Number of samples.
+
+    Returns:
+        One sample a row; consecutive rows a sample; samples in turn.
+    """
+    if length == samples:
+        return [_identity(samples)]
+    if samples == 0 or length % samples or length == 0:
+        return []
+    rows = length // samples
+    return [tuple(i // rows for i in range(length)), tuple(i % samples for i in range(length))]
+
+
+def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> Layout | None:
+    """Return the layout of a tensor after a reshape.
+
+    Args:
+        layout: Where the samples lie before.
+        old: Shape before.
+        new: Shape after.
+
+    Returns:
+        The layout after; ``None`` if no axis holds the samples any more.
+    """
+    labels = along(label_tensor(layout.labels, torch.device("cpu")), layout.axis, len(old)).expand(old).reshape(new)
+    return layout_of(labels, torch.ones_like(labels, dtype=torch.bool), layout.samples, layout.axis)
+
+
+def split(columns: Tensor, layout: Layout, block: slice = slice(None)) -> Tensor:
+    """Give every sample columns of its own, which are zero at the entries of all others.
+
+    Args:
+        columns: ``[V, *shape]``.
+        layout: Where the samples lie in ``shape``.
+        block: Which samples.
+
+    Returns:
+        ``[V, len(block), *shape]``.
+    """
+    numbers = torch.arange(layout.samples, device=columns.device)[block]
+    mask = numbers[:, None] == label_tensor(layout.labels, columns.device)
+    return columns.unsqueeze(1) * along(mask, layout.axis, columns.dim() - 1).to(columns.dtype)
+
+
+def sum_to(tensor: Tensor, shape: torch.Size, lead: int) -> Tensor:
+    """Sum over the axes along which a tensor of the given shape was broadcast.
+
+    Args:
+        tensor: ``[*lead axes, *full]``.
+        shape: The shape before broadcasting.
+        lead: Number of leading axes that are not part of the broadcast.
+
+    Returns:
+        ``[*lead axes, *shape]``.
+    """
+    extra = tensor.dim() - lead - len(shape)
+    axes = [*range(lead, lead + extra), *(lead + extra + i for i, n in enumerate(shape) if n == 1 and tensor.shape[lead + extra + i] != 1)]
+    return (tensor.sum(axes) if axes else tensor).reshape(*tensor.shape[:lead], *shape)
+
+
+def keeps_samples(layout: Layout, full: torch.Size, shape: torch.Size) -> int | None:
+    """Say on which axis the samples are after the gradient of a broadcast tensor is summed to the tensor's shape.
+
+    Args:
+        layout: Where the samples lie in the broadcast shape.
+        full: The broadcast shape.
+        shape: The shape before broadcasting.
+
+    Returns:
+        The axis; ``None`` if the sum would run over samples.
+    """
+    axis = layout.axis - (len(full) - len(shape))
+    return axis if axis >= 0 and shape[axis] == full[layout.axis] else None
+
+
+def gather_samples(columns: Tensor, layout: Layout) -> Tensor:
+    """Bring the sample axis to the front and add the rows of each sample.
+
+    Args:
+        columns: ``[V, *shape]`` with samples as in ``layout``.
+        layout: Where the samples lie.
+
+    Returns:
+        ``[V, N, *rest]``.
+    """
+    return add_rows(columns.movedim(1 + layout.axis, 1), layout)
+
+
+def add_rows(columns: Tensor, layout: Layout) -> Tensor:
+    """Add the rows that belong to the same sample.
+
+    Args:
+        columns: ``[V, R, *rest]``.
+        layout: Whose labels say to which sample each of the ``R`` rows belongs.
+
+    Returns:
+        ``[V, N, *rest]``.
+    """
+    if layout.plain:
+        return columns
+    out = columns.new_zeros(columns.shape[0], layout.samples, *columns.shape[2:])
+    return out.index_add_(1, label_tensor(layout.labels, columns.device), columns)
+
+
+def blocks(samples: int, elements: int, limit: int = 2**24) -> list[slice]:
+    """Cut the samples into blocks so that one block of columns stays below a number of elements.
+
+    Args:
+        samples: Number of samples.
+        elements: Elements a sample.
+        limit: Elements a block.
+
+    Returns:
+        The blocks.
+    """
+    size = max(1, limit // max(1, elements))
+    return [slice(start, start + size) for start in range(0, samples, size)] or [slice(0, 0)]
+
+
+def numel(shape: torch.Size) -> int:
+    """Return the number of entries of a tensor.
+
+    Args:
+        shape: Its shape.
+
+    Returns:
+        Product of the shape.
+    """
+    return prod(shape)

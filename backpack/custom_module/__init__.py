@@ -1,0 +1,1 @@
+"""Plain modules for operations that torch offers as functions only, and the conversion of models that use such functions."""

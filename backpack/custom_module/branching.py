@@ -1,0 +1,90 @@
+"""Modules for graphs that branch and merge."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.utils.errors import ShapeError
+
+
+class SummandError(ShapeError, AssertionError):
+    """The summands are not tensors of one shape."""
+
+    code = "summands"
+
+
+class SumModule(Module):
+    """Sum of any number of tensors of the same shape."""
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """Add all inputs.
+
+        Args:
+            *inputs: Tensors of the same shape.
+
+        Returns:
+            Their sum.
+
+        Raises:
+            SummandError: If there is no input, if one is no tensor, or if the shapes differ.
+        """
+        kinds = [list(summand.shape) if isinstance(summand, Tensor) else type(summand).__name__ for summand in inputs]
+        if not all(isinstance(summand, Tensor) and summand.shape == inputs[0].shape for summand in inputs) or not inputs:
+            raise SummandError(f"SumModule adds tensors of the same shape, got {kinds}. Expand tensors first, or add them without SumModule.")
+        return sum(inputs[1:], start=inputs[0])
+
+
+class _Branch(Module):
+    """Several modules that receive the same input; returns the tuple of their outputs."""
+
+    def __init__(self, *modules: Module | OrderedDict[str, Module]) -> None:
+        """Store the modules as children.
+
+        Args:
+            *modules: The modules, or one ``OrderedDict`` of named modules.
+        """
+        super().__init__()
+        named = modules[0].items() if len(modules) == 1 and isinstance(modules[0], OrderedDict) else enumerate(modules)
+        for name, module in named:
+            self.add_module(str(name), module)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, ...]:
+        """Apply all modules to the input.
+
+        Args:
+            input: Tensor that each module accepts.
+
+        Returns:
+            Output of each module.
+        """
+        # not children(), which lists a module only once
+        return tuple(module(input) for module in self._modules.values())
+
+
+class Parallel(Module):
+    """Feed the same input to several modules and merge their outputs: ``merge(branch_1(x), branch_2(x), ...)``."""
+
+    def __init__(self, *modules: Module | OrderedDict[str, Module], merge_module: Module | None = None) -> None:
+        """Store the branches and what merges them.
+
+        Args:
+            *modules: The branches, or one ``OrderedDict`` of named branches.
+            merge_module: Called with one argument per branch; a ``SumModule`` by default.
+        """
+        super().__init__()
+        self.branch = _Branch(*modules)
+        self.merge = SumModule() if merge_module is None else merge_module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Apply all branches and merge what they return.
+
+        Args:
+            input: Tensor that each branch accepts.
+
+        Returns:
+            Output of the merging module.
+        """
+        return self.merge(*self.branch(input))

@@ -1,0 +1,138 @@
+"""``extend`` and its opposite; and small functions on extended models and their results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.context import CTX
+from backpack.core.calls import Recorder, owners, recorder_of
+from backpack.core.graph import LEFT_OUT
+from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.extensions.backprop_extension import savefields
+from backpack.utils.errors import ArgumentTypeError
+from backpack.utils.module_classification import is_no_op
+
+FLAG = "_backpack_extend"
+
+
+def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:
+    """Let a module, and all modules inside it, record their forward passes, so that ``backpack`` can compute quantities from them.
+
+    Nothing else changes: neither outputs nor gradients nor the state dictionary. Extending twice is harmless.
+
+    Args:
+        module: A model, a layer or a loss function.
+        debug: Print a line for each module visited.
+        use_converter: First rewrite the module, by tracing, so that functional operations become modules. Only the quantities that are exact on
+            sequences of modules alone (KFRA, HBP, HMP, GGNMP, PCHMP) can profit from it.
+
+    Returns:
+        The same object; with ``use_converter``, a new ``torch.fx.GraphModule`` that shares the parameters.
+
+    Raises:
+        ArgumentTypeError: If ``module`` is no ``torch.nn.Module``.
+
+    Example:
+        >>> model = extend(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))
+        >>> lossfunc = extend(torch.nn.CrossEntropyLoss())
+    """
+    if not isinstance(module, Module):
+        hint = "Create it first: extend(torch.nn.CrossEntropyLoss())." if isinstance(module, type) else "Functions have a module in torch.nn."
+        raise ArgumentTypeError(f"extend() needs a torch.nn.Module, got {module!r} of type {type(module).__name__}. {hint}")
+    if use_converter:
+        return extend(convert_module_to_backpack(module, debug), debug=debug)
+    # children first, as the extension hook visits them
+    for path, child in reversed(list(module.named_modules())):
+        if debug:
+            print(f"[DEBUG] Extending {path or type(module).__name__}: {type(child).__name__}")
+        if (child is module or not is_no_op(child)) and not getattr(child, FLAG, False):
+            recorder = Recorder(path)
+            for handle in recorder.install(child):
+                CTX.add_hook_handle(handle)
+            setattr(child, FLAG, True)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        owners.setdefault(parameter, name)
+    return module
+
+
+def unextend(module: Module) -> Module:
+    """Remove every trace of ``extend`` and of results from a module and all modules inside it.
+
+    Args:
+        module: A module; nothing happens where it is not extended.
+
+    Returns:
+        The same object.
+    """
+    clear(module)
+    for child in module.modules():
+        recorder = recorder_of(child)
+        if recorder is not None:
+            recorder.remove(child)
+        child.__dict__.pop(FLAG, None)
+    for parameter in module.parameters():
+        owners.pop(parameter, None)
+    return module
+
+
+def memory_cleanup(module: Module) -> None:
+    """Give back what the last forward pass of a module has recorded: ``module.input0``, ..., ``module.output`` cannot be read any more.
+
+    Args:
+        module: A module; its children are not touched.
+    """
+    recorder = recorder_of(module)
+    if recorder is not None:
+        recorder.forget()
+
+
+def leave_out(term: Tensor) -> Tensor:
+    """Leave a term of the loss out of all quantities; ``.grad`` still contains it.
+
+    For terms that belong to no sample, above all penalties on parameters.
+
+    Args:
+        term: What is added to the loss.
+
+    Returns:
+        The same tensor.
+
+    Raises:
+        ArgumentTypeError: If ``term`` is no tensor.
+
+    Example:
+        >>> loss = lossfunc(model(X), y) + leave_out(0.1 * sum(p.square().sum() for p in model.parameters()))
+    """
+    if not isinstance(term, Tensor):
+        raise ArgumentTypeError(f"leave_out() needs a tensor, got {term!r} of type {type(term).__name__}.")
+    if term.requires_grad:
+        term = term.view_as(term)  # a node of its own, even where the term is used elsewhere, too
+        term.grad_fn.metadata[LEFT_OUT] = True
+    return term
+
+
+def results(model: Module) -> dict[str, dict[str, Any]]:
+    """Collect everything that backward passes have written on the parameters of a model.
+
+    Args:
+        model: A module.
+
+    Returns:
+        ``{parameter name: {field: value}}``, without parameters that carry nothing.
+    """
+    found = {name: {field: value for field, value in vars(p).items() if field in savefields} for name, p in model.named_parameters()}
+    return {name: values for name, values in found.items() if values}
+
+
+def clear(model: Module) -> None:
+    """Delete everything that backward passes have written on the parameters of a model.
+
+    Args:
+        model: A module.
+    """
+    for parameter in model.parameters():
+        for field in savefields & vars(parameter).keys():
+            parameter.__dict__.pop(field, None)

@@ -1,0 +1,208 @@
+"""BackpropExtension: a quantity to be computed during a backward pass."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+from warnings import warn
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from backpack.core.carry import Flow
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.rules import ColumnRule, Rule
+from backpack.utils.errors import ArgumentError, UnsupportedError
+
+FAIL_ERROR = "ERROR"
+FAIL_WARN = "WARNING"
+FAIL_SILENT = "SILENT"
+
+savefields: set[str] = set()
+"""Names of all attributes under which extensions save."""
+
+
+class FailModeError(ArgumentError, AssertionError):
+    """The fail mode does not exist."""
+
+    code = "fail-mode"
+
+
+class BackpropExtension(ABC):
+    """A quantity to be computed during a backward pass.
+
+    The library's own extensions say which ``flow`` they read, by which ``rule``, and how to ``finish``; they need no module extensions. An
+    extension written by a user names a ``ModuleExtension`` for each module class instead.
+
+    Attributes:
+        savefield: Name of the attribute under which parameters carry the result.
+        ordered: Whether results of several losses have to be aligned, because their columns can be read.
+    """
+
+    ordered: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        savefield: str,
+        module_exts: dict[type[Module], ModuleExtension] | None = None,
+        fail_mode: str = FAIL_ERROR,
+        subsampling: list[int] | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            savefield: Name of the attribute under which parameters carry the result.
+            module_exts: What to do for each module class; ``None`` for the library's own rules.
+            fail_mode: For modules with parameters that ``module_exts`` does not name: ``"ERROR"``, ``"WARNING"`` or ``"SILENT"``.
+            subsampling: Indices of the samples to use; duplicates count as separate samples, negative ones as in Python. ``None`` for all.
+
+        Raises:
+            FailModeError: If the fail mode does not exist.
+            ArgumentError: If the subsampling is not a list of integers.
+        """
+        if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
+            raise FailModeError(f"Unknown fail_mode {fail_mode!r}. Choose one of {[FAIL_ERROR, FAIL_WARN, FAIL_SILENT]}.")
+        if subsampling is not None and not all(isinstance(index, int) and not isinstance(index, bool) for index in subsampling):
+            raise ArgumentError(f"{type(self).__name__}: subsampling must be a list of integer sample indices, got {subsampling!r}.")
+        savefields.add(savefield)
+        self.savefield = savefield
+        self._module_exts: dict[type[Module], ModuleExtension] = dict(module_exts or {})
+        self._fail_mode = fail_mode
+        self._subsampling = subsampling
+
+    # ------------------------------------------------------------------------------------------- the library's own quantities
+    @property
+    def flow(self) -> Flow | None:
+        """What travels backward for this extension; ``None`` if only module extensions say what to do."""
+        return None
+
+    def rule_at(self, samples: int) -> Rule:
+        """Return the linear part of reading the quantity off. The default is the per-sample columns.
+
+        Args:
+            samples: Number of samples in the mini-batch.
+
+        Returns:
+            The rule.
+        """
+        return ColumnRule(self.flow, self.samples(samples))
+
+    def rule_key(self) -> Any:
+        """Return what two extensions have in common that can share the linear part.
+
+        Returns:
+            A hashable value.
+        """
+        return (self.flow, None if self._subsampling is None else tuple(self._subsampling))
+
+    def finish(self, state: Any, parameter: Parameter) -> Any:
+        """Return the quantity from the linear part, added over all uses of the parameter.
+
+        Args:
+            state: What the rule returned; for per-sample columns ``{source: [V, N, *parameter]}``.
+            parameter: The parameter.
+
+        Returns:
+            What is saved.
+
+        Raises:
+            UnsupportedError: If the extension has no rule of its own.
+        """
+        raise UnsupportedError(f"{type(self).__name__} says what to do only for {[cls.__name__ for cls in self._module_exts]}.")
+
+    def samples(self, total: int) -> tuple[int, ...] | None:
+        """Return the sub-sampled indices, non-negative.
+
+        Args:
+            total: Number of samples in the mini-batch.
+
+        Returns:
+            The indices; ``None`` for all samples.
+
+        Raises:
+            ArgumentError: If an index is out of range.
+        """
+        if self._subsampling is None:
+            return None
+        if any(not -total <= index < total for index in self._subsampling):
+            raise ArgumentError(f"{type(self).__name__}: subsampling {list(self._subsampling)} is out of range for {total} samples.")
+        return tuple(index % total for index in self._subsampling)
+
+    # -------------------------------------------------------------------------------------------------------------- users'
+    def set_module_extension(self, module_cls: type[Module], extension: ModuleExtension, overwrite: bool = False) -> None:
+        """Say what this extension does for a module class.
+
+        Args:
+            module_cls: The class; subclasses are meant, too, unless they are named themselves.
+            extension: What to do.
+            overwrite: Replace an entry that exists.
+
+        Raises:
+            ArgumentError: If there is an entry and ``overwrite`` is not set.
+        """
+        if module_cls in self._module_exts and not overwrite:
+            raise ArgumentError(
+                f"{type(self).__name__} already has a module extension for {module_cls.__name__}: {self._module_exts[module_cls]}. Pass overwrite=True."
+            )
+        self._module_exts[module_cls] = extension
+
+    def module_extension(self, module: Module) -> ModuleExtension | None:
+        """Return what a user has said for the class of a module.
+
+        Args:
+            module: The module.
+
+        Returns:
+            The most specific entry, ``None`` if there is none.
+        """
+        if not self._module_exts:
+            return None
+        return next((self._module_exts[cls] for cls in type(module).__mro__ if cls in self._module_exts), None)
+
+    def fail(self, module: Module, path: str) -> None:
+        """React to a module with parameters for which there is neither a rule nor a module extension.
+
+        Args:
+            module: The module.
+            path: Its name.
+
+        Raises:
+            UnsupportedError: In fail mode ``"ERROR"``.
+        """
+        message = (
+            f"Extension saving to {self.savefield} does not have an extension for Module {type(module)} ({path}). "
+            "Register one with set_module_extension(), or set fail_mode to 'WARNING' or 'SILENT'."
+        )
+        if self._fail_mode == FAIL_ERROR:
+            raise UnsupportedError(message)
+        if self._fail_mode == FAIL_WARN:
+            warn(message, stacklevel=2)
+
+    @abstractmethod
+    def expects_backpropagation_quantities(self) -> bool:
+        """Say whether the extension carries something beside the gradient."""
+
+    def get_subsampling(self) -> list[int] | None:
+        """Return the indices of the samples in use.
+
+        Returns:
+            Indices, ``None`` for all samples.
+        """
+        return self._subsampling
+
+    def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
+        """Unite what arrives from two consumers of a tensor, in a user's extension.
+
+        Args:
+            existing: What arrived before.
+            other: What arrives now.
+
+        Returns:
+            Their sum, for tensors.
+
+        Raises:
+            UnsupportedError: If they are no tensors: then the extension has to define it.
+        """
+        if isinstance(existing, Tensor) and isinstance(other, Tensor):
+            return existing + other
+        raise UnsupportedError(f"{type(self).__name__}: define accumulate_backpropagated_quantities(existing, other) for a graph that branches.")

@@ -1,0 +1,252 @@
+"""Collector: reads the quantities of all active extensions off their flows, and writes them on the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Module, Parameter
+
+from backpack.core.calls import Mark, ModuleCall, reading
+from backpack.core.carry import Columns, Flow, Reader, Use
+from backpack.core.graph import Plan
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.rules import Rule, find_faster
+from backpack.utils.errors import DifferentiationError, UnsupportedError
+from backpack.utils.module_classification import is_no_op
+
+
+class Collector(Reader):
+    """Quantities of one backward pass."""
+
+    def __init__(self, plan: Plan, extensions: Iterable[BackpropExtension], hook: Callable[[Module], None] | None, create_graph: bool) -> None:
+        self._plan, self._extensions, self._hook = plan, list(extensions), hook
+        self._create_graph = create_graph
+        self._of_flow: dict[Flow, list[BackpropExtension]] = {}
+        for extension in self._extensions:
+            if extension.flow is not None:
+                self._of_flow.setdefault(extension.flow, []).append(extension)
+        self._rules: dict[Any, Rule] = {}
+        self._states: dict[tuple[int, Any], Any] = {}
+        self._values: dict[tuple[int, BackpropExtension], Any] = {}
+        self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
+        self._written: list[tuple[Parameter, str]] = []
+        self._waiting = self._dependencies() if hook is not None else {}
+
+    @property
+    def flows(self) -> list[Flow]:
+        """The flows that the extensions read, each once."""
+        return list(self._of_flow)
+
+    # --------------------------------------------------------------------------------------------------------------- uses
+    def at_call(self, flow: Flow, use: Use) -> None:
+        for name, parameter in use.parameters.items():
+            done: set[Any] = set()
+            for extension in self._of_flow[flow]:
+                if (id(parameter), extension) in self._values:
+                    continue
+                if self._plan.uses[parameter] == 1 and extension.get_subsampling() is None and use.layout.plain:
+                    function = find_faster(extension, use.call.derivatives, name)
+                    value = NotImplemented if function is None else function(extension, use, name)
+                    if value is not NotImplemented:
+                        self._values[id(parameter), extension] = value
+                        continue
+                rule, key = self._rule(extension, use.layout.samples)
+                if key not in done:
+                    done.add(key)
+                    self._add(parameter, rule, key, rule.at_call(use, name))
+
+    def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
+        samples = next(iter(columns.values())).shape[1]
+        done: set[Any] = set()
+        for extension in self._of_flow[flow]:
+            rule, key = self._rule(extension, samples)
+            if key not in done and (id(parameter), extension) not in self._values:
+                done.add(key)
+                self._add(parameter, rule, key, rule.at_leaf(columns))
+
+    def _rule(self, extension: BackpropExtension, samples: int) -> tuple[Rule, Any]:
+        key = extension.rule_key()
+        if (key, samples) not in self._rules:
+            self._rules[key, samples] = extension.rule_at(samples)
+        return self._rules[key, samples], key
+
+    def _add(self, parameter: Parameter, rule: Rule, key: Any, state: Any) -> None:
+        place = (id(parameter), key)
+        self._states[place] = rule.add(self._states[place], state) if place in self._states else state
+
+    # ------------------------------------------------------------------------------------------------------------- results
+    def finish(self, parameter: Parameter) -> None:
+        states = {}
+        for extension in self._extensions:
+            key = (id(parameter), extension)
+            if key in self._values:
+                self._write(parameter, extension, self._values.pop(key))
+                continue
+            if extension.flow is None:
+                continue
+            rule_key = extension.rule_key()
+            if rule_key not in states:
+                states[rule_key] = self._states.pop((id(parameter), rule_key), None)
+            state = states[rule_key]
+            if state is None:
+                continue
+            if extension.ordered and len(self._plan.losses) > 1:
+                self._late.append((parameter, extension, state))
+            else:
+                self._write(parameter, extension, extension.finish(state, parameter))
+        self._happened(id(parameter))
+
+    def _write(self, parameter: Parameter, extension: BackpropExtension, value: Any) -> None:
+        if self._create_graph:
+            with torch.enable_grad():
+                value = _undifferentiable(value, parameter, extension.savefield)
+        setattr(parameter, extension.savefield, value)
+        self._written.append((parameter, extension.savefield))
+
+    def after_call(self, call: ModuleCall) -> None:
+        self._happened(call)
+
+    def end(self) -> set[tuple[int, str]]:
+        """Write what had to wait for the end of the pass, and run the hooks of modules that have been waiting for nothing.
+
+        Returns:
+            (id of parameter, field) of everything that was written.
+        """
+        sources = {}
+        for _, extension, state in self._late:
+            sources.setdefault(extension, {}).update({source: c.shape[0] for source, c in state.items()})
+        for parameter, extension, state in self._late:
+            some = next(iter(state.values()))
+            full = {s: state[s] if s in state else some.new_zeros(v, *some.shape[1:]) for s, v in sources[extension].items()}
+            self._write(parameter, extension, extension.finish(full, parameter))
+        for module in sorted(self._waiting, key=lambda m: len(list(m.modules()))):
+            self._run_hook(module)
+        return {(id(parameter), field) for parameter, field in self._written}
+
+    def take_back(self) -> None:
+        """Remove everything that this pass has written."""
+        for parameter, field in self._written:
+            parameter.__dict__.pop(field, None)
+
+    # --------------------------------------------------------------------------------------------------------------- users
+    def mapped(self) -> list[tuple[Node, Mark, BackpropExtension, ModuleExtension]]:
+        """List the calls for whose module class a user has said what to do.
+
+        Returns:
+            (node of the output, mark, extension, module extension).
+
+        Raises:
+            UnsupportedError: If a parameter is used more than once under a user's rule.
+        """
+        found, taken = [], set()
+        seen: set[tuple[BackpropExtension, Module]] = set()
+        for node, marks in self._plan.marks.items():
+            for mark in marks:
+                if mark.base or mark.index:
+                    continue
+                module = mark.call.module
+                for extension in self._extensions:
+                    chosen = extension.module_extension(module)
+                    if chosen is not None:
+                        found.append((node, mark, extension, chosen))
+                        for name in chosen.params:
+                            key = (extension, id(getattr(module, name, None)))
+                            if getattr(module, name, None) is not None and (key in taken or self._plan.uses.get(getattr(module, name), 1) > 1):
+                                raise UnsupportedError(
+                                    f"{mark.call.path}.{name} is used more than once, but {type(chosen).__name__} says only what one use contributes "
+                                    f"to {extension.savefield!r}. Use the library's own rule, or a copy of the parameter for each use."
+                                )
+                            taken.add(key)
+                    elif extension.flow is None and (extension, module) not in seen and not mark.call.is_loss:
+                        seen.add((extension, module))
+                        if any(p is not None for p in module._parameters.values()):
+                            extension.fail(module, mark.call.path)
+        return found
+
+    def at_mapped(self, call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension, grad: Tensor | None, value: Any) -> None:
+        """Run a user's rule.
+
+        Args:
+            call: The module call.
+            extension: The extension.
+            chosen: The user's rule.
+            grad: Gradient with respect to the output.
+            value: What the extension's flow carries there.
+        """
+        module = call.module
+        with reading(call):
+            results = chosen.compute(extension, module, (None,) * len(call.inputs), (grad,), value)
+        for name, result in results.items():
+            self._values[id(getattr(module, name)), extension] = result
+
+    # --------------------------------------------------------------------------------------------------------------- hooks
+    def _dependencies(self) -> dict[Module, set]:
+        """Find out what has to happen before the extension hook of each module runs.
+
+        Returns:
+            Module to calls, parameters (by id) and modules below it.
+        """
+        modules = {call.module for call in self._plan.calls if not is_no_op(call.module)}
+        reported = {unit.call for unit in self._plan.units.values()} | {mark.call for mark in self._plan.losses.values()}
+        waiting: dict[Module, set] = {}
+        for module in modules:
+            waiting[module] = {id(p) for p in module.parameters() if p in self._plan.uses}
+            waiting[module] |= {child for child in module.modules() if child is not module and child in modules}
+        for call in reported:
+            if call.module in waiting:
+                waiting[call.module].add(call)
+        return waiting
+
+    def _happened(self, event: Any) -> None:
+        """Run the hooks of modules that have been waiting for an event.
+
+        Args:
+            event: A call, the id of a parameter, or a module.
+        """
+        for module, events in list(self._waiting.items()):
+            if event in events:
+                events.discard(event)
+                if not events and module in self._waiting:
+                    self._run_hook(module)
+
+    def _run_hook(self, module: Module) -> None:
+        del self._waiting[module]
+        self._hook(module)
+        self._happened(module)
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """The identity, whose derivative is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, parameter: Tensor, field: str) -> Tensor:
+        ctx.field = field
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise DifferentiationError(
+            f"{ctx.field} was computed in a backward pass with create_graph=True, but it cannot be differentiated: it is not connected to the graph of "
+            "the parameters. Use .detach() if it is meant to be constant; per-sample quantities that can be differentiated come from torch.func."
+        )
+
+
+def _undifferentiable(value: Any, parameter: Parameter, field: str) -> Any:
+    """Let a quantity of a pass with ``create_graph=True`` raise, rather than count as constant, when it is differentiated.
+
+    Args:
+        value: The quantity.
+        parameter: Its parameter.
+        field: Its name.
+
+    Returns:
+        The quantity.
+    """
+    if isinstance(value, list):
+        return [_undifferentiable(part, parameter, field) for part in value]
+    return _Undifferentiable.apply(value, parameter, field) if isinstance(value, Tensor) else value

@@ -1,0 +1,55 @@
+"""Base of extensions that save a function instead of a tensor: a product with a block of a curvature matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.carry import Flow, Use
+from backpack.core.derivatives.shape_check import apply_checked
+from backpack.extensions.flows import MatProdFlow
+from backpack.extensions.rules import Rule, ValueRule
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+
+
+class CurvatureMatrixProduct(SecondOrderBackpropExtension):
+    """Saves a function that multiplies ``[V, *parameter]`` (or a bare ``[*parameter]``) with a diagonal block of a curvature matrix.
+
+    The function reads the recorded tensors of the modules, which therefore live as long as it does. Sequences of modules only.
+    """
+
+    def __init__(self, savefield: str, curv_type: str) -> None:
+        """Choose the matrix.
+
+        Args:
+            savefield: Name of the attribute under which parameters carry the function.
+            curv_type: One of ``Curvature.CHOICES``.
+        """
+        super().__init__(savefield)
+        self._curv_type = curv_type
+
+    @property
+    def flow(self) -> Flow:
+        return MatProdFlow(self._curv_type)
+
+    def rule_at(self, samples: int) -> Rule:
+        return ValueRule()
+
+    def rule_key(self) -> Any:
+        return ("product", self.flow)
+
+    def finish(self, state: tuple[Use, str], parameter: Parameter) -> Callable[[Tensor], Tensor]:
+        use, name = state
+        rule, call, output_product = use.call.derivatives, use.call, use.value
+        call.keep = True
+        jacobian = rule._weight_jac_mat_prod if name == "weight" else rule._bias_jac_mat_prod
+
+        def product(mat: Tensor) -> Tensor:
+            columns = output_product(jacobian(call, None, (use.grad,), mat))
+            return rule._param_mjp(name, call, None, (use.grad,), columns)
+
+        shape = tuple(parameter.shape)
+        return lambda mat: apply_checked(product, mat, shape, shape, f"{self.savefield} of {call.path}.{name}")

@@ -1,0 +1,18 @@
+"""GGNMP: products with diagonal blocks of the generalized Gauss-Newton."""
+
+from __future__ import annotations
+
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
+
+
+class GGNMP(CurvatureMatrixProduct):
+    """A function ``[V, *parameter] -> [V, *parameter]`` that multiplies with the block of the generalized Gauss-Newton, saved to ``ggnmp``."""
+
+    def __init__(self, savefield: str = "ggnmp") -> None:
+        """Choose the name.
+
+        Args:
+            savefield: Name of the attribute under which parameters carry the function.
+        """
+        super().__init__(savefield, Curvature.GGN)

@@ -1,0 +1,18 @@
+"""HMP: products with diagonal blocks of the Hessian."""
+
+from __future__ import annotations
+
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
+
+
+class HMP(CurvatureMatrixProduct):
+    """A function ``[V, *parameter] -> [V, *parameter]`` that multiplies with the parameter's block of the Hessian, saved to ``hmp``."""
+
+    def __init__(self, savefield: str = "hmp") -> None:
+        """Choose the name.
+
+        Args:
+            savefield: Name of the attribute under which parameters carry the function.
+        """
+        super().__init__(savefield, Curvature.HESSIAN)

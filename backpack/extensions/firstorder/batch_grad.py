@@ -1,0 +1,28 @@
+"""BatchGrad: the gradient of each sample."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.carry import Columns
+from backpack.extensions.firstorder.base import GradientExtension
+
+
+class BatchGrad(GradientExtension):
+    """Per-sample gradients ``[N, *parameter]``, saved to ``grad_batch``.
+
+    Entry ``n`` is the gradient of sample ``n``'s summand of the loss, with the divisor of a mean loss in it: the sum over ``n`` is ``.grad``.
+    With ``subsampling``: ``[len(subsampling), *parameter]``, in that order.
+    """
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all.
+        """
+        super().__init__("grad_batch", subsampling=subsampling)
+
+    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
+        return state[0][0]

@@ -1,0 +1,37 @@
+"""BatchL2Grad: the squared norm of each sample's gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.carry import Columns, Use
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.extensions.firstorder.base import GradientExtension
+from backpack.extensions.rules import affine_views, faster
+from backpack.utils.moments import squared_norms
+
+
+class BatchL2Grad(GradientExtension):
+    """Squared L2 norms of the per-sample gradients ``[N]``, saved to ``batch_l2``, one vector for each parameter tensor.
+
+    A mean loss has its divisor in the gradients, hence its square in the norms. For a parameter used several times it is the norm of the summed
+    uses.
+    """
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all.
+        """
+        super().__init__("batch_l2", subsampling=subsampling)
+
+    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
+        return state[0][0].flatten(1).square().sum(1)
+
+
+@faster(BatchL2Grad, AffineDerivatives, "weight")
+def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
+    x, rows, _ = affine_views(use)
+    return squared_norms(x, rows[0])

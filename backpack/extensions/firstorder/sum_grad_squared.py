@@ -1,0 +1,36 @@
+"""SumGradSquared: the second moment of per-sample gradients."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.carry import Columns, Use
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.extensions.firstorder.base import GradientExtension
+from backpack.extensions.rules import affine_views, faster
+from backpack.utils.moments import sum_of_squares
+
+
+class SumGradSquared(GradientExtension):
+    """Sum over samples of the squared per-sample gradients, element by element, ``[*parameter]``, saved to ``sum_grad_squared``.
+
+    Uncentred, and not divided by the number of samples.
+    """
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all.
+        """
+        super().__init__("sum_grad_squared", subsampling=subsampling)
+
+    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
+        return state[0][0].square().sum(0)
+
+
+@faster(SumGradSquared, AffineDerivatives, "weight")
+def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
+    x, rows, _ = affine_views(use)
+    return use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows))

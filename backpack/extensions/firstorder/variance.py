@@ -1,0 +1,40 @@
+"""Variance: the variance of per-sample gradients."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.carry import Columns, Use
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.extensions.firstorder.base import GradientExtension
+from backpack.extensions.rules import affine_views, faster
+from backpack.utils.moments import sum_of_squares
+
+
+class Variance(GradientExtension):
+    """Variance of the per-sample gradients, element by element, ``[*parameter]``, saved to ``variance`` (readable as ``var``, too).
+
+    ``1/N sum_n g_n^2 - (1/N sum_n g_n)^2``: biased, and of gradients that contain the divisor of a mean loss. Multiply by ``N^2`` for the
+    variance of the gradients of the samples' own losses.
+    """
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples, whose number is the divisor then; ``None`` for all.
+        """
+        super().__init__("variance", subsampling=subsampling)
+
+    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
+        return state[0][0].var(0, correction=0)
+
+
+@faster(Variance, AffineDerivatives, "weight")
+def _weight(extension: Variance, use: Use, name: str) -> Tensor:
+    x, rows, _ = affine_views(use)
+    rule, samples = use.call.derivatives, len(x)
+    mean = rule._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0] / samples
+    # rounding may take the difference below zero
+    return (rule.weight_from_matrix(use.call, sum_of_squares(x, rows)) / samples - mean.square()).clamp_(min=0)

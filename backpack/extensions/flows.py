@@ -1,0 +1,350 @@
+"""The flows: what travels backward beside the gradient, and how modules map it.
+
+A flow is a value: extensions that need the same one share a single propagation (and the same Monte-Carlo draw).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from backpack.core.calls import ModuleCall
+from backpack.core.carry import Columns, Flow
+from backpack.core.graph import Gap, Plan
+from backpack.extensions.curvature import Curvature
+from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
+
+LINEAR = frozenset(
+    """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Cat Stack Slice Select Split
+    SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Unfold CopySlices
+    NativeDropout NativeBatchNorm AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding Scatter SliceScatter""".split()
+)
+PIECEWISE_LINEAR = frozenset("Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split())
+BILINEAR = frozenset("Mul Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
+
+
+class Source:
+    """Where columns were born.
+
+    Attributes:
+        order: Position of the call in the forward passes.
+        signs: ``[V, N]``, for columns that count negative for some samples; ``None`` if all count positive.
+    """
+
+    __slots__ = ("order", "signs")
+
+    def __init__(self, order: int, signs: Tensor | None = None) -> None:
+        self.order, self.signs = order, signs
+
+
+def apply_to_all(columns: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
+    """Apply a function that treats columns independently to the columns of all sources at once.
+
+    Args:
+        columns: ``{source: [V, ...]}``.
+        function: Maps ``[V, ...]`` to ``[V, ...]``.
+
+    Returns:
+        The images, source by source.
+    """
+    if len(columns) == 1:
+        return {source: function(part) for source, part in columns.items()}
+    sizes = [part.shape[0] for part in columns.values()]
+    return dict(zip(columns, function(torch.cat(list(columns.values()))).split(sizes), strict=True))
+
+
+class ColumnFlow(Flow):
+    """Columns ``[V, N, *]``, mapped by transposed Jacobians."""
+
+    def through(self, call: ModuleCall, value: Columns, grad: Tensor) -> Columns:
+        return apply_to_all(value, lambda mat: call.derivatives._jac_t_mat_prod(call, None, (grad,), mat))
+
+    def check(self, plan: Plan) -> None:
+        """Accept every plan: the graph's own nodes carry columns exactly."""
+
+
+@dataclass(frozen=True)
+class GradientFlow(ColumnFlow):
+    """The gradient itself, as a single column. It is carried only where autograd would sum over samples."""
+
+    is_gradient = True
+
+    def start(self, call: ModuleCall, grad: Tensor) -> Columns:
+        raise AssertionError("The gradient comes from autograd.")
+
+
+def _position_weights(call: ModuleCall, grad: Tensor) -> Tensor | None:
+    """Return what the loss is multiplied by on its way to the root.
+
+    Args:
+        call: The loss call.
+        grad: Gradient of the root with respect to the loss value.
+
+    Returns:
+        Broadcastable to the input of the loss; ``None`` for one.
+
+    Raises:
+        LossValueError: If it is not finite.
+    """
+    if grad.numel() == 1 and grad.item() == 1.0:
+        return None
+    if not grad.isfinite().all():
+        raise LossValueError(f"{call.path} is scaled by a number that is not finite on its way to the tensor on which backward was called.")
+    return call.derivatives.position_weights(call, (grad,))
+
+
+@dataclass(frozen=True)
+class SqrtFlow(ColumnFlow):
+    """A square root ``S`` of the loss's Hessian, ``[V, N, *]``, mapped by transposed Jacobians: that of the generalized Gauss-Newton.
+
+    Attributes:
+        mc_samples: Number of Monte-Carlo samples; ``None`` for the exact square root.
+        subsampling: Samples for which it is drawn; ``None`` for all.
+    """
+
+    mc_samples: int | None = None
+    subsampling: tuple[int, ...] | None = None
+
+    def start(self, call: ModuleCall, grad: Tensor) -> Columns:
+        mat = self._factor(call, grad)
+        weights = _position_weights(call, grad)
+        if weights is not None:
+            if (weights < 0).any():
+                raise LossValueError(f"{call.path} is multiplied by a negative number: the generalized Gauss-Newton has no square root then.")
+            mat = mat * weights.sqrt()
+        return {Source(call.order): mat}
+
+    def _factor(self, call: ModuleCall, grad: Tensor) -> Tensor:
+        """Return the square root, zero for samples that were not asked for.
+
+        Args:
+            call: The loss call.
+            grad: Gradient that arrives at the loss.
+
+        Returns:
+            ``[V, N, *]``; with Monte-Carlo samples and repeated indices, the columns of repetitions stand side by side.
+        """
+        chosen, loss = self.subsampling, call.derivatives
+        if self.mc_samples is None:
+            return loss._sqrt_hessian(call, None, (grad,))
+        sampling = None if chosen is None else list(chosen)
+        mat = loss._sqrt_hessian_sampled(call, None, (grad,), mc_samples=self.mc_samples, subsampling=sampling)
+        if chosen is None:
+            return mat
+        rounds = repetitions(chosen)
+        full = mat.new_zeros(1 + max(rounds, default=0), mat.shape[0], *call.inputs[0].shape)
+        for position, (sample, turn) in enumerate(zip(chosen, rounds, strict=True)):
+            full[turn, :, sample] = mat[:, position]
+        return full.flatten(0, 1)
+
+
+def repetitions(indices: tuple[int, ...]) -> list[int]:
+    """Count how often each index occurred before.
+
+    Args:
+        indices: Sample indices.
+
+    Returns:
+        One number an index.
+    """
+    return [indices[:position].count(index) for position, index in enumerate(indices)]
+
+
+@dataclass(frozen=True)
+class SignedSqrtFlow(ColumnFlow):
+    """Square roots, with signs, of all terms of the Hessian: of the loss's Hessian and of every curved module's residual.
+
+    A module ``z -> f(z)`` with gradient ``g`` at its output adds ``sum_k g_k Hess f_k`` at its input. Its columns are born there and stay apart
+    from those of other modules: ``H = sum_births J^T (S diag(signs) S^T) J``, which is exact on branching graphs.
+    """
+
+    def start(self, call: ModuleCall, grad: Tensor) -> Columns:
+        weights = _position_weights(call, grad)
+        mat = call.derivatives._sqrt_hessian(call, None, (grad,))
+        if weights is None:
+            return {Source(call.order): mat}
+        mat = mat * weights.abs().sqrt()
+        # every column lives at a single position of the loss, so that its largest entry has the sign of that position
+        place = (mat.abs().flatten(2).argmax(2), weights.expand_as(mat[0]).sign().flatten(1))
+        signs = place[1].expand(mat.shape[0], -1, -1).gather(2, place[0].unsqueeze(2)).squeeze(2)
+        return {Source(call.order, signs): mat}
+
+    def through(self, call: ModuleCall, value: Columns, grad: Tensor) -> Columns:
+        result = super().through(call, value, grad)
+        rule = call.derivatives
+        if rule.hessian_is_zero(call):
+            return result
+        if rule.hessian_is_diagonal(call):
+            residual = rule.hessian_diagonal(call, None, (grad,))
+            flat = residual.flatten(1)
+            mat = torch.diag_embed(flat.abs().sqrt()).movedim(-1, 0).reshape(-1, *residual.shape)
+            signs = flat.sign().T
+        else:
+            shape = call.input0.shape
+            size = shape[1:].numel()
+            unit = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
+            values, vectors = torch.linalg.eigh(rule._residual_mat_prod(call, None, (grad,), unit).flatten(2).movedim(0, 2))
+            mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(size, *shape)
+            signs = values.sign().T
+        result[Source(call.order, signs)] = mat
+        return result
+
+    def check(self, plan: Plan) -> None:
+        for gap in plan.gaps.values():
+            if not _block_is_linear(plan, gap):
+                raise UnsupportedError(
+                    f"{gap.node.name()} is a curved operation between modules, on the way to {plan.names(plan.reach[gap.node])}: the diagonal of the Hessian "
+                    "has no exact rule for it. Use a module for it (torch.nn.GELU() instead of torch.nn.functional.gelu), the generalized "
+                    "Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product)."
+                )
+        refuse_coupled(plan, "The diagonal of the Hessian")
+
+
+def _block_is_linear(plan: Plan, gap: Gap) -> bool:
+    """Say whether a graph node adds nothing to the diagonal blocks of the Hessian.
+
+    Args:
+        plan: The plan.
+        gap: The node.
+
+    Returns:
+        True for (piecewise) linear operations, and for products of factors that depend on different parameters.
+    """
+    name = gap.node.name().split("Backward")[0]
+    if name in LINEAR or name in PIECEWISE_LINEAR or name == "CopySlices":
+        return True
+    if name == "Div":
+        return gap.nexts[1] is None if len(gap.nexts) > 1 else True
+    reached = [plan.reach[n[0]] for n in gap.nexts if n is not None]
+    return name in BILINEAR and all(not (a & b) for i, a in enumerate(reached) for b in reached[:i])
+
+
+def refuse_coupled(plan: Plan, quantity: str) -> None:
+    """Refuse parameters that a module multiplies with something that depends on them.
+
+    Args:
+        plan: The plan.
+        quantity: For the message.
+
+    Raises:
+        UnsupportedError: If there is one.
+    """
+    for unit in plan.units.values():
+        if unit.couples:
+            names = ", ".join(unit.parameters)
+            raise UnsupportedError(
+                f"{quantity} of {unit.call.path} ({names}) has terms that couple several uses of the same parameter, one upstream of the other. No exact rule "
+                "exists for them: use the generalized Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product)."
+            )
+
+
+class ChainFlow(Flow):
+    """A flow that is exact on sequences of modules only."""
+
+    crosses_gaps = False
+    quantity = "This quantity"
+
+    def merge(self, old: object, new: object) -> object:
+        raise BranchingError(f"{self.quantity} is exact on sequences of modules only, but a tensor here has several consumers.")
+
+    def check(self, plan: Plan) -> None:
+        if plan.gaps:
+            node, gap = next(iter(plan.gaps.items()))
+            raise BranchingError(
+                f"{self.quantity} is exact on sequences of modules only, but {gap.node.name()} lies between modules, on the way to "
+                f"{plan.names(plan.reach[node])}. Use modules for all operations, the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the "
+                "matrix-free products of backpack.hessianfree."
+            )
+        for (node, _), count in plan.arrivals.items():
+            if count > 1:
+                raise BranchingError(
+                    f"{self.quantity} is exact on sequences of modules only, but {plan.names(plan.reach[node])} is reached through {count} branches. Use "
+                    "the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of backpack.hessianfree."
+                )
+        for unit in plan.units.values():
+            if any(plan.uses[p] > 1 for p in unit.parameters.values()):
+                raise BranchingError(f"{self.quantity} of {unit.call.path}: a parameter is used more than once, for which no exact rule exists.")
+            if not unit.layout.plain or unit.layout.axis:
+                raise UnsupportedError(f"{self.quantity} of {unit.call.path} needs the samples on axis 0 of its output, found {unit.layout}.")
+
+
+@dataclass(frozen=True)
+class AverageFlow(ChainFlow):
+    """A batch-averaged matrix ``[D, D]`` for the ``D`` features of a sample (Botev et al. 2017; Chen et al. 2018).
+
+    Attributes:
+        residual: Add the batch-summed diagonal residual of curved modules (Hessian instead of generalized Gauss-Newton).
+    """
+
+    curvature: str = Curvature.GGN
+    quantity = "The batch-averaged curvature (KFRA, HBP)"
+
+    def start(self, call: ModuleCall, grad: Tensor) -> Tensor:
+        if grad.numel() != 1:
+            raise LossValueError(f"{call.path}: {self.quantity} needs reduction='mean' or 'sum', got a loss value of shape {list(grad.shape)}.")
+        Curvature.check_loss_hessian(call.derivatives.hessian_is_psd() and grad.item() >= 0, self.curvature)
+        mat = call.derivatives._sum_hessian(call, None, (grad,))
+        size = call.inputs[0].shape[1:].numel()
+        return mat.reshape(size, size) * grad
+
+    def through(self, call: ModuleCall, value: Tensor, grad: Tensor) -> Tensor:
+        rule = call.derivatives
+        result = rule.ea_jac_t_mat_jac_prod(call, None, (grad,), value)
+        if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call):
+            if not rule.hessian_is_diagonal(call):
+                raise UnsupportedError(f"{self.quantity} of the Hessian needs element-wise modules, {call.path} has a dense second derivative.")
+            residual = rule.hessian_diagonal(call, None, (grad,)).flatten(1).sum(0)
+            result = result + torch.diag(Curvature.modify_residual(residual, self.curvature))
+        return result
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MatProdFlow(ChainFlow):
+    """A function that multiplies ``[V, *out]`` with a curvature matrix of a module's output.
+
+    Attributes:
+        curvature: One of ``Curvature.CHOICES``.
+    """
+
+    curvature: str = Curvature.GGN
+    quantity = "A curvature-matrix product (HMP, GGNMP, PCHMP)"
+
+    def start(self, call: ModuleCall, grad: Tensor) -> Product:
+        weights = _position_weights(call, grad)
+        psd = call.derivatives.hessian_is_psd() and (weights is None or bool((weights >= 0).all()))
+        Curvature.check_loss_hessian(psd, self.curvature)
+        call.keep = True
+        product = call.derivatives._make_hessian_mat_prod(call, None, (grad,))
+        return product if weights is None else lambda mat: product(mat) * weights
+
+    def through(self, call: ModuleCall, value: Product, grad: Tensor) -> Product:
+        rule = call.derivatives
+        call.keep = True
+        residual: Product | None = None
+        if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call):
+            residual = self._residual(call, grad)
+
+        def product(mat: Tensor) -> Tensor:
+            out = rule._jac_t_mat_prod(call, None, (grad,), value(rule._jac_mat_prod(call, None, (grad,), mat)))
+            return out if residual is None else out + residual(mat)
+
+        return product
+
+    def _residual(self, call: ModuleCall, grad: Tensor) -> Product:
+        rule = call.derivatives
+        if not Curvature.is_pch(self.curvature):
+            return lambda mat: rule._residual_mat_prod(call, None, (grad,), mat)
+        if not rule.hessian_is_diagonal(call):
+            raise LossValueError(f"{call.path}: the positive-curvature Hessian (PCHMP) is defined for element-wise modules, this one has a dense second derivative.")
+        diagonal = Curvature.modify_residual(rule.hessian_diagonal(call, None, (grad,)), self.curvature)
+        return lambda mat: diagonal * mat
+
+    def check(self, plan: Plan) -> None:
+        super().check(plan)
+        refuse_coupled(plan, self.quantity)

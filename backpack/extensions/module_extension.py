@@ -1,0 +1,83 @@
+"""The protocol in which users write what an extension does for a module class of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from warnings import warn
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.utils.errors import UnsupportedError
+
+Grads = tuple[Tensor | None, ...]
+
+
+class ModuleExtension:
+    """What an extension computes for the parameters of one module class.
+
+    For every name in ``params`` there is a method of that name,
+
+        ``def weight(self, extension, module, g_inp, g_out, bpQuantities) -> Any``
+
+    whose result is saved on the parameter. ``module.input0``, ... and ``module.output`` are the tensors of this execution, ``g_out[0]`` is the
+    gradient with respect to the output, ``bpQuantities`` what the extension's flow carries there (``None`` for first-order extensions; columns
+    ``[V, *output]`` for those of the generalized Gauss-Newton).
+    """
+
+    def __init__(self, params: Sequence[str] | None = None) -> None:
+        """Name the parameters.
+
+        Args:
+            params: Names of parameters for which a method exists.
+
+        Raises:
+            UnsupportedError: If a method is missing.
+        """
+        self.params = tuple(params or ())
+        for name in self.params:
+            if not callable(getattr(self, name, None)):
+                raise UnsupportedError(
+                    f"{type(self).__name__} names the parameter {name!r}, but has no method for it. "
+                    f"Define `def {name}(self, extension, module, g_inp, g_out, bpQuantities)`."
+                )
+
+    def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
+        """Map what the extension carries from the module's output to its input. The default warns and carries nothing.
+
+        Args:
+            extension: The extension.
+            module: The module.
+            g_inp: Gradients with respect to the inputs, ``None`` where not computed.
+            g_out: Gradient with respect to the output.
+            bpQuantities: What arrives at the output.
+        """
+        warn(f"{type(self).__name__}.backpropagate is not defined: extension {extension.savefield!r} stops at {module}.", stacklevel=2)
+
+    def check_hyperparameters_module_extension(self, ext: Any, module: Module, g_inp: Grads, g_out: Grads) -> None:
+        """Raise for settings of the module that the rule does not support. The default supports everything.
+
+        Args:
+            ext: The extension.
+            module: The module.
+            g_inp: Gradients with respect to the inputs.
+            g_out: Gradient with respect to the output.
+        """
+
+    def compute(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bp_quantities: Any) -> dict[str, Any]:
+        """Compute the quantity of each parameter that exists and is trainable.
+
+        Args:
+            extension: The extension.
+            module: The module.
+            g_inp: Gradients with respect to the inputs.
+            g_out: Gradient with respect to the output.
+            bp_quantities: What the extension carries at the output.
+
+        Returns:
+            Parameter name to quantity.
+        """
+        self.check_hyperparameters_module_extension(extension, module, g_inp, g_out)
+        trainable = [name for name in self.params if getattr(module, name, None) is not None and getattr(module, name).requires_grad]
+        return {name: getattr(self, name)(extension, module, g_inp, g_out, bp_quantities) for name in trainable}

@@ -1,0 +1,293 @@
+"""Rules: what is read off a flow at the uses of a parameter.
+
+A rule has a linear part, added over all uses of the parameter, and is followed by the extension's ``finish``, which may be non-linear. Where a
+parameter is used once, a function registered with ``faster`` may do both at once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack.core.carry import Columns, Use
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.samples import add_rows
+from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
+from backpack.utils.errors import UnsupportedError
+from backpack.utils.moments import second_moment
+
+Subsampling = tuple[int, ...] | None
+
+
+class Rule(ABC):
+    """The linear part of reading a quantity off."""
+
+    @abstractmethod
+    def at_call(self, use: Use, name: str) -> Any:
+        """Return what one use by a module call contributes.
+
+        Args:
+            use: The use.
+            name: Name of the parameter in its module.
+        """
+
+    @abstractmethod
+    def at_leaf(self, columns: Columns) -> Any:
+        """Return what one use outside all rules contributes.
+
+        Args:
+            columns: ``{source: [V, N, *parameter]}``.
+        """
+
+    @abstractmethod
+    def add(self, one: Any, other: Any) -> Any:
+        """Add the contributions of two uses.
+
+        Args:
+            one: Contribution.
+            other: Contribution.
+        """
+
+
+def add_columns(one: Columns, other: Columns) -> Columns:
+    """Add columns source by source.
+
+    Args:
+        one: ``{source: [V, N, *]}``.
+        other: ``{source: [V, N, *]}``.
+
+    Returns:
+        The sum.
+
+    Raises:
+        UnsupportedError: If they have different numbers of samples.
+    """
+    total = dict(one)
+    for source, columns in other.items():
+        if source in total and total[source].shape[1] != columns.shape[1]:
+            raise UnsupportedError(
+                f"A parameter is used with mini-batches of {total[source].shape[1]} and of {columns.shape[1]} samples in one backward pass: which "
+                "samples belong together is not known. Call backward for each of them."
+            )
+        total[source] = total[source] + columns if source in total else columns
+    return total
+
+
+class ColumnRule(Rule):
+    """The columns themselves: ``J^T S``, one for each sample, ``{source: [V, N, *parameter]}``.
+
+    With subsampling: ``[V, len(subsampling), *parameter]``, in the order asked for.
+    """
+
+    def __init__(self, flow: Any, subsampling: Subsampling) -> None:
+        self.subsampling = subsampling
+        self._rounds = flow.mc_samples if isinstance(flow, SqrtFlow) and subsampling is not None else None
+
+    def at_call(self, use: Use, name: str) -> Columns:
+        rule, chosen = use.call.derivatives, self.subsampling
+        direct = chosen is not None and use.layout.plain and self._rounds is None
+        value = apply_to_all(use.value, lambda mat: mat[:, list(chosen)]) if direct else use.value
+
+        def mjp(mat: Tensor) -> Tensor:
+            sampling = list(chosen) if direct else None
+            return rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False, subsampling=sampling)
+
+        columns = apply_to_all(value, mjp)
+        return columns if direct else self._choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
+
+    def at_leaf(self, columns: Columns) -> Columns:
+        return self._choose(columns)
+
+    def add(self, one: Columns, other: Columns) -> Columns:
+        return add_columns(one, other)
+
+    def _choose(self, columns: Columns) -> Columns:
+        if self.subsampling is None:
+            return columns
+        if self._rounds is None:
+            return {source: c[:, list(self.subsampling)] for source, c in columns.items()}
+        turns = repetitions(self.subsampling)
+        return {
+            source: c.unflatten(0, (-1, self._rounds))[turns, :, list(self.subsampling)].movedim(0, 1)
+            for source, c in columns.items()
+        }
+
+
+class KroneckerState:
+    """What Kronecker factors are made of.
+
+    Attributes:
+        inputs: Input-side factor of each group ``[G, K, K]``, or ``None`` for a bias.
+        outputs: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened.
+    """
+
+    __slots__ = ("inputs", "outputs")
+
+    def __init__(self, inputs: Tensor | None, outputs: Columns) -> None:
+        self.inputs, self.outputs = inputs, outputs
+
+
+class KroneckerRule(Rule):
+    """Input-side factor ``1/N sum_n sum_l x x^T`` and, for each sample, columns at the output summed over positions (Grosse & Martens 2016)."""
+
+    def __init__(self, mean_input: bool) -> None:
+        """Choose the input-side factor.
+
+        Args:
+            mean_input: Use the mean input of the samples instead of each of them.
+        """
+        self._mean_input = mean_input
+
+    def at_call(self, use: Use, name: str) -> KroneckerState:
+        rule = use.call.derivatives
+        if not isinstance(rule, AffineDerivatives):
+            columns = apply_to_all(use.value, lambda mat: rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False))
+            return self.at_leaf(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
+        outputs = apply_to_all(use.value, lambda mat: add_rows(rule.rows(use.call, mat).sum(-1), use.layout))
+        if name == "bias":
+            return self.at_leaf(outputs)
+        x = rule.columns(use.call)
+        rows, samples = x.shape[0], max(use.layout.samples, 1)
+        x = x.mean(0, keepdim=True) if self._mean_input else x
+        return KroneckerState(second_moment(x) * (rows / samples), outputs)
+
+    def at_leaf(self, columns: Columns) -> KroneckerState:
+        return KroneckerState(None, {source: c.flatten(2).unsqueeze(2) for source, c in columns.items()})
+
+    def add(self, one: KroneckerState, other: KroneckerState) -> KroneckerState:
+        if (one.inputs is None) != (other.inputs is None) or (one.inputs is not None and one.inputs.shape != other.inputs.shape):
+            raise UnsupportedError(
+                "Kronecker factors of a parameter that is used in two ways (for example as weight of a layer and in a functional operation, or "
+                "transposed) are not defined. Use a diagonal (DiagGGNExact, DiagGGNMC) for it."
+            )
+        inputs = None if one.inputs is None else one.inputs + other.inputs
+        return KroneckerState(inputs, add_columns(one.outputs, other.outputs))
+
+
+class ValueRule(Rule):
+    """The flow's own value together with the call, for flows on sequences of modules, where a parameter has a single use."""
+
+    def at_call(self, use: Use, name: str) -> tuple[Use, str]:
+        return use, name
+
+    def at_leaf(self, columns: Columns) -> Any:
+        raise UnsupportedError("This quantity is defined for parameters of modules that have a rule.")
+
+    def add(self, one: Any, other: Any) -> Any:
+        raise UnsupportedError("This quantity is not defined for a parameter that is used more than once.")
+
+
+def stack(columns: Columns) -> Tensor:
+    """Put the columns of all sources side by side, in the order of the forward passes.
+
+    Args:
+        columns: ``{source: [V, ...]}``.
+
+    Returns:
+        ``[sum of V, ...]``.
+    """
+    ordered = in_order(columns)
+    return columns[ordered[0]] if len(ordered) == 1 else torch.cat([columns[source] for source in ordered])
+
+
+def in_order(sources: Iterable) -> list:
+    """Sort sources by the order of the forward passes.
+
+    Args:
+        sources: The sources.
+
+    Returns:
+        Sorted list.
+    """
+    sources = list(sources)
+    return sources if len(sources) == 1 else sorted(sources, key=lambda source: source.order)
+
+
+Faster = Callable[[Any, Use, str], Any]
+_FASTER: list[tuple[type, type[BaseDerivatives], frozenset[str], Faster]] = []
+_FOUND: dict[tuple[type, type, str], Faster | None] = {}
+
+
+def faster(extension: type, derivatives: type[BaseDerivatives], *names: str) -> Callable[[Faster], Faster]:
+    """Register a function that computes a quantity at once, for a parameter that is used a single time.
+
+    It is called as ``function(extension, use, name)`` and may return ``NotImplemented`` to decline.
+
+    Args:
+        extension: The extension class; its subclasses that keep ``finish`` use the function as well.
+        derivatives: Class of derivatives whose modules the function knows.
+        *names: Names of the parameters.
+
+    Returns:
+        A decorator.
+    """
+
+    def decorator(function: Faster) -> Faster:
+        _FASTER.append((extension, derivatives, frozenset(names), function))
+        _FOUND.clear()
+        return function
+
+    return decorator
+
+
+def find_faster(extension: Any, rule: BaseDerivatives, name: str) -> Faster | None:
+    """Find the function registered for an extension, a rule and a parameter.
+
+    Args:
+        extension: The extension.
+        rule: Derivatives of the module.
+        name: Name of the parameter.
+
+    Returns:
+        The function, ``None`` if there is none.
+    """
+    key = (type(extension), type(rule), name)
+    if key not in _FOUND:
+        fitting = [
+            function
+            for cls, derivatives, names, function in _FASTER
+            if isinstance(extension, cls) and type(extension).finish is cls.finish and isinstance(rule, derivatives) and name in names
+        ]
+        _FOUND[key] = fitting[-1] if fitting else None
+    return _FOUND[key]
+
+
+def affine_views(use: Use) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the views of an affine layer's input and of the columns at its output, all sources side by side.
+
+    Args:
+        use: A use by an affine layer.
+
+    Returns:
+        Columns of the input ``[N, G, K, L]``, rows ``[V, N, G, O, L]``, signs ``[V, N]`` or ``None``.
+    """
+    rule = use.call.derivatives
+    return rule.columns(use.call), rule.rows(use.call, stack(use.value)), signs_of(use.value, None)
+
+
+def signs_of(columns: Columns, subsampling: Iterable[int] | None) -> Tensor | None:
+    """Return the signs of columns, all sources side by side.
+
+    Args:
+        columns: ``{source: [V, N, *]}``.
+        subsampling: Samples that were chosen; ``None`` for all.
+
+    Returns:
+        ``[sum of V, N]``; ``None`` if all columns count positive.
+    """
+    sources = in_order(columns)
+    if all(source == 0 or source.signs is None for source in sources):
+        return None
+    chosen = None if subsampling is None else list(subsampling)
+    parts = []
+    for source in sources:
+        if source.signs is None:
+            parts.append(columns[source].new_ones(columns[source].shape[:2]))
+        else:
+            parts.append(source.signs if chosen is None else source.signs[:, chosen])
+    return torch.cat(parts)

@@ -1,0 +1,101 @@
+"""Diagonals of the generalized Gauss-Newton, exact and Monte-Carlo, summed over samples and for each sample."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.carry import Columns, Use
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.extensions.rules import affine_views, faster, stack
+from backpack.extensions.secondorder.base import GGNExtension
+from backpack.utils.moments import squares_per_sample, sum_of_squares
+
+
+class DiagGGN(GGNExtension):
+    """Diagonal of the generalized Gauss-Newton ``sum_n J_n^T H_n J_n``, ``[*parameter]`` (Schraudolph 2002; Dangel et al. 2020, eq. 19)."""
+
+    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
+        return stack(state).square().sum((0, 1))
+
+
+class BatchDiagGGN(GGNExtension):
+    """Diagonals of the samples' summands of the generalized Gauss-Newton, ``[N, *parameter]``."""
+
+    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
+        return stack(state).square().sum(0)
+
+
+class DiagGGNExact(DiagGGN):
+    """Diagonal of the generalized Gauss-Newton, ``[*parameter]``, saved to ``diag_ggn_exact`` (readable as ``diag_ggn``, too).
+
+    Contains the divisor of a mean loss once.
+    """
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+        """
+        super().__init__("diag_ggn_exact", subsampling=subsampling)
+
+
+class DiagGGNMC(DiagGGN):
+    """Monte-Carlo estimate of the diagonal of the generalized Gauss-Newton, ``[*parameter]``, saved to ``diag_ggn_mc``.
+
+    Unbiased: labels are drawn from the distribution that the loss stands for. Costs ``mc_samples`` columns instead of one for each class.
+    """
+
+    sampled = True
+
+    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
+        """Choose the number of draws.
+
+        Args:
+            mc_samples: Labels drawn for each sample.
+            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+        """
+        super().__init__("diag_ggn_mc", mc_samples, subsampling)
+
+
+class BatchDiagGGNExact(BatchDiagGGN):
+    """Diagonal of each sample's summand of the generalized Gauss-Newton, ``[N, *parameter]``, saved to ``diag_ggn_exact_batch``.
+
+    The sum over samples is ``diag_ggn_exact``.
+    """
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+        """
+        super().__init__("diag_ggn_exact_batch", subsampling=subsampling)
+
+
+class BatchDiagGGNMC(BatchDiagGGN):
+    """Monte-Carlo estimate of ``diag_ggn_exact_batch``, ``[N, *parameter]``, saved to ``diag_ggn_mc_batch``."""
+
+    sampled = True
+
+    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
+        """Choose the number of draws.
+
+        Args:
+            mc_samples: Labels drawn for each sample.
+            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+        """
+        super().__init__("diag_ggn_mc_batch", mc_samples, subsampling)
+
+
+@faster(DiagGGN, AffineDerivatives, "weight")
+def _weight(extension: DiagGGN, use: Use, name: str) -> Tensor:
+    x, rows, _ = affine_views(use)
+    return use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows))
+
+
+@faster(BatchDiagGGN, AffineDerivatives, "weight")
+def _weight_batch(extension: BatchDiagGGN, use: Use, name: str) -> Tensor:
+    x, rows, _ = affine_views(use)
+    return use.call.derivatives.weight_from_matrix(use.call, squares_per_sample(x, rows))

@@ -1,0 +1,82 @@
+"""Diagonals of the Hessian, summed over samples and for each sample."""
+
+from __future__ import annotations
+
+from torch import Tensor, einsum
+from torch.nn import Parameter
+
+from backpack.core.carry import Columns, Flow, Use
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.extensions.flows import SignedSqrtFlow
+from backpack.extensions.rules import affine_views, faster, signs_of, stack
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.utils.moments import squares_per_sample, sum_of_squares
+
+
+class HessianExtension(SecondOrderBackpropExtension):
+    """A quantity of the Hessian's diagonal blocks, read off signed square roots of its terms."""
+
+    @property
+    def flow(self) -> Flow:
+        return SignedSqrtFlow()
+
+
+class DiagHessian(HessianExtension):
+    """Diagonal of the Hessian of the loss, ``[*parameter]``, saved to ``diag_h``.
+
+    Exact for modules and for operations that are (piecewise) linear; memory and time grow with the square of the number of curved activations.
+    """
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+        """
+        super().__init__("diag_h", subsampling=subsampling)
+
+    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
+        return _squares(self, state).sum(0)
+
+
+class BatchDiagHessian(HessianExtension):
+    """Diagonal of the Hessian of each sample's summand of the loss, ``[N, *parameter]``, saved to ``diag_h_batch``.
+
+    The sum over samples is ``diag_h``.
+    """
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+        """
+        super().__init__("diag_h_batch", subsampling=subsampling)
+
+    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
+        return _squares(self, state)
+
+
+def _squares(extension: HessianExtension, state: Columns) -> Tensor:
+    """Sum the signed squares of columns.
+
+    Args:
+        extension: Knows the subsampling.
+        state: ``{source: [V, N, *parameter]}``.
+
+    Returns:
+        ``[N, *parameter]``.
+    """
+    signs = signs_of(state, extension.get_subsampling())
+    squares = stack(state).square()
+    return squares.sum(0) if signs is None else einsum("vn...,vn->n...", squares, signs)
+
+
+@faster(DiagHessian, AffineDerivatives, "weight")
+def _weight(extension: DiagHessian, use: Use, name: str) -> Tensor:
+    return use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(*affine_views(use)))
+
+
+@faster(BatchDiagHessian, AffineDerivatives, "weight")
+def _weight_batch(extension: BatchDiagHessian, use: Use, name: str) -> Tensor:
+    return use.call.derivatives.weight_from_matrix(use.call, squares_per_sample(*affine_views(use)))

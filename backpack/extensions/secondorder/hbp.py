@@ -1,0 +1,207 @@
+"""Kronecker factors of the generalized Gauss-Newton: KFAC, KFLR, KFRA, and Hessian backpropagation with all its options.
+
+Each value is a list of matrices ``[F1, F2, ...]`` whose Kronecker product ``F1 (x) F2`` approximates the block of the flattened parameter: for a
+weight ``[output side, input side]``, for a bias ``[output side]``; one such list a group for layers with groups. A parameter without Kronecker
+structure has one factor, its exact block.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.nn import Parameter
+
+from backpack.core.carry import Flow
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.flows import AverageFlow, SqrtFlow
+from backpack.extensions.rules import KroneckerRule, Rule, ValueRule, stack
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
+from backpack.utils.errors import ArgumentError, UnsupportedError
+from backpack.utils.moments import second_moment
+
+_LARGEST = 2**28
+"""Entries of the largest factor that is formed: 1 GiB in single precision."""
+
+Factors = list[Any]
+
+
+class HBP(SecondOrderBackpropExtension):
+    """Kronecker factors by Hessian backpropagation (Dangel, Harmeling & Hennig 2020), saved to ``hbp`` unless another name is given.
+
+    ``LossHessianStrategy.SUM`` goes with ``BackpropStrategy.BATCH_AVERAGE`` (sequences of modules only), ``EXACT`` and ``SAMPLING`` with ``SQRT``.
+    """
+
+    def __init__(self, curv_type: str, loss_hessian_strategy: str, backprop_strategy: str, ea_strategy: str, savefield: str = "hbp") -> None:
+        """Choose the approximation.
+
+        Args:
+            curv_type: One of ``Curvature.CHOICES``; square roots are those of the generalized Gauss-Newton.
+            loss_hessian_strategy: One of ``LossHessianStrategy.CHOICES``.
+            backprop_strategy: One of ``BackpropStrategy.CHOICES``.
+            ea_strategy: One of ``ExpectationApproximation.CHOICES``: whether the mean over samples of products of inputs is taken, or the
+                product of means.
+            savefield: Name of the attribute under which parameters carry the result.
+
+        Raises:
+            ArgumentError: If the strategies do not go together.
+        """
+        super().__init__(savefield)
+        Curvature.require_residual(curv_type)
+        LossHessianStrategy.check_exists(loss_hessian_strategy)
+        ExpectationApproximation.check_exists(ea_strategy)
+        if BackpropStrategy.is_batch_average(backprop_strategy) != (loss_hessian_strategy == LossHessianStrategy.SUM):
+            raise ArgumentError(
+                f"loss_hessian_strategy {loss_hessian_strategy!r} does not go with backprop_strategy {backprop_strategy!r}: "
+                f"{LossHessianStrategy.SUM!r} goes with {BackpropStrategy.BATCH_AVERAGE!r}, the others with {BackpropStrategy.SQRT!r}."
+            )
+        if BackpropStrategy.is_sqrt(backprop_strategy) and curv_type != Curvature.GGN:
+            raise ArgumentError(f"Square roots exist for curv_type {Curvature.GGN!r} only, got {curv_type!r}.")
+        self._curv_type, self._loss_hessian_strategy = curv_type, loss_hessian_strategy
+        self._backprop_strategy, self._ea_strategy = backprop_strategy, ea_strategy
+
+    @property
+    def flow(self) -> Flow:
+        if self._backprop_strategy == BackpropStrategy.BATCH_AVERAGE:
+            return AverageFlow(self._curv_type)
+        sampled = self._loss_hessian_strategy == LossHessianStrategy.SAMPLING
+        return SqrtFlow(self.get_num_mc_samples() if sampled else None)
+
+    def rule_at(self, samples: int) -> Rule:
+        return ValueRule() if self._averages else KroneckerRule(ExpectationApproximation.should_average_param_jac(self._ea_strategy))
+
+    def rule_key(self) -> Any:
+        return ("kronecker", self.flow, self._ea_strategy)
+
+    def finish(self, state: Any, parameter: Parameter) -> Factors:
+        if self._averages:
+            return self._from_average(*state)
+        outputs = stack(state.outputs)
+        side = outputs.shape[3]
+        if side * side > _LARGEST:
+            raise UnsupportedError(
+                f"{self.savefield}: the Kronecker factor of a parameter of shape {list(parameter.shape)} would have {side} x {side} entries. Use a diagonal "
+                "(DiagGGNExact, DiagGGNMC) for it."
+            )
+        flat = outputs.flatten(0, 1).transpose(0, 1)
+        sides = flat.transpose(1, 2) @ flat
+        if state.inputs is None:
+            return [sides[0]]
+        pairs = [[output, given] for output, given in zip(sides, state.inputs, strict=True)]
+        return pairs[0] if len(pairs) == 1 else pairs
+
+    @property
+    def _averages(self) -> bool:
+        return self._backprop_strategy == BackpropStrategy.BATCH_AVERAGE
+
+    def _from_average(self, use: Any, name: str) -> Factors:
+        """Read factors off a batch-averaged matrix.
+
+        Args:
+            use: The use.
+            name: Name of the parameter.
+
+        Returns:
+            The factors.
+
+        Raises:
+            UnsupportedError: For modules other than affine ones without extra axes and groups.
+        """
+        rule, call = use.call.derivatives, use.call
+        extra_axes = isinstance(rule, LinearDerivatives) and len(call.output.shape) > 2
+        if not isinstance(rule, AffineDerivatives) or rule.groups(call) != 1 or extra_axes:
+            raise UnsupportedError(
+                f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions without groups, not for "
+                f"{call.path} ({type(call.module).__name__}.{name}, output {list(call.output.shape)}). Use KFLR or KFAC."
+            )
+        outputs = call.output.shape[1]
+        side = use.value.unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
+        if name == "bias":
+            return [side]
+        x = rule.columns(call)
+        if ExpectationApproximation.should_average_param_jac(self._ea_strategy):
+            x = x.mean(0, keepdim=True)
+        return [side, second_moment(x)[0]]
+
+    def get_curv_type(self) -> str:
+        """Return the kind of curvature.
+
+        Returns:
+            One of ``Curvature.CHOICES``.
+        """
+        return self._curv_type
+
+    def get_loss_hessian_strategy(self) -> str:
+        """Return how the Hessian of the loss enters.
+
+        Returns:
+            One of ``LossHessianStrategy.CHOICES``.
+        """
+        return self._loss_hessian_strategy
+
+    def get_backprop_strategy(self) -> str:
+        """Return what is carried.
+
+        Returns:
+            One of ``BackpropStrategy.CHOICES``.
+        """
+        return self._backprop_strategy
+
+    def get_ea_strategy(self) -> str:
+        """Return where the average over samples is taken.
+
+        Returns:
+            One of ``ExpectationApproximation.CHOICES``.
+        """
+        return self._ea_strategy
+
+    def get_num_mc_samples(self) -> int:
+        """Return the number of Monte-Carlo samples.
+
+        Returns:
+            1, unless a subclass says otherwise.
+        """
+        return 1
+
+
+class KFAC(HBP):
+    """Kronecker factors with a Monte-Carlo estimate of the loss's Hessian (Martens & Grosse 2015; Grosse & Martens 2016), saved to ``kfac``.
+
+    Linear: ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss), ``A = 1/N sum_n x_n x_n^T``. Extra axes are positions: inputs are
+    summed over them in ``A``, columns before the outer product in ``B``. Further uses of a parameter are further positions.
+    """
+
+    def __init__(self, mc_samples: int = 1) -> None:
+        """Choose the number of draws.
+
+        Args:
+            mc_samples: Labels drawn for each sample.
+
+        Raises:
+            ArgumentError: If it is not a positive integer.
+        """
+        if not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1:
+            raise ArgumentError(f"KFAC: mc_samples must be a positive integer, got {mc_samples!r}.")
+        self._mc_samples = mc_samples
+        super().__init__(Curvature.GGN, LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT, ExpectationApproximation.BOTEV_MARTENS, "kfac")
+
+    def get_num_mc_samples(self) -> int:
+        return self._mc_samples
+
+
+class KFLR(HBP):
+    """Kronecker factors with the exact Hessian of the loss (Botev, Ritter & Barber 2017), saved to ``kflr``; scaling as for ``KFAC``."""
+
+    def __init__(self) -> None:
+        """Take the exact square root of the loss's Hessian."""
+        super().__init__(Curvature.GGN, LossHessianStrategy.EXACT, BackpropStrategy.SQRT, ExpectationApproximation.BOTEV_MARTENS, "kflr")
+
+
+class KFRA(HBP):
+    """Kronecker factors by recursion with batch-averaged matrices (Botev, Ritter & Barber 2017), saved to ``kfra``. Sequences of modules only."""
+
+    def __init__(self) -> None:
+        """Carry one matrix for the whole mini-batch."""
+        super().__init__(Curvature.GGN, LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE, ExpectationApproximation.BOTEV_MARTENS, "kfra")

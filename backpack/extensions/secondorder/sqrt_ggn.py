@@ -1,0 +1,50 @@
+"""Square roots of the generalized Gauss-Newton, exact and Monte-Carlo."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.carry import Columns
+from backpack.extensions.rules import stack
+from backpack.extensions.secondorder.base import GGNExtension
+
+
+class SqrtGGN(GGNExtension):
+    """Square root of the generalized Gauss-Newton (Dangel et al. 2022, "ViViT").
+
+    ``[V, N, *parameter]``: with the parameters' tensors flattened to ``[V * N, numel]`` and concatenated to ``U``, the matrix is ``U^T U``. The
+    columns of several losses stand side by side along ``V``, in the order of their forward passes, zero for parameters that a loss does not use.
+    """
+
+    ordered = True
+
+    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
+        return stack(state)
+
+
+class SqrtGGNExact(SqrtGGN):
+    """Exact square root, ``[C, N, *parameter]``, saved to ``sqrt_ggn_exact``; ``C`` is the number of inputs of the loss for a sample."""
+
+    def __init__(self, subsampling: list[int] | None = None) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+        """
+        super().__init__("sqrt_ggn_exact", subsampling=subsampling)
+
+
+class SqrtGGNMC(SqrtGGN):
+    """Monte-Carlo square root, ``[mc_samples, N, *parameter]``, saved to ``sqrt_ggn_mc``: ``U^T U`` is right in expectation."""
+
+    sampled = True
+
+    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
+        """Choose the number of draws.
+
+        Args:
+            mc_samples: Labels drawn for each sample.
+            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+        """
+        super().__init__("sqrt_ggn_mc", mc_samples, subsampling)

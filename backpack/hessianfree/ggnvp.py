@@ -1,0 +1,43 @@
+"""Products with the generalized Gauss-Newton matrix ``J^T H J`` (N. Schraudolph, "Fast curvature matrix-vector products", 2002)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack.hessianfree.hvp import hessian_vector_product
+from backpack.hessianfree.lop import L_op, Tensors
+from backpack.hessianfree.rop import R_op
+
+
+def ggn_vector_product(loss: Tensor, output: Tensor, model: Module, v: Tensors) -> tuple[Tensor, ...]:
+    """Multiply with the generalized Gauss-Newton matrix of all trainable parameters of a model.
+
+    Args:
+        loss: Scalar loss, computed from ``output``; it is differentiated as it is, so its reduction sets the scaling.
+        output: Output of the model.
+        model: The model.
+        v: Vectors, of the shapes of the trainable parameters, in their order.
+
+    Returns:
+        One tensor per trainable parameter, of its shape.
+    """
+    return ggn_vector_product_from_plist(loss, output, [p for p in model.parameters() if p.requires_grad], v)
+
+
+def ggn_vector_product_from_plist(loss: Tensor, output: Tensor, plist: Iterable[Tensor], v: Tensors) -> tuple[Tensor, ...]:
+    """Multiply with the generalized Gauss-Newton matrix of the given parameters.
+
+    Args:
+        loss: Scalar loss, computed from ``output``; it is differentiated as it is, so its reduction sets the scaling.
+        output: Output of the model.
+        plist: The parameters.
+        v: Vectors, of the shapes of the parameters.
+
+    Returns:
+        One tensor per parameter, of its shape; zeros where ``output`` does not depend on the parameter.
+    """
+    plist = list(plist)
+    return L_op(output, plist, hessian_vector_product(loss, [output], R_op(output, plist, v)))

@@ -1,0 +1,1 @@
+"""Pure functions on tensors and modules; nothing here knows the engine."""

@@ -1,0 +1,245 @@
+"""Kronecker products: as dense matrices, as products with vectors and matrices, and their inverses.
+
+A list of factors ``[F1, F2, ...]`` stands for ``F1 (x) F2 (x) ...``, whose last factor varies fastest. A factor is a matrix ``[R, C]``, or a
+vector ``[D]`` that stands for the diagonal matrix with these entries. Products are contracted factor by factor; the Kronecker product itself is
+never formed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import reduce
+from math import prod
+from string import ascii_letters
+
+import torch
+from torch import Tensor
+
+from backpack.utils.errors import ArgumentError, ShapeError
+from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
+
+Shift = float | Sequence[float] | None
+MAX_INVERSE_EIGENVALUE = 1e8
+
+
+class ShiftError(ArgumentError, AssertionError):
+    """The number of shifts is not the number of factors."""
+
+    code = "shift"
+
+
+def is_tensor_of_order(order: int, tensor: Tensor) -> bool:
+    """Tell whether a tensor has a number of axes.
+
+    Args:
+        order: The number of axes.
+        tensor: The tensor.
+
+    Returns:
+        Whether ``tensor`` has ``order`` axes.
+    """
+    return tensor.dim() == order
+
+
+def all_tensors_of_order(order: int, tensors: Iterable[Tensor]) -> bool:
+    """Tell whether all tensors have the same, given number of axes.
+
+    Args:
+        order: The number of axes.
+        tensors: The tensors.
+
+    Returns:
+        Whether each of ``tensors`` has ``order`` axes.
+    """
+    return all(is_tensor_of_order(order, tensor) for tensor in tensors)
+
+
+def is_vector(tensor: Tensor) -> bool:
+    """Tell whether a tensor has one axis.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        Whether it is a vector.
+    """
+    return is_tensor_of_order(1, tensor)
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    """Tell whether a tensor has two axes.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        Whether it is a matrix.
+    """
+    return is_tensor_of_order(2, tensor)
+
+
+def get_letters(max_letters: int = 26) -> list[str]:
+    """Return distinct letters for an ``einsum`` equation.
+
+    Args:
+        max_letters: How many.
+
+    Returns:
+        The first letters of the alphabet, capital letters after the 26th.
+
+    Raises:
+        ArgumentError: If there are not so many letters.
+    """
+    if not 0 <= max_letters <= len(ascii_letters):
+        raise ArgumentError(f"max_letters must lie between 0 and {len(ascii_letters)}, got {max_letters}.")
+    return list(ascii_letters[:max_letters])
+
+
+def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
+    """Form the Kronecker product of two factors.
+
+    Args:
+        A: Matrix ``[R1, C1]``, or the diagonal ``[D1]`` of one.
+        B: Matrix ``[R2, C2]``, or the diagonal ``[D2]`` of one.
+
+    Returns:
+        The matrix ``[R1 R2, C1 C2]``.
+    """
+    return kfacs_to_mat([A, B])
+
+
+def kfacs_to_mat(factors: Iterable[Tensor]) -> Tensor:
+    """Form the Kronecker product of all factors.
+
+    Args:
+        factors: Matrices ``[Ri, Ci]``, or diagonals ``[Di]``.
+
+    Returns:
+        The matrix ``[R1 R2 ..., C1 C2 ...]``.
+    """
+    return reduce(torch.kron, (factor.diag() if is_vector(factor) else factor for factor in _checked(factors)))
+
+
+def kfac_mat_prod_einsum_equation(num_factors: int, diagonal: Collection[int] = ()) -> str:
+    """Build the ``einsum`` equation of a product with a Kronecker product.
+
+    The operands are the multiplied tensor ``[C1, C2, ..., K]``, then the factors; the result has shape ``[R1, R2, ..., K]``.
+
+    Args:
+        num_factors: Number of factors.
+        diagonal: Positions of the factors that are given by their diagonal.
+
+    Returns:
+        The equation.
+    """
+    *letters, columns = get_letters(2 * num_factors + 1)
+    ins = letters[num_factors:]
+    outs = [ins[i] if i in diagonal else letters[i] for i in range(num_factors)]
+    factors = [ins[i] if i in diagonal else outs[i] + ins[i] for i in range(num_factors)]
+    return f"{','.join([''.join(ins) + columns, *factors])}->{''.join(outs)}{columns}"
+
+
+def kfac_mat_prod(factors: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return the multiplication with the Kronecker product of the factors.
+
+    Args:
+        factors: Matrices ``[Ri, Ci]``, or diagonals ``[Di]``. They need not be square.
+
+    Returns:
+        Function that maps ``[C1 C2 ..., K]`` to ``[R1 R2 ..., K]``, and a vector ``[C1 C2 ...]`` to a vector ``[R1 R2 ...]``. It raises
+        ``ShapeError`` for other shapes.
+    """
+    factors = _checked(factors)
+    rows, cols = [factor.shape[0] for factor in factors], [factor.shape[-1] for factor in factors]
+    equation = kfac_mat_prod_einsum_equation(len(factors), [i for i, factor in enumerate(factors) if is_vector(factor)])
+
+    @kfacmp_unsqueeze_if_missing_dim(mat_dim=2)
+    def multiply(mat: Tensor) -> Tensor:
+        if mat.shape[0] != prod(cols):
+            shapes = [list(factor.shape) for factor in factors]
+            raise ShapeError(f"Kronecker factors of shapes {shapes} multiply matrices with {prod(cols)} rows, got shape {list(mat.shape)}.")
+        return torch.einsum(equation, mat.reshape(*cols, mat.shape[1]), *factors).reshape(prod(rows), mat.shape[1])
+
+    return multiply
+
+
+def apply_kfac_mat_prod(factors: Iterable[Tensor], mat: Tensor) -> Tensor:
+    """Multiply a matrix or vector with the Kronecker product of the factors.
+
+    Args:
+        factors: Matrices ``[Ri, Ci]``, or diagonals ``[Di]``. They need not be square.
+        mat: Matrix ``[C1 C2 ..., K]`` or vector ``[C1 C2 ...]``.
+
+    Returns:
+        Matrix ``[R1 R2 ..., K]`` or vector ``[R1 R2 ...]``.
+    """
+    return kfac_mat_prod(factors)(mat)
+
+
+def inv_kfac_mat_prod(factors: Iterable[Tensor], shift: Shift = None) -> Callable[[Tensor], Tensor]:
+    """Return the multiplication with the inverse of the Kronecker product of shifted factors.
+
+    Args:
+        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``.
+        shift: What to add to the diagonal of the factors, see ``inv_kfacs``.
+
+    Returns:
+        Function that maps ``[D1 D2 ..., K]`` to the same shape, and a vector ``[D1 D2 ...]`` to a vector. The factors are inverted once.
+    """
+    return kfac_mat_prod(inv_kfacs(factors, shift))
+
+
+def apply_inv_kfac_mat_prod(factors: Iterable[Tensor], mat: Tensor, shift: Shift = None) -> Tensor:
+    """Multiply a matrix or vector with the inverse of the Kronecker product of shifted factors.
+
+    Args:
+        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``.
+        mat: Matrix ``[D1 D2 ..., K]`` or vector ``[D1 D2 ...]``.
+        shift: What to add to the diagonal of the factors, see ``inv_kfacs``.
+
+    Returns:
+        Matrix ``[D1 D2 ..., K]`` or vector ``[D1 D2 ...]``.
+    """
+    return inv_kfac_mat_prod(factors, shift)(mat)
+
+
+def inv_kfacs(factors: Iterable[Tensor], shift: Shift = None) -> list[Tensor]:
+    """Invert symmetric factors by their eigen-decomposition, after a shift of the diagonal.
+
+    The inverse of a Kronecker product is the Kronecker product of the inverses. Inverse eigenvalues are clamped to ``[-1e8, 1e8]``, so that a
+    singular factor gives a large but finite result.
+
+    Args:
+        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``.
+        shift: Added to the diagonal of every factor (a number), of each factor (a list or tuple with one number per factor), or of none
+            (``None``).
+
+    Returns:
+        The inverses ``(Fi + shift_i I)^{-1}``, of the same shapes.
+
+    Raises:
+        ShapeError: If a factor is not square.
+        ShiftError: If the number of shifts is not the number of factors.
+    """
+    factors = _checked(factors)
+    if not isinstance(shift, list | tuple):
+        shift = [0.0 if shift is None else shift] * len(factors)
+    if len(shift) != len(factors):
+        raise ShiftError(f"Got {len(shift)} shifts for {len(factors)} Kronecker factors; give one number for all, or one per factor.")
+    return [_invert(factor, value) for factor, value in zip(factors, shift, strict=True)]
+
+
+def _invert(factor: Tensor, shift: float) -> Tensor:
+    if is_vector(factor):
+        return (1 / (factor + shift)).clamp(-MAX_INVERSE_EIGENVALUE, MAX_INVERSE_EIGENVALUE)
+    if factor.shape[0] != factor.shape[1]:
+        raise ShapeError(f"Only symmetric Kronecker factors can be inverted, got shape {list(factor.shape)}.")
+    eigenvalues, eigenvectors = torch.linalg.eigh(factor)
+    return torch.einsum("ij,j,kj->ik", eigenvectors, _invert(eigenvalues, shift), eigenvectors)
+
+
+def _checked(factors: Iterable[Tensor]) -> list[Tensor]:
+    factors = list(factors)
+    if not factors or not all(is_matrix(factor) or is_vector(factor) for factor in factors):
+        raise ShapeError(f"Expected at least one Kronecker factor, each a matrix or the diagonal of one, got {[list(f.shape) for f in factors]}.")
+    return factors

@@ -1,0 +1,529 @@
+"""The truth that the tests compare with: every quantity from its definition, by plain autograd loops; imports nothing of backpack.
+
+Sample ``n`` is entry ``n`` of axis 0 of every tensor that enters a loss. The outputs of all heads are flattened and set side by side to
+``[N, D]``. With ``J_n`` the Jacobian of row ``n`` w.r.t. a parameter and ``H_n`` the Hessian of the loss w.r.t. row ``n``, everything about
+first order and the GGN follows from ``J_n``, ``H_n`` and the gradient of the loss w.r.t. row ``n``. How the model is built (functional
+operations, re-use, in-place operations) plays no role here. Letters: ``n`` sample, ``d``/``e`` output, ``p``/``q`` entry of a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import permutations
+from math import sqrt
+
+import torch
+from torch import Tensor
+from torch.autograd import grad
+from torch.distributions import Binomial, Categorical, Normal
+from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Hardsigmoid, Module, MSELoss, Parameter
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
+
+
+@dataclass
+class Term:
+    """One summand of the loss: ``scale * module(outputs[head], target)``, summed over what the module does not reduce.
+
+    Attributes:
+        module: Loss function, the module that the tests extend.
+        target: Target.
+        head: Which output of the model enters.
+        scale: Factor, a number or a tensor that broadcasts against what the module returns. The number 1 is not multiplied.
+    """
+
+    module: Module
+    target: Tensor
+    head: int = 0
+    scale: float | Tensor = 1.0
+
+    def __call__(self, outputs: list[Tensor]) -> Tensor:
+        """Evaluate.
+
+        Args:
+            outputs: All outputs of the model.
+
+        Returns:
+            A scalar.
+        """
+        value = self.module(outputs[self.head], self.target)
+        if isinstance(self.scale, Tensor) or self.scale != 1.0:
+            value = self.scale * value
+        return value.sum() if value.dim() else value
+
+
+def call_model(model: Module, x: Tensor) -> Tensor:
+    """Call a model on its input, the usual way to get its output.
+
+    Args:
+        model: Model.
+        x: Input.
+
+    Returns:
+        Output.
+    """
+    return model(x)
+
+
+@dataclass
+class Problem:
+    """A model, its input and its loss.
+
+    Attributes:
+        model: Model.
+        x: Input, samples on axis 0.
+        terms: Summands of the loss.
+        output: Maps model and input to the tensor, or the tuple of tensors, that enter the losses; samples on axis 0.
+    """
+
+    model: Module
+    x: Tensor
+    terms: list[Term]
+    output: Callable[[Module, Tensor], Tensor | tuple[Tensor, ...]] = call_model
+
+    @property
+    def losses(self) -> list[Module]:
+        """The loss modules, each once."""
+        return list(dict.fromkeys(term.module for term in self.terms))
+
+    def outputs(self, seed: int = 0) -> list[Tensor]:
+        """Run the model.
+
+        Args:
+            seed: Seed of the generator before the forward pass, so that dropout masks are the same at every run.
+
+        Returns:
+            All outputs.
+        """
+        torch.manual_seed(seed)
+        outputs = self.output(self.model, self.x)
+        return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+    def loss(self, outputs: list[Tensor]) -> Tensor:
+        """Add the terms in their order.
+
+        Args:
+            outputs: All outputs of the model.
+
+        Returns:
+            A scalar.
+        """
+        total = self.terms[0](outputs)
+        for term in self.terms[1:]:
+            total = total + term(outputs)
+        return total
+
+
+class LinearUses(TorchFunctionMode):
+    """Records each ``F.linear`` (``nn.Linear`` calls it, too): input, weight, bias, output. Later in-place operations act on a copy."""
+
+    def __init__(self) -> None:
+        """Start with an empty record."""
+        super().__init__()
+        self.uses: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:  # noqa: D105
+        out = func(*args, **(kwargs or {}))
+        if func is not F.linear:
+            return out
+        x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
+        self.uses.append((x.detach().clone(), weight, bias, out))
+        return out.clone()
+
+
+class TwiceDifferentiableHardsigmoid(Module):
+    """Equals ``nn.Hardsigmoid``, of which torch has no second derivative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Evaluate.
+
+        Args:
+            x: Any tensor.
+
+        Returns:
+            Tensor of the same shape.
+        """
+        return F.relu6(x + 3) / 6
+
+
+def flatten_heads(outputs: list[Tensor]) -> Tensor:
+    """Set the outputs of all heads side by side.
+
+    Args:
+        outputs: Tensors with samples on axis 0.
+
+    Returns:
+        ``[N, D]``.
+    """
+    return torch.cat([out.reshape(out.shape[0], -1) for out in outputs], dim=1)
+
+
+def jacobian(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Differentiate every entry of a matrix w.r.t. tensors of its graph.
+
+    Args:
+        flat: ``[N, D]``.
+        tensors: Tensors of the graph.
+
+    Returns:
+        For each tensor the Jacobian ``[N, D, numel]``.
+    """
+    entries = [grad(entry, tensors, retain_graph=True, allow_unused=True, materialize_grads=True) for entry in flat.flatten()]
+    return [torch.stack([g.flatten() for g in column]).reshape(*flat.shape, -1) for column in zip(*entries, strict=True)]
+
+
+def identity(residual: Tensor) -> Tensor:
+    """Keep a residual as it is: the Hessian.
+
+    Args:
+        residual: Any tensor.
+
+    Returns:
+        The same tensor.
+    """
+    return residual
+
+
+def clip(residual: Tensor) -> Tensor:
+    """Remove negative curvature from a diagonal residual.
+
+    Args:
+        residual: Diagonal matrices.
+
+    Returns:
+        The same without negative entries.
+    """
+    return residual.clamp(min=0)
+
+
+class Oracle:
+    """All quantities of one problem. Results are dictionaries from parameter name to value."""
+
+    def __init__(self, problem: Problem) -> None:
+        """Run forward and backward once.
+
+        Args:
+            problem: Problem; its model must not be extended.
+        """
+        self.problem = problem
+        for module in list(problem.model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, Hardsigmoid):
+                    setattr(module, name, TwiceDifferentiableHardsigmoid())
+        self.outputs = self._forward()
+        self._widths = [out[0].numel() for out in self.outputs]
+        self._flat = flatten_heads(self.outputs)
+        self.N, self.D = self._flat.shape
+        trainable = {name: p for name, p in problem.model.named_parameters() if p.requires_grad}
+        used = grad(problem.loss(self.outputs), list(trainable.values()), retain_graph=True, allow_unused=True)
+        self.grad = {name: g for name, g in zip(trainable, used, strict=True) if g is not None}
+        self.params: dict[str, Parameter] = {name: trainable[name] for name in self.grad}
+
+    def _forward(self) -> list[Tensor]:
+        """Run the model, with attention kernels that can be differentiated twice, and note where the random generator stands afterwards.
+
+        Returns:
+            All outputs.
+        """
+        with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH):
+            outputs = self.problem.outputs()
+            self._rng_after_forward = torch.get_rng_state()
+        return outputs
+
+    # --- Jacobians, loss gradient and loss Hessian ------------------------------------------------------------------------------------
+
+    @cached_property
+    def jac(self) -> dict[str, Tensor]:
+        """``J_n`` of every parameter: ``[N, D, numel]``."""
+        return dict(zip(self.params, jacobian(self._flat, list(self.params.values())), strict=True))
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        """Undo the flattening of the outputs.
+
+        Args:
+            flat: ``[N, D]``.
+
+        Returns:
+            Tensors of the shapes of the outputs.
+        """
+        return [part.reshape(out.shape) for part, out in zip(flat.split(self._widths, dim=1), self.outputs, strict=True)]
+
+    def _derivatives(self, loss: Callable[[list[Tensor]], Tensor]) -> tuple[Tensor, Tensor]:
+        """Differentiate a function of the outputs twice.
+
+        Args:
+            loss: Function of the outputs.
+
+        Returns:
+            Gradient ``[N, D]`` and per-sample Hessian ``[N, D, D]``.
+        """
+        flat = self._flat.detach().clone().requires_grad_()
+        (first,) = grad(loss(self._split(flat)), flat, create_graph=True)
+        hessian = torch.zeros(self.N, self.D, self.N, self.D, dtype=flat.dtype)
+        if first.requires_grad:
+            for n in range(self.N):
+                for d in range(self.D):
+                    (hessian[n, d],) = grad(first[n, d], flat, retain_graph=True)
+        per_sample = torch.stack([hessian[n, :, n] for n in range(self.N)])
+        assert hessian.count_nonzero() == per_sample.count_nonzero(), "the loss mixes samples"
+        return first.detach(), per_sample
+
+    @cached_property
+    def loss_grad(self) -> Tensor:
+        """Gradient of the loss w.r.t. the outputs: ``[N, D]``."""
+        return self._derivatives(self.problem.loss)[0]
+
+    @cached_property
+    def term_hessians(self) -> list[Tensor]:
+        """``H_n`` of every term of the loss, ``[N, D, D]`` each."""
+        return [self._derivatives(term)[1] for term in self.problem.terms]
+
+    @cached_property
+    def hessian_exact(self) -> Tensor:
+        """``H_n`` of the loss: ``[N, D, D]``."""
+        return sum(self.term_hessians)
+
+    def sampled_hessians(self, mc_samples: int, index: list[int] | None = None, seed: int | None = None) -> list[Tensor]:
+        """Monte-Carlo estimates of ``H_n``, from labels drawn from the model's distribution.
+
+        The generator starts where the forward pass left it. One call of ``sample`` per term; since the order of the terms in time is not
+        part of the definition, there is one estimate for each order.
+
+        Args:
+            mc_samples: Number of samples.
+            index: Samples of the mini-batch to use; all if ``None``.
+            seed: Seed before the draw instead of the state after the forward pass.
+
+        Returns:
+            Estimates, ``[len(index), D, D]`` each.
+        """
+        index = list(range(self.N)) if index is None else index
+        estimates = []
+        with torch.random.fork_rng():
+            for order in permutations(range(len(self.problem.terms))):
+                torch.set_rng_state(self._rng_after_forward) if seed is None else torch.manual_seed(seed)
+                columns = torch.cat([self._sampled_columns(i, mc_samples, index) for i in order])
+                estimates.append(torch.einsum("mnd,mne->nde", columns, columns))
+        return estimates
+
+    def _sampled_columns(self, i: int, mc_samples: int, index: list[int]) -> Tensor:
+        """Draw labels for one term of the loss and differentiate the negative log-likelihood.
+
+        The expected square of this gradient is the likelihood's Fisher information; its quotient with the Hessian's diagonal gives the
+        weight (reduction, class weights, scale of the loss, ...) of each entry.
+
+        Args:
+            i: Index of the term.
+            mc_samples: Number of samples.
+            index: Samples of the mini-batch.
+
+        Returns:
+            ``[mc_samples, len(index), D]``.
+        """
+        term = self.problem.terms[i]
+        out = self.outputs[term.head].detach()[index]
+        size = torch.Size([mc_samples])
+        if isinstance(term.module, MSELoss):
+            gradient = 2 * (out - Normal(out, torch.full_like(out, sqrt(0.5))).sample(size))
+            fisher = torch.full_like(out, 2.0)
+        elif isinstance(term.module, CrossEntropyLoss):
+            probs = out.softmax(1).movedim(1, -1)
+            labels = Categorical(probs=probs).sample(size)
+            gradient = (probs - F.one_hot(labels, probs.shape[-1])).movedim(-1, 2)
+            fisher = (probs * (1 - probs)).movedim(-1, 1)
+        else:
+            assert isinstance(term.module, BCEWithLogitsLoss)
+            probs = out.sigmoid()
+            gradient = probs - Binomial(probs=probs).sample(size)
+            fisher = probs * (1 - probs)
+        heads = [torch.zeros(mc_samples, len(index), width, dtype=out.dtype) for width in self._widths]
+        heads[term.head] = gradient.flatten(2)
+        curvature = self.term_hessians[i][index].diagonal(dim1=1, dim2=2).split(self._widths, dim=1)[term.head]
+        heads[term.head] = gradient.flatten(2) * (curvature / fisher.flatten(1)).sqrt() / sqrt(mc_samples)
+        return torch.cat(heads, dim=2)
+
+    # --- first order ------------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def grad_batch(self) -> dict[str, Tensor]:
+        """Gradient of each sample's summand: ``[N, *p]``."""
+        return {name: torch.einsum("ndp,nd->np", J, self.loss_grad).reshape(-1, *self.params[name].shape) for name, J in self.jac.items()}
+
+    @cached_property
+    def batch_l2(self) -> dict[str, Tensor]:
+        """Squared norm of each sample's gradient: ``[N]``."""
+        return {name: g.flatten(1).square().sum(1) for name, g in self.grad_batch.items()}
+
+    @cached_property
+    def sum_grad_squared(self) -> dict[str, Tensor]:
+        """Second moment, not centred and not divided by N."""
+        return {name: g.square().sum(0) for name, g in self.grad_batch.items()}
+
+    @cached_property
+    def variance(self) -> dict[str, Tensor]:
+        """Centred variance, divided by N."""
+        return {name: (g - g.mean(0)).square().mean(0) for name, g in self.grad_batch.items()}
+
+    # --- GGN --------------------------------------------------------------------------------------------------------------------------
+
+    def diag_ggn_batch(self, hessian: Tensor) -> dict[str, Tensor]:
+        """Diagonal of each sample's GGN.
+
+        Args:
+            hessian: ``H_n`` or an estimate, ``[N, D, D]``.
+
+        Returns:
+            ``[N, *p]`` each.
+        """
+        return {name: torch.einsum("ndp,nde,nep->np", J, hessian, J).reshape(-1, *self.params[name].shape) for name, J in self.jac.items()}
+
+    def ggn_blocks(self, hessian: Tensor) -> dict[str, Tensor]:
+        """GGN block of each parameter.
+
+        Args:
+            hessian: ``H_n`` or an estimate, ``[N, D, D]``.
+
+        Returns:
+            ``[numel, numel]`` each.
+        """
+        return {name: torch.einsum("ndp,nde,neq->pq", J, hessian, J) for name, J in self.jac.items()}
+
+    def ggn_per_sample(self, hessian: Tensor, index: list[int] | None = None) -> Tensor:
+        """GGN of each sample on all parameters together, in their order.
+
+        Args:
+            hessian: ``H_n`` or an estimate, ``[len(index), D, D]``.
+            index: Samples of the mini-batch; all if ``None``.
+
+        Returns:
+            ``[len(index), P, P]``.
+        """
+        J = torch.cat(list(self.jac.values()), dim=2)
+        J = J if index is None else J[index]
+        return torch.einsum("ndp,nde,neq->npq", J, hessian, J)
+
+    # --- Hessian ----------------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def hessian_blocks_per_sample(self) -> dict[str, Tensor]:
+        """Hessian block of each parameter, of the loss as a function of one sample's outputs only: ``[N, numel, numel]``."""
+        blocks = {name: torch.zeros(self.N, p.numel(), p.numel(), dtype=p.dtype) for name, p in self.params.items()}
+        for n in range(self.N):
+            others_detached = self._flat.detach().clone()
+            others_detached[n] = self._flat[n]
+            loss = self.problem.loss(self._split(others_detached))
+            first = grad(loss, list(self.params.values()), create_graph=True, materialize_grads=True)
+            for (name, param), gradient in zip(self.params.items(), first, strict=True):
+                if gradient.requires_grad:
+                    for p, entry in enumerate(gradient.flatten()):
+                        (second,) = grad(entry, param, retain_graph=True, allow_unused=True, materialize_grads=True)
+                        blocks[name][n, p] = second.flatten()
+        return blocks
+
+    @cached_property
+    def diag_h_batch(self) -> dict[str, Tensor]:
+        """Diagonal of each sample's Hessian: ``[N, *p]``."""
+        return {name: block.diagonal(dim1=1, dim2=2).reshape(-1, *self.params[name].shape) for name, block in self.hessian_blocks_per_sample.items()}
+
+    @cached_property
+    def hessian_blocks(self) -> dict[str, Tensor]:
+        """Hessian block of each parameter: ``[numel, numel]``."""
+        return {name: block.sum(0) for name, block in self.hessian_blocks_per_sample.items()}
+
+    # --- Kronecker factors ------------------------------------------------------------------------------------------------------------
+
+    def kronecker(self, hessian: Tensor) -> dict[str, list[Tensor]]:
+        """Kronecker factors of KFAC (sampled ``H_n``) and KFLR (exact ``H_n``).
+
+        Weights of ``F.linear`` have ``[B, A]`` with ``A = 1/N sum x x^T`` over all rows of all uses and ``B = sum_n T_n^T H_n T_n``, where
+        ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. Any other parameter has its exact block.
+
+        Args:
+            hessian: ``H_n`` or an estimate, ``[N, D, D]``.
+
+        Returns:
+            List of factors each.
+        """
+        with LinearUses() as mode:
+            flat = flatten_heads(self._forward())
+        assert torch.equal(flat, self._flat)
+        factors = {name: [block] for name, block in self.ggn_blocks(hessian).items()}
+        for name, param in self.params.items():
+            uses = [(x, z) for x, weight, _, z in mode.uses if weight is param]
+            if uses:
+                tracked = jacobian(flat, [z for _, z in uses])
+                T = sum(jac.reshape(*jac.shape[:2], -1, z.shape[-1]).sum(2) for jac, (_, z) in zip(tracked, uses, strict=True))
+                inputs = torch.cat([x.flatten(0, -2) for x, _ in uses])
+                factors[name] = [torch.einsum("ndp,nde,neq->pq", T, hessian, T), inputs.T @ inputs / self.N]
+        return factors
+
+    # --- recursions along a chain of modules ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def chain(self) -> list[tuple[Module, Tensor, Tensor]]:
+        """Every call of a leaf module, in order: module, input (a leaf of its own graph), output. The calls must form a chain."""
+        calls: list[tuple[Module, Tensor, Tensor]] = []
+        leaves: list[Tensor] = []
+
+        def before(_: Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor], dict]:
+            (x,) = (*args, *kwargs.values())
+            leaves.append(x.detach().clone().requires_grad_())
+            return (leaves[-1].clone(),), {}
+
+        def after(module: Module, _: tuple[Tensor], output: Tensor) -> None:
+            calls.append((module, leaves.pop(), output))
+
+        handles = []
+        for module in self.problem.model.modules():
+            if not list(module.children()):
+                handles += [module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)]
+        (out,) = self._forward()
+        for handle in handles:
+            handle.remove()
+        for (_, _, z), (_, x, _) in zip(calls[:-1], calls[1:], strict=True):
+            assert torch.equal(z, x), "not a chain"
+        assert torch.equal(out, self.outputs[0])
+        assert torch.equal(calls[-1][2], out), "not a chain"
+        return calls
+
+    def recursion(self, residual: Callable[[Tensor], Tensor] | None, average: bool) -> dict[str, Tensor | list[Tensor]]:
+        """Propagate ``H`` from output to input of each module: ``J^T H J``, plus the modified residual ``sum_k dL/dz_k d2 z_k/dx dx``.
+
+        Args:
+            residual: What is done to the residual ``[N, D, D]``; ``None`` leaves it out.
+            average: Propagate one matrix for the mini-batch, starting with the sum of ``H_n``, with the mean of ``J_n^T H J_n`` and the
+                sum of the residuals, and return Kronecker factors; otherwise one matrix per sample, and return blocks.
+
+        Returns:
+            Blocks ``[numel, numel]``, or lists of Kronecker factors of the parameters of ``Linear`` modules.
+        """
+        names = {param: name for name, param in self.params.items()}
+        result: dict[str, Tensor | list[Tensor]] = {}
+        H, g = self.hessian_exact, self.loss_grad
+        if average:
+            H = H.sum(0, keepdim=True)
+        for module, x, z in reversed(self.chain):
+            for local, param in module.named_parameters(recurse=False):
+                if param not in names:
+                    continue
+                assert names[param] not in result, "parameter used twice"
+                if average:
+                    x_mat = x.detach().flatten(1)
+                    result[names[param]] = [H[0], x_mat.T @ x_mat / self.N] if local == "weight" else [H[0]]
+                else:
+                    (J_param,) = jacobian(z.flatten(1), [param])
+                    result[names[param]] = torch.einsum("ndp,nde,neq->pq", J_param, H, J_param)
+            J = torch.stack([grad(column.sum(), x, retain_graph=True)[0].flatten(1) for column in z.flatten(1).T], dim=1)
+            H = torch.einsum("ndi,nde,nej->nij", J, H.expand(self.N, -1, -1), J)
+            H = H.mean(0, keepdim=True) if average else H
+            (g_x,) = grad(z, x, g.reshape(z.shape), create_graph=True)
+            g_x = g_x.flatten(1)
+            if residual is not None and g_x.requires_grad:
+                rows = [grad(column.sum(), x, retain_graph=True, materialize_grads=True)[0].flatten(1) for column in g_x.T]
+                modified = residual(torch.stack(rows, dim=1))
+                H = H + (modified.sum(0) if average else modified)
+            g = g_x.detach()
+        return result

@@ -1,0 +1,574 @@
+"""The conversion keeps what a model computes, its parameters and its modes, leaves the model itself alone, and replaces functions by modules."""
+
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.nn import functional as F
+
+from backpack.custom_module.branching import Parallel, SumModule
+from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.slicing import Slicing
+
+
+class Lambda(nn.Module):
+    """A model with two linear layers, whose forward pass is given as a function."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.relu, self.inplace = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.ReLU(inplace=True)
+        self.double()
+        self.function = function
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.function(self, *args)
+
+
+class OneInput(Lambda):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64) - 0.3
+
+
+def operations(converted: GraphModule) -> list[str]:
+    """Nodes that are no modules."""
+    return [str(node.target) for node in converted.graph.nodes if node.op not in {"placeholder", "output", "call_module"}]
+
+
+def convert(model: nn.Module, warns: bool = False) -> GraphModule:
+    """Convert, and check that a warning says so if a part could not be converted."""
+    with warnings.catch_warnings(record=True) as record:
+        warnings.simplefilter("always")
+        converted = convert_module_to_backpack(model, False)
+    assert all(entry.category is UserWarning for entry in record)
+    assert bool(record) == warns, [str(entry.message) for entry in record]
+    return converted
+
+
+def assert_same(model: nn.Module, converted: GraphModule, X: Tensor) -> None:
+    """Same output and gradients, same parameters in the same order."""
+    params = list(model.parameters())
+    assert [id(p) for p in converted.parameters()] == [id(p) for p in params]
+    seed = torch.initial_seed()
+    torch.manual_seed(seed)
+    expected = model(X.clone())
+    torch.manual_seed(seed)
+    result = converted(X.clone())
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-14)
+    for p, q in zip(*(torch.autograd.grad(y.square().sum(), params, allow_unused=True) for y in (result, expected)), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_without_functions_nothing_changes() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 2), nn.Sigmoid())).double()
+    converted = convert(model)
+    assert_same(model, converted, rand(5, 4))
+    assert isinstance(converted, GraphModule)
+    assert list(converted.state_dict()) == list(model.state_dict())
+
+
+def test_layer_is_wrapped() -> None:
+    model = nn.Linear(4, 3).double()
+    assert_same(model, convert(model), rand(1, 4))
+
+
+def test_debug_prints_the_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    convert_module_to_backpack(OneInput(lambda m, x: m.b(m.a(x) * 0.5)), True)
+    assert "scale_module0" in capsys.readouterr().out
+    convert(OneInput(lambda m, x: m.b(m.a(x) * 0.5)))
+    assert not capsys.readouterr().out
+
+
+# One operation each: the function, the name and the settings of the module that replaces it
+
+CONVERTED = {
+    "x * float": (lambda x: x * 0.5, "scale_module0", {"weight": 0.5}),
+    "float * x": (lambda x: 0.5 * x, "scale_module0", {"weight": 0.5}),
+    "torch.mul": (lambda x: torch.mul(x, 0.5), "scale_module0", {"weight": 0.5}),
+    "torch.mul, keywords": (lambda x: torch.mul(input=x, other=0.5), "scale_module0", {"weight": 0.5}),
+    "torch.multiply": (lambda x: torch.multiply(x, 0.5), "scale_module0", {"weight": 0.5}),
+    ".mul": (lambda x: x.mul(0.5), "scale_module0", {"weight": 0.5}),
+    ".multiply": (lambda x: x.multiply(0.5), "scale_module0", {"weight": 0.5}),
+    "*=": (lambda x: scale_in_place(x, 0.5), "scale_module0", {"weight": 0.5}),
+    "x + x": (lambda x: x + x, "sum_module0", {}),
+    "torch.add": (lambda x: torch.add(x, x), "sum_module0", {}),
+    "torch.add, alpha": (lambda x: torch.add(x, x, alpha=3), "scale_module0", {"weight": 3.0}),
+    "torch.add, keywords": (lambda x: torch.add(input=x, other=x, alpha=0.5), "sum_module0", {}),
+    ".add": (lambda x: x.add(x, alpha=0.5), "sum_module0", {}),
+    "x - x": (lambda x: x * 3.0 - x, "scale_module1", {"weight": -1.0}),
+    "torch.sub": (lambda x: torch.sub(x, x, alpha=2.0), "scale_module0", {"weight": -2.0}),
+    ".sub": (lambda x: x.sub(x, alpha=0.5), "sum_module0", {}),
+    "torch.flatten": (lambda x: torch.flatten(x, 1), "flatten0", {"start_dim": 1, "end_dim": -1}),
+    "torch.flatten, keywords": (lambda x: torch.flatten(x, start_dim=1, end_dim=2), "flatten0", {"start_dim": 1, "end_dim": 2}),
+    ".flatten": (lambda x: x.flatten(end_dim=1), "flatten0", {"start_dim": 0, "end_dim": 1}),
+    "[:, 0]": (lambda x: x[:, 0], "slicing0", {"slice_info": (slice(None), 0)}),
+    "[:, ..., 1:]": (lambda x: x[:, ..., 1:], "slicing0", {"slice_info": (slice(None), ..., slice(1, None))}),
+    "[0]": (lambda x: x[0], "reduce_tuple0", {"index": 0}),
+    "torch.permute": (lambda x: torch.permute(x, (0, 2, 1)), "permute0", {"dims": (0, 2, 1)}),
+    "torch.permute, keywords": (lambda x: torch.permute(input=x, dims=(0, -1, 1)), "permute0", {"dims": (0, 2, 1)}),
+    ".permute": (lambda x: x.permute(0, 2, 1), "permute0", {"dims": (0, 2, 1)}),
+    ".permute, list": (lambda x: x.permute([0, 2, 1]), "permute0", {"dims": (0, 2, 1)}),
+    ".permute, keywords": (lambda x: x.permute(dims=(0, 2, 1)), "permute0", {"dims": (0, 2, 1)}),
+    "torch.transpose": (lambda x: torch.transpose(x, 1, 2), "permute0", {"init_transpose": True}),
+    ".transpose": (lambda x: x.transpose(-1, -2), "permute0", {"init_transpose": True}),
+    ".transpose, keywords": (lambda x: x.transpose(dim0=-1, dim1=1), "permute0", {"init_transpose": True}),
+}
+
+
+def scale_in_place(x: Tensor, factor: float) -> Tensor:
+    x *= factor
+    return x
+
+
+@pytest.mark.parametrize(("function", "name", "settings"), CONVERTED.values(), ids=CONVERTED)
+def test_functions_become_modules(function: Callable[[Tensor], Tensor], name: str, settings: dict[str, object]) -> None:
+    model = OneInput(lambda m, x: function(m.b(m.relu(m.a(x)))))
+    converted = convert(model)
+    assert operations(converted) == []
+    assert {key: getattr(converted.get_submodule(name), key) for key in settings} == settings
+    assert_same(model, converted, rand(2, 3, 4))
+    assert_same(model, converted, rand(1, 3, 4))
+
+
+LEFT_ALONE = {
+    "x * int": lambda m, x: m.a(x) * 2,
+    "x * x": lambda m, x: m.a(x) * m.b(x),
+    "x * parameter": lambda m, x: m.a(x) * m.b.bias,
+    "x + float": lambda m, x: m.a(x) + 1.0,
+    "1 + x": lambda m, x: 1 + m.a(x),
+    "x - 1": lambda m, x: m.a(x) - 1,
+    "1 - x": lambda m, x: 1 - m.a(x),
+    "x + parameter": lambda m, x: m.a(x) + m.b.bias,
+    "sizes": lambda m, x: m.a(x).reshape(x.shape[0] * x.size(1), x.size(-1) + 0),
+    "sum of sizes": lambda m, x: m.a(x) * (x.size(0) + x.size(1)),
+    "functional twice": lambda m, x: F.relu(m.b(F.relu(m.a(x)))),
+    "view twice": lambda m, x: m.b(m.a(x).view(-1, 4)).view(2, 3, 4),
+    "batch axis moves": lambda m, x: m.a(x).permute(1, 0, 2).transpose(0, 1).transpose(0, 2),
+    "transposed parameter": lambda m, x: m.a(x) @ m.b.weight.transpose(-1, -2),
+    "computed index": lambda m, x: m.a(x)[:, x.size(0) - 1],
+    "slice of the batch": lambda m, x: m.a(x)[:1],
+    "dropout that is always on": lambda m, x: F.dropout(m.a(x), 0.5, training=True),
+    "in-place method": lambda m, x: m.a(x).mul_(0.5).add_(x),
+    "other augmented assignment": lambda m, x: divide_in_place(m.a(x), 3.0),
+}
+
+
+def divide_in_place(x: Tensor, divisor: float) -> Tensor:
+    y = x
+    x /= divisor
+    return x * y
+
+
+@pytest.mark.parametrize("function", LEFT_ALONE.values(), ids=LEFT_ALONE)
+def test_what_has_no_module_stays_and_warns(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model = OneInput(function)
+    used = [p for p in model.parameters() if any(q is p for q in convert(model, warns=True).parameters())]
+    converted, X = convert(model, warns=True), rand(2, 3, 4)
+    assert operations(converted) != []
+    assert not any(isinstance(m, ScaleModule | SumModule | ReduceTuple | Permute | Slicing | nn.Flatten) for m in converted.modules())
+    assert [id(p) for p in converted.parameters()] == [id(p) for p in used]
+    torch.manual_seed(0)
+    expected = model(X)
+    torch.manual_seed(0)
+    assert torch.equal(converted(X), expected)
+
+
+def test_each_remaining_node_is_named() -> None:
+    with pytest.warns(UserWarning) as record:
+        convert_module_to_backpack(OneInput(lambda m, x: F.silu(m.b(m.a(x).view(-1, 4)))), False)
+    messages = [str(entry.message) for entry in record]
+    assert len(messages) == 2 and "view" in messages[0] and "silu" in messages[1]
+
+
+def test_summands_of_different_shapes_are_refused() -> None:
+    converted = convert(OneInput(lambda m, x: m.a(x) + m.b(x)[:, :1]))
+    with pytest.raises(AssertionError, match=r"\[\[2, 3, 4\], \[2, 1, 4\]\]"):
+        converted(rand(2, 3, 4))
+
+
+# Whole models
+
+
+class Block(nn.Module):
+    """Residual block in the usual form; the shortcut is defined before the modules that are called before it."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
+        super().__init__()
+        self.downsample = None
+        if stride != 1 or channels_in != channels_out:
+            self.downsample = nn.Sequential(nn.Conv2d(channels_in, channels_out, 1, stride), nn.BatchNorm2d(channels_out))
+        self.conv1 = nn.Conv2d(channels_in, channels_out, 3, stride, padding=1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels_out), nn.BatchNorm2d(channels_out)
+        self.conv2 = nn.Conv2d(channels_out, channels_out, 3, padding=1, bias=False)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        if self.downsample is not None:
+            identity = self.downsample(x)
+        out += identity
+        return self.relu(out)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 5)
+        self.conv, self.bn, self.relu, self.pool = nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        self.blocks = nn.Sequential(Block(3, 3, 1), Block(3, 4, 2))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks(self.pool(self.relu(self.bn(self.conv(x)))))
+        return self.fc(F.dropout(torch.flatten(self.avgpool(x), 1), p=0.3, training=self.training))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_residual_network(training: bool) -> None:
+    model = ResNet().train(training)
+    names = [name for name, _ in model.named_parameters()]
+    before, modules = deepcopy(model.state_dict()), {name: (id(m), m.training, getattr(m, "inplace", None)) for name, m in model.named_modules()}
+    converted = convert(model)
+    assert operations(converted) == []
+    assert {name: (id(m), m.training, getattr(m, "inplace", None)) for name, m in model.named_modules()} == modules  # the model is left alone
+    assert [name for name, _ in converted.named_parameters()] == names
+    assert list(converted.state_dict()) == list(before)
+    assert not any(m.inplace for m in converted.modules() if isinstance(m, nn.ReLU))
+    assert all(m.training == training for m in converted.modules())
+
+    for mode in (training, not training, training):  # the result follows its own mode, including the functional dropout
+        converted.train(mode)
+        model.load_state_dict(before)
+        expected, X = deepcopy(model).train(mode), rand(3, 1, 12, 12)
+        torch.manual_seed(1)
+        y = expected(X)
+        torch.manual_seed(1)
+        torch.testing.assert_close(converted(X), y, rtol=0, atol=1e-13)
+        assert model.training == training  # the modes of model and result are independent ...
+        for (name, buffer), other in zip(model.named_buffers(), expected.buffers(), strict=True):
+            torch.testing.assert_close(buffer, other, msg=name)  # ... but they share parameters and buffers
+    model.load_state_dict(before)
+    assert_same(model.eval(), converted.eval(), rand(1, 1, 12, 12))
+
+
+def test_different_modes_of_parts_are_kept() -> None:
+    model = ResNet().train()
+    model.bn.eval()
+    converted = convert(model)
+    assert not converted.bn.training and converted.training and converted.blocks.get_submodule("0.bn1").training
+
+
+# In-place operations
+
+
+def shared_input(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    y = m.inplace(h)
+    return m.b(y) + h
+
+
+def ignored_result(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    m.inplace(h)
+    return m.b(h)
+
+
+def through_a_view(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    view = h[:, 0]
+    h += m.b(x)
+    return view
+
+
+def through_an_attribute(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    transposed = h.mT
+    transposed *= 2.0
+    return m.b(h)
+
+
+def old_name(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    y = h
+    h *= 2.0
+    return m.b(h) + y
+
+
+def mixed(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    y = m.inplace(m.b(x))  # private
+    z = m.inplace(h)  # seen below
+    return y + h + z
+
+
+@pytest.mark.parametrize("function", [shared_input, ignored_result, through_a_view, through_an_attribute, old_name, mixed])
+def test_inplace_operations_whose_effect_is_seen_elsewhere_stay(function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    model = OneInput(function)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        converted = convert_module_to_backpack(model, False)
+    assert_same(model, converted, rand(2, 3, 4))
+    assert model.inplace.inplace
+
+
+def test_private_inplace_operations_become_ordinary() -> None:
+    def function(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.a(x)
+        h += x
+        h -= m.b(x)
+        h *= 0.5
+        return m.inplace(h)
+
+    model = OneInput(function)
+    converted = convert(model)
+    assert operations(converted) == [] and not any(m.inplace for m in converted.modules() if isinstance(m, nn.ReLU))
+    assert_same(model, converted, rand(2, 4))
+
+
+# Training flag
+
+
+def test_dropout_functions_follow_the_mode() -> None:
+    model = OneInput(lambda m, x: m.b(F.alpha_dropout(F.dropout(m.a(x), 0.4, m.training), training=m.training)))
+    converted = convert(model)
+    assert converted.dropout0.p == 0.4 and operations(converted) == []
+    for mode in (True, False):
+        assert_same(model.train(mode), converted.train(mode), rand(2, 4))
+
+
+def test_dropout_function_in_a_part_with_another_mode() -> None:
+    model = nn.Sequential(OneInput(lambda m, x: F.dropout(m.b(m.a(x)), 0.4, m.training)), nn.Identity())
+    model[0].eval()
+    converted = convert(model)
+    assert converted.training and not converted.dropout0.training
+    assert_same(model, converted, rand(2, 4))
+    assert_same(model.train(), converted.train(), rand(2, 4))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_other_dependence_on_the_mode_warns(training: bool) -> None:
+    def raises(m: nn.Module, x: Tensor) -> Tensor:
+        if m.training != training:
+            raise ValueError
+        return m.b(m.a(x))
+
+    for function in (lambda m, x: m.b(m.a(x)) if m.training else m.b(m.relu(m.a(x))), raises):
+        model = OneInput(function).train(training)
+        with pytest.warns(UserWarning, match="depends on the training flag"):
+            converted = convert_module_to_backpack(model, False)
+        assert_same(model, converted, rand(2, 4))
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16), lambda: torch.set_grad_enabled(False)])
+def test_contexts_inside_the_forward_pass_are_refused(context: Callable[[], object]) -> None:
+    def function(m: nn.Module, x: Tensor) -> Tensor:
+        h = m.a(x)
+        with context():
+            return m.b(h) + h
+
+    with pytest.raises(NotImplementedError, match=r"switches gradients or autocast .*at b\b"):
+        convert(OneInput(function))
+    with torch.no_grad():  # around everything, this is fine
+        convert(OneInput(lambda m, x: m.b(m.a(x))))
+
+
+# Modules called several times
+
+
+def test_repeated_modules_get_a_copy_for_each_call() -> None:
+    model = OneInput(lambda m, x: m.relu(m.b(m.relu(m.a(m.relu(x))))))
+    converted = convert(model)
+    targets = [node.target for node in converted.graph.nodes if node.op == "call_module"]
+    assert len(set(targets)) == len(targets) == 5
+    assert len({id(converted.get_submodule(target)) for target in targets}) == 5
+    assert_same(model, converted, rand(2, 4))
+
+
+def test_repeated_modules_in_nested_containers_share_buffers() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False)).double()
+    model.append(nn.Sequential(model[1], nn.Linear(4, 4)).double()).append(model[2][0])
+    converted = convert(model)
+    X, expected = rand(5, 4), deepcopy(model)
+    for _ in range(2):
+        torch.testing.assert_close(converted(X), expected(X))
+    torch.testing.assert_close(model[1].running_mean, expected[1].running_mean)
+    assert [id(p) for p in converted.parameters()] == [id(p) for p in model.parameters()]
+
+
+def test_repeated_module_with_parameters_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"^a \(Linear\) has parameters and is called several times"):
+        convert(OneInput(lambda m, x: m.a(m.relu(m.a(x)))))
+
+
+# Recurrent layers
+
+
+class Recurrent(nn.Module):
+    def __init__(self, layer: nn.Module, function: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.lstm, self.fc = nn.Linear(4, 3), layer, nn.Linear(2, 5)
+        self.function = function
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.function(self.lstm, self.embed(x)))
+
+
+def output(layer: nn.Module, x: Tensor) -> Tensor:
+    return layer(x)[0]
+
+
+def last_output(layer: nn.Module, x: Tensor) -> Tensor:
+    out, _ = layer(x)
+    return out[:, -1]
+
+
+def rnn_state(layer: nn.Module, x: Tensor) -> Tensor:
+    _, h = layer(x)
+    return h[-1]
+
+
+def lstm_state(layer: nn.Module, x: Tensor) -> Tensor:
+    _, (h, c) = layer(x)
+    return h[-1] + c[-1]
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize(
+    ("kind", "function"), [(nn.RNN, output), (nn.LSTM, output), (nn.RNN, rnn_state), (nn.LSTM, lstm_state), (nn.LSTM, last_output)]
+)
+def test_recurrent_layers_are_split(kind: type[nn.Module], function: Callable[..., Tensor], layers: int, dropout: float) -> None:
+    if layers == 1 and dropout:
+        dropout = 0.0
+    model = Recurrent(kind(3, 2, layers, batch_first=True, dropout=dropout), function)
+    state = torch.get_rng_state()
+    converted = convert(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert operations(converted) == []
+    if layers > 1:
+        prefix = kind.__name__.lower()
+        chain = [f"{prefix}_{i}" for i in range(layers)]
+        assert [name for name, m in converted.lstm.named_children() if isinstance(m, kind)] == chain
+        assert [name for name, m in converted.lstm.named_children() if isinstance(m, ReduceTuple)] == [f"reduce_tuple_{i}" for i in range(layers - 1)]
+        drops = [f"dropout_{i}" for i in range(layers - 1)] if dropout else []
+        assert [name for name, m in converted.lstm.named_children() if isinstance(m, nn.Dropout)] == drops
+        assert converted.lstm.get_submodule(chain[1]).weight_ih_l0 is model.lstm.weight_ih_l1
+    assert model.lstm.num_layers == layers
+    assert_same(model.eval(), converted.eval(), rand(4, 6, 4))
+    assert_same(model, converted, rand(1, 6, 4))
+    if not dropout:
+        assert_same(model.train(), converted.train(), rand(4, 6, 4))
+
+
+def test_recurrent_layer_with_time_first() -> None:
+    model = Recurrent(nn.LSTM(3, 2, 2), output)
+    assert_same(model, convert(model), rand(6, 4, 4))
+
+
+def test_split_layers_keep_the_mode() -> None:
+    model = Recurrent(nn.LSTM(3, 2, 2, dropout=0.5), output).eval()
+    converted = convert(model)
+    assert not any(m.training for m in converted.modules())
+    assert_same(model, converted, rand(6, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("layer", "function", "reason"),
+    [
+        (nn.LSTM(3, 2, 2, bias=False), output, "no bias"),
+        (nn.LSTM(3, 1, 2, bidirectional=True), output, "bidirectional"),
+        (nn.LSTM(3, 4, 2, proj_size=2), output, "projection"),
+        (nn.RNN(3, 2, 2, nonlinearity="relu"), output, "nonlinearity"),
+        (nn.RNN(3, 2, 2), lambda layer, x: layer(x, x[:2, :, :2])[0], "initial state"),
+        (nn.RNN(3, 2, 2), lambda layer, x: layer(x, hx=x[:2, :, :2])[0], "initial state"),
+        (nn.RNN(3, 2, 2), lambda layer, x: layer(x)[1][0], "layers other than the last"),
+        (nn.RNN(3, 2, 2), lambda layer, x: layer(x)[1].sum(0), "layers other than the last"),
+        (nn.LSTM(3, 2, 2), lambda layer, x: layer(x)[1][1][0], "layers other than the last"),
+        (nn.LSTM(3, 2, 2), lambda layer, x: layer(x)[1][0].mean(0), "layers other than the last"),
+        (nn.LSTM(3, 2, 2), lambda layer, x: torch.cat(layer(x)[1])[0], "layers other than the last"),
+    ],
+)
+def test_recurrent_layers_that_cannot_be_split_are_refused(layer: nn.Module, function: Callable[..., Tensor], reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"^lstm .*{reason}"):
+        convert(Recurrent(layer, function))
+
+
+# The model itself
+
+
+def test_parameters_buffers_and_attributes_are_shared() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4).double()
+            self.scale = nn.Parameter(rand(4))
+            self.register_buffer("shift", rand(4), persistent=False)
+            self.fc2 = nn.Linear(4, 4).double()
+            self.fc2.weight = self.fc.weight  # tied
+            self.cache = (self.scale * 2).detach()
+            self.non_leaf = self.scale * 2
+            self.layers = [self.fc, self.fc2]
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in reversed(self.layers):
+                x = layer(x)
+            return x * self.scale + self.shift
+
+    model = Model()
+    converted = convert(model, warns=True)
+    assert_same(model, converted, rand(3, 4))
+    assert converted.shift is model.shift
+    assert list(converted.state_dict()) == list(model.state_dict())
+    with torch.no_grad():
+        model.scale.mul_(2)
+    assert_same(model, converted, rand(3, 4))
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    model = OneInput(lambda m, x: m.b(m.a(x) * 2.0))
+    model.a.requires_grad_(False)
+    converted = convert(model)
+    assert [p.requires_grad for p in converted.parameters()] == [False, False, True, True]
+
+
+def test_modules_of_the_package_are_kept_and_names_stay_unique() -> None:
+    model = nn.Sequential(
+        Parallel(nn.Linear(4, 4), nn.Identity()), ScaleModule(0.5), Permute(1, -1, init_transpose=True), Slicing((slice(None), 0))
+    ).double()
+    converted = convert(model)
+    assert_same(model, converted, rand(2, 3, 4))
+    model = OneInput(lambda m, x: (m.a(x) * 2.0 + m.b(x) * 3.0) * 4.0)
+    model.scale_module1 = nn.Identity()
+    converted = convert(model)
+    assert [getattr(converted, f"scale_module{i}").weight for i in (0, 2, 3)] == [2.0, 3.0, 4.0]
+    twice = convert(converted)
+    assert_same(model, converted, rand(2, 4))
+    assert_same(model, twice, rand(2, 4))
+
+
+def test_several_inputs() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 3).double(), nn.Linear(2, 3).double()
+
+        def forward(self, x: Tensor, y: Tensor, factor: float = 2.0) -> Tensor:
+            return (self.a(x) - self.b(y)) * factor
+
+    model, x, y = Model(), rand(5, 4), rand(5, 2)
+    converted = convert(model, warns=True)
+    torch.testing.assert_close(converted(x, y), model(x, y))
+    torch.testing.assert_close(converted(x, y, factor=3.0), model(x, y, 3.0))

@@ -1,0 +1,385 @@
+"""Every extension on every case against the oracle; where a tag of the case says so, the extension must refuse, or may refuse but not err."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+
+import pytest
+import torch
+from cases import CASES
+from oracle import Oracle, Problem, clip, identity
+from torch import Tensor, einsum
+
+from backpack import backpack, extend, extensions
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.secondorder import hbp
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+MC = 2  # Monte-Carlo samples of every sampled quantity
+Value = Tensor | list[Tensor] | Callable[[Tensor], Tensor]
+Check = Callable[[Oracle, dict[str, Value]], None]
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------------------------------
+
+
+def close(actual: Tensor, expected: Tensor, rtol: float = 1e-9) -> None:
+    """Compare relative to the largest entry."""
+    assert actual.shape == expected.shape
+    assert not actual.requires_grad
+    error = (actual - expected).abs().amax()
+    assert error <= rtol * expected.abs().amax() + 1e-14, f"error {error:.2e}, largest expected entry {expected.abs().amax():.2e}"
+
+
+def all_close(values: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        close(value, expected[name])
+
+
+def tensors(expected: Callable[[Oracle], dict[str, Tensor]]) -> Check:
+    return lambda oracle, values: all_close(values, expected(oracle))
+
+
+def factors(expected: Callable[[Oracle], dict[str, list[Tensor]]]) -> Check:
+    return lambda oracle, values: all_factors_close(values, expected(oracle))
+
+
+def all_factors_close(values: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:
+    assert values.keys() == expected.keys()
+    for name, value in values.items():
+        assert type(value) is list
+        for actual, factor in zip(value, expected[name], strict=True):
+            close(actual, factor)
+
+
+def products(expected: Callable[[Oracle], dict[str, Tensor]]) -> Check:
+    """The value is a function that multiplies with a block, for stacked vectors and for a single one."""
+
+    def check(oracle: Oracle, values: dict[str, Value]) -> None:
+        blocks = expected(oracle)
+        assert values.keys() == blocks.keys()
+        for name, product in values.items():
+            mat = torch.randn(2, *oracle.params[name].shape, dtype=torch.float64)
+            result = einsum("pq,vq->vp", blocks[name], mat.flatten(1)).reshape(mat.shape)
+            close(product(mat).detach(), result)
+            close(product(mat[0]).detach(), result[0])
+
+    return check
+
+
+def grams(oracle: Oracle, values: dict[str, Tensor], expected: Tensor, columns: int) -> None:
+    """The columns of all parameters, squared, are the GGN of each sample."""
+    assert values.keys() == oracle.params.keys()
+    for name, value in values.items():
+        assert value.shape == (columns, len(expected), *oracle.params[name].shape)
+    S = torch.cat([value.flatten(2) for value in values.values()], dim=2)
+    close(einsum("vnp,vnq->npq", S, S), expected)
+
+
+def total_width(oracle: Oracle) -> int:
+    return sum(oracle.outputs[term.head][0].numel() for term in oracle.problem.terms)
+
+
+def for_some_order_of_draws(check: Callable[[Oracle, dict[str, Value], Tensor], None]) -> Check:
+    """Compare with the labels that the generator yields; if the loss has several terms, in whichever order they were drawn."""
+
+    def check_all(oracle: Oracle, values: dict[str, Value]) -> None:
+        failures = []
+        for hessian in oracle.sampled_hessians(MC):
+            try:
+                return check(oracle, values, hessian)
+            except AssertionError as failure:
+                failures.append(failure)
+        raise failures[0]
+
+    return check_all
+
+
+# --- the extensions ---------------------------------------------------------------------------------------------------------------------------
+
+
+class Expect(Enum):
+    """What an extension does on a case."""
+
+    EXACT = "exact"
+    REFUSED = "refused"
+    EITHER = "exact or refused"
+
+
+def exact(tags: frozenset[str]) -> Expect:  # noqa: ARG001
+    return Expect.EXACT
+
+
+def hessian_diagonal(tags: frozenset[str]) -> Expect:
+    if "curved" in tags:
+        return Expect.REFUSED
+    return Expect.EITHER if "nested" in tags else Expect.EXACT
+
+
+def kronecker(tags: frozenset[str]) -> Expect:
+    if "two orientations" in tags:
+        return Expect.REFUSED
+    return Expect.EITHER if "other parameters" in tags else Expect.EXACT
+
+
+def average(tags: frozenset[str]) -> Expect:
+    if "chain" not in tags or tags & {"extra axes", "reused", "other parameters"}:
+        return Expect.REFUSED
+    return Expect.EITHER if "special loss" in tags else Expect.EXACT
+
+
+def average_with_residual(tags: frozenset[str]) -> Expect:
+    return Expect.EITHER if "dense residual" in tags else average(tags)
+
+
+def product(tags: frozenset[str]) -> Expect:
+    return Expect.EITHER if "chain" not in tags or tags & {"reused", "special loss"} else Expect.EXACT
+
+
+def positive_product(tags: frozenset[str]) -> Expect:
+    if "chain" not in tags or tags & {"reused", "dense residual"}:
+        return Expect.REFUSED
+    return product(tags)
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What there is to know about an extension: how to make it, its field, how to check its values, what it does on which case."""
+
+    make: Callable[[], BackpropExtension]
+    field: str
+    check: Check
+    expect: Callable[[frozenset[str]], Expect] = exact
+    batches: tuple[int, ...] = (1, 3)
+    refusal: tuple[type[Exception], ...] = (NotImplementedError,)
+
+
+def make_hbp(curvature: str, loss: str, backprop: str) -> Callable[[], BackpropExtension]:
+    return lambda: extensions.HBP(curvature, loss, backprop, hbp.ExpectationApproximation.BOTEV_MARTENS)
+
+
+SUM, EXACT = hbp.LossHessianStrategy.SUM, hbp.LossHessianStrategy.EXACT
+SQRT, AVERAGE = hbp.BackpropStrategy.SQRT, hbp.BackpropStrategy.BATCH_AVERAGE
+GGN, HESSIAN, PCH_ABS, PCH_CLIP = hbp.Curvature.GGN, hbp.Curvature.HESSIAN, hbp.Curvature.PCH_ABS, hbp.Curvature.PCH_CLIP
+
+
+def sum_batch(per_sample: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.sum(0) for name, value in per_sample.items()}
+
+
+def recursion(residual: Callable[[Tensor], Tensor] | None) -> Callable[[Oracle], dict[str, list[Tensor]]]:
+    return lambda oracle: oracle.recursion(residual, average=True)
+
+
+def make_pchmp(modify: str, residual: Callable[[Tensor], Tensor]) -> Quantity:
+    check = products(lambda oracle: oracle.recursion(residual, average=False))
+    refusal = (NotImplementedError, ValueError)  # a residual that is no diagonal is a ValueError
+    return Quantity(lambda: extensions.PCHMP(modify=modify), "pchmp", check, positive_product, refusal=refusal)
+
+
+QUANTITIES = {
+    "BatchGrad": Quantity(extensions.BatchGrad, "grad_batch", tensors(lambda o: o.grad_batch)),
+    "BatchL2Grad": Quantity(extensions.BatchL2Grad, "batch_l2", tensors(lambda o: o.batch_l2)),
+    "SumGradSquared": Quantity(extensions.SumGradSquared, "sum_grad_squared", tensors(lambda o: o.sum_grad_squared)),
+    "Variance": Quantity(extensions.Variance, "variance", tensors(lambda o: o.variance)),
+    "DiagGGNExact": Quantity(extensions.DiagGGNExact, "diag_ggn_exact", tensors(lambda o: sum_batch(o.diag_ggn_batch(o.hessian_exact)))),
+    "BatchDiagGGNExact": Quantity(extensions.BatchDiagGGNExact, "diag_ggn_exact_batch", tensors(lambda o: o.diag_ggn_batch(o.hessian_exact))),
+    "DiagGGNMC": Quantity(
+        lambda: extensions.DiagGGNMC(mc_samples=MC),
+        "diag_ggn_mc",
+        for_some_order_of_draws(lambda o, values, H: all_close(values, sum_batch(o.diag_ggn_batch(H)))),
+    ),
+    "BatchDiagGGNMC": Quantity(
+        lambda: extensions.BatchDiagGGNMC(mc_samples=MC),
+        "diag_ggn_mc_batch",
+        for_some_order_of_draws(lambda o, values, H: all_close(values, o.diag_ggn_batch(H))),
+    ),
+    "SqrtGGNExact": Quantity(
+        extensions.SqrtGGNExact, "sqrt_ggn_exact", lambda o, values: grams(o, values, o.ggn_per_sample(o.hessian_exact), total_width(o))
+    ),
+    "SqrtGGNMC": Quantity(
+        lambda: extensions.SqrtGGNMC(mc_samples=MC),
+        "sqrt_ggn_mc",
+        for_some_order_of_draws(lambda o, values, H: grams(o, values, o.ggn_per_sample(H), MC * len(o.problem.terms))),
+    ),
+    "DiagHessian": Quantity(extensions.DiagHessian, "diag_h", tensors(lambda o: sum_batch(o.diag_h_batch)), hessian_diagonal),
+    "BatchDiagHessian": Quantity(extensions.BatchDiagHessian, "diag_h_batch", tensors(lambda o: o.diag_h_batch), hessian_diagonal),
+    "KFAC": Quantity(
+        lambda: extensions.KFAC(mc_samples=MC),
+        "kfac",
+        for_some_order_of_draws(lambda o, values, H: all_factors_close(values, o.kronecker(H))),
+        kronecker,
+    ),
+    "KFLR": Quantity(extensions.KFLR, "kflr", factors(lambda o: o.kronecker(o.hessian_exact)), kronecker),
+    "KFRA": Quantity(extensions.KFRA, "kfra", factors(recursion(None)), average),
+    "HBP, square root": Quantity(make_hbp(GGN, EXACT, SQRT), "hbp", factors(lambda o: o.kronecker(o.hessian_exact)), kronecker),
+    "HBP, GGN": Quantity(make_hbp(GGN, SUM, AVERAGE), "hbp", factors(recursion(None)), average),
+    "HBP, Hessian": Quantity(make_hbp(HESSIAN, SUM, AVERAGE), "hbp", factors(recursion(identity)), average_with_residual),
+    # Whether the residual is modified before or after the sum over the batch is not pinned: one sample.
+    "HBP, PCH clip": Quantity(make_hbp(PCH_CLIP, SUM, AVERAGE), "hbp", factors(recursion(clip)), average_with_residual, (1,)),
+    "HBP, PCH abs": Quantity(make_hbp(PCH_ABS, SUM, AVERAGE), "hbp", factors(recursion(torch.abs)), average_with_residual, (1,)),
+    "HMP": Quantity(extensions.HMP, "hmp", products(lambda o: o.hessian_blocks), product),
+    "GGNMP": Quantity(extensions.GGNMP, "ggnmp", products(lambda o: o.ggn_blocks(o.hessian_exact)), product),
+    "PCHMP, clip": make_pchmp("clip", clip),
+    "PCHMP, abs": make_pchmp("abs", torch.abs),
+}
+CELLS = [(extension, case, batch) for case in CASES for batch in (1, 3) for extension, quantity in QUANTITIES.items() if batch in quantity.batches]
+
+
+@cache
+def oracle_of(case: str, batch: int) -> Oracle:
+    return Oracle(CASES[case].build(batch))
+
+
+def run(problem: Problem, *active: BackpropExtension, seed: int = 0) -> None:
+    """Extend everything and run a backward pass with extensions."""
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(*active):
+        problem.loss(problem.outputs(seed)).backward()
+
+
+def collect(problem: Problem, field: str) -> dict[str, Value]:
+    return {name: getattr(param, field) for name, param in problem.model.named_parameters() if hasattr(param, field)}
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("extension", "case", "batch"), CELLS, ids=["-".join(map(str, cell)) for cell in CELLS])
+def test_against_oracle(extension: str, case: str, batch: int) -> None:
+    quantity, problem = QUANTITIES[extension], CASES[case].build(batch)
+    expect = quantity.expect(CASES[case].tags)
+    try:
+        run(problem, quantity.make())
+    except quantity.refusal:
+        if expect is Expect.EXACT:
+            raise
+        assert not collect(problem, quantity.field), "a refused pass left results behind"
+        return
+    assert expect is not Expect.REFUSED, f"{extension} gave a value where it has no definition"
+    quantity.check(oracle_of(case, batch), collect(problem, quantity.field))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_gradient_is_that_of_autograd(case: str, batch: int) -> None:
+    """Neither recording nor extensions change the gradient, frozen parameters stay bare, per-sample gradients add up."""
+    problem, plain = CASES[case].build(batch), CASES[case].build(batch)
+    plain.loss(plain.outputs()).backward()
+    run(problem, extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.DiagGGNExact())
+    for param, expected in zip(problem.model.parameters(), plain.model.parameters(), strict=True):
+        if not param.requires_grad:
+            assert param.grad is None
+            assert not vars(param)
+        else:
+            assert torch.equal(param.grad, expected.grad)
+            close(param.grad_batch.sum(0), param.grad)
+
+
+@pytest.mark.parametrize("case", ["MSE, mean", "CE, 3-d, sum", "BCE, pos_weight, mean", "Sigmoid", "frozen first layer", "dropout, training"])
+def test_all_extensions_at_once(case: str) -> None:
+    """Extensions do not disturb each other, and the sampled ones share one draw."""
+    problem, oracle = CASES[case].build(3), oracle_of(case, 3)
+    active = {name: quantity for name, quantity in QUANTITIES.items() if not name.startswith(("HBP", "PCHMP, abs"))}
+    run(problem, *(quantity.make() for quantity in active.values()))
+    for quantity in active.values():
+        quantity.check(oracle, collect(problem, quantity.field))
+
+
+@pytest.mark.parametrize("case", ["MSE, mean", "CE, mean", "BCE, mean", "residual", "samples second"])
+def test_single_precision(case: str) -> None:
+    problem, truth = CASES[case].build(3, torch.float32), CASES[case].build(3)
+    truth.model.load_state_dict(problem.model.state_dict())
+    truth.x = problem.x.double()
+    for term, other in zip(truth.terms, problem.terms, strict=True):
+        term.target = other.target.double() if other.target.is_floating_point() else other.target
+    oracle = Oracle(truth)
+    run(problem, extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian())
+    for field, expected in (
+        ("grad_batch", oracle.grad_batch),
+        ("diag_ggn_exact", sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))),
+        ("diag_h", sum_batch(oracle.diag_h_batch)),
+    ):
+        for name, value in collect(problem, field).items():
+            assert value.dtype == torch.float32
+            close(value.double(), expected[name], rtol=1e-4)
+
+
+@pytest.mark.parametrize("index", [[0], [2, 0], [1, 1, 2], [-1, 0]], ids=str)
+@pytest.mark.parametrize(
+    "case", ["CE, mean", "CE, 3-d, sum", "BCE, both weights, mean", "MSE, 3-d, mean", "linear twice", "samples second", "extra axis"]
+)
+def test_subsampling(case: str, index: list[int]) -> None:
+    """A list of samples picks per-sample quantities, in its order, with repetition, and normalized as for the full batch."""
+    problem, oracle = CASES[case].build(3), oracle_of(case, 3)
+    run(problem, extensions.BatchGrad(subsampling=index), extensions.SqrtGGNExact(subsampling=index))
+    all_close(collect(problem, "grad_batch"), {name: value[index] for name, value in oracle.grad_batch.items()})
+    expected = oracle.ggn_per_sample(oracle.hessian_exact)[index]
+    grams(oracle, collect(problem, "sqrt_ggn_exact"), expected, total_width(oracle))
+
+
+@pytest.mark.parametrize("index", [[0], [2, 0], [1, 1, 2]], ids=str)
+@pytest.mark.parametrize("case", ["CE, mean", "CE, ignored, 3-d, sum", "BCE, both weights, mean", "MSE, mean", "samples second"])
+def test_subsampled_draw(case: str, index: list[int]) -> None:
+    """Labels are drawn for the chosen samples only, each repetition on its own."""
+    problem, oracle = CASES[case].build(3), oracle_of(case, 3)
+    run(problem, extensions.SqrtGGNMC(mc_samples=MC, subsampling=index))
+    (hessian,) = oracle.sampled_hessians(MC, index)
+    grams(oracle, collect(problem, "sqrt_ggn_mc"), oracle.ggn_per_sample(hessian, index), MC)
+
+
+@pytest.mark.parametrize(
+    "case", ["MSE, mean", "CE, sum", "CE, weights, 3-d, mean", "CE, smoothing, ignored, mean", "BCE, both weights, mean", "two losses on two heads"]
+)
+def test_sampled_quantities_are_unbiased(case: str) -> None:
+    """The mean over many draws lies within five standard errors of the exact value, and these are small enough to see a factor of two."""
+    problem, oracle = CASES[case].build(3), oracle_of(case, 3)
+    exact = oracle.hessian_exact
+    diagonal, kfac = sum_batch(oracle.diag_ggn_batch(exact)), oracle.kronecker(exact)
+    draws: list[dict[str, Tensor]] = []
+    for seed in range(40):
+        run(problem, extensions.DiagGGNMC(mc_samples=50), extensions.KFAC(mc_samples=50), seed=seed)
+        draws.append({name: (p.diag_ggn_mc.flatten(), p.kfac[0].flatten()) for name, p in problem.model.named_parameters()})
+    for name in oracle.params:
+        for i, expected in enumerate((diagonal[name].flatten(), kfac[name][0].flatten())):
+            samples = torch.stack([draw[name][i] for draw in draws])
+            error = samples.std(0) / len(samples) ** 0.5
+            assert error.amax() < 0.1 * expected.abs().amax()
+            assert ((samples.mean(0) - expected).abs() <= 5 * error + 1e-12).all()
+
+
+def test_same_seed_same_draw() -> None:
+    """Sampled extensions that run one after the other under one seed draw the same labels."""
+    problem = CASES["CE, mean"].build(3)
+    run(problem, extensions.DiagGGNMC(mc_samples=MC))
+    run(problem, extensions.BatchDiagGGNMC(mc_samples=MC))
+    for param in problem.model.parameters():
+        close(param.diag_ggn_mc_batch.sum(0), param.diag_ggn_mc)
+
+
+@pytest.mark.parametrize("extension", QUANTITIES)
+def test_results_are_overwritten(extension: str) -> None:
+    """A second pass on the same model replaces the results of the first."""
+    quantity, problem, oracle = QUANTITIES[extension], CASES["Tanh"].build(1), oracle_of("Tanh", 1)
+    active = quantity.make()
+    for _ in range(2):
+        run(problem, active)
+        quantity.check(oracle, collect(problem, quantity.field))
+
+
+def test_short_names() -> None:
+    """The short names give the same objects; the exact GGN diagonal has precedence."""
+    problem = CASES["CE, mean"].build(3)
+    run(problem, extensions.Variance(), extensions.DiagGGNMC())
+    for param in problem.model.parameters():
+        assert param.var is param.variance
+        assert param.diag_ggn is param.diag_ggn_mc
+    run(problem, extensions.DiagGGNExact())
+    for param in problem.model.parameters():
+        assert param.diag_ggn is param.diag_ggn_exact

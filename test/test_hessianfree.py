@@ -1,0 +1,162 @@
+"""Products with Jacobians, Hessians and generalized Gauss-Newton matrices, compared with the dense matrices."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.functional import hessian, jacobian
+from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Sequential, Tanh
+
+from backpack.hessianfree.ggnvp import ggn_vector_product, ggn_vector_product_from_plist
+from backpack.hessianfree.hvp import hessian_vector_product
+from backpack.hessianfree.lop import L_op, transposed_jacobian_vector_product
+from backpack.hessianfree.rop import R_op, jacobian_vector_product
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64) - 0.3
+
+
+def map_a(x: Tensor, z: Tensor) -> Tensor:
+    return (x.exp() @ z).sin()
+
+
+def map_b(x: Tensor) -> Tensor:
+    return (x**3).sum(1)
+
+
+@pytest.fixture
+def inputs() -> list[Tensor]:
+    return [rand(2, 3).requires_grad_(), rand(3, 2).requires_grad_(), rand(2).requires_grad_()]  # the last one is never used
+
+
+@pytest.mark.parametrize("detach", [True, False])
+def test_products_with_jacobian_and_transpose(inputs: list[Tensor], detach: bool) -> None:
+    x, z, unused = inputs
+    ys = [map_a(x, z), map_b(x)]
+    J_ax, J_az = jacobian(map_a, (x, z))
+    J_bx = jacobian(map_b, x)
+    v_x, v_z, v_unused, w_a, w_b = rand(2, 3), rand(3, 2), rand(2), rand(2, 2), rand(2)
+
+    Jv = R_op(ys, inputs, [v_x, v_z, v_unused], detach=detach)
+    torch.testing.assert_close(Jv[0].detach(), torch.einsum("abij,ij->ab", J_ax, v_x) + torch.einsum("abij,ij->ab", J_az, v_z))
+    torch.testing.assert_close(Jv[1].detach(), torch.einsum("aij,ij->a", J_bx, v_x))
+    JTw = L_op(ys, inputs, [w_a, w_b], detach=detach)
+    torch.testing.assert_close(JTw[0].detach(), torch.einsum("abij,ab->ij", J_ax, w_a) + torch.einsum("aij,a->ij", J_bx, w_b))
+    torch.testing.assert_close(JTw[1].detach(), torch.einsum("abij,ab->ij", J_az, w_a))
+    assert torch.equal(JTw[2], torch.zeros_like(unused))
+    assert [result.requires_grad for result in (Jv[0], Jv[1], JTw[0], JTw[1])] == [not detach] * 4
+
+
+def test_products_can_be_differentiated(inputs: list[Tensor]) -> None:
+    x = inputs[0]
+    y, v = map_b(x), rand(2, 3)
+    (Jv,) = jacobian_vector_product(y, x, v, detach=False)
+    torch.testing.assert_close(torch.autograd.grad(Jv.sum(), x)[0], 6 * x.detach() * v)
+    (JTw,) = transposed_jacobian_vector_product(y, x, torch.ones_like(y), detach=False)
+    torch.testing.assert_close(torch.autograd.grad(JTw.sum(), x)[0], 6 * x.detach())
+
+
+def test_bare_tensors_and_lists_agree(inputs: list[Tensor]) -> None:
+    x = inputs[0]
+    y, v, w = map_b(x), rand(2, 3), rand(2)
+    assert torch.equal(jacobian_vector_product(y, x, v)[0], jacobian_vector_product([y], [x], [v])[0])
+    assert torch.equal(transposed_jacobian_vector_product(y, x, w)[0], transposed_jacobian_vector_product([y], [x], [w])[0])
+
+
+def test_output_that_depends_on_no_input_gives_zeros(inputs: list[Tensor]) -> None:
+    y = map_b(inputs[0])
+    assert torch.equal(R_op(y, inputs[1:], [rand(3, 2), rand(2)])[0], torch.zeros_like(y))
+
+
+def test_graph_can_be_freed(inputs: list[Tensor]) -> None:
+    y = map_b(inputs[0])
+    L_op(y, inputs[0], rand(2), retain_graph=False)
+    with pytest.raises(RuntimeError, match="second time"):
+        L_op(y, inputs[0], rand(2))
+
+
+# Hessian
+
+
+def scalar(x: Tensor, z: Tensor) -> Tensor:
+    return (map_a(x, z) ** 2).sum()
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("detach", [True, False])
+def test_hessian_vector_product(inputs: list[Tensor], given: bool, detach: bool) -> None:
+    H = hessian(scalar, tuple(inputs[:2]))
+    f = scalar(*inputs[:2])
+    v = [rand(2, 3), rand(3, 2), rand(2)]
+    gradients = torch.autograd.grad(f, inputs, create_graph=True, allow_unused=True, materialize_grads=True) if given else None
+    Hv = hessian_vector_product(f, iter(inputs), v, grad_params=gradients, detach=detach)
+    for i in range(2):
+        torch.testing.assert_close(Hv[i].detach(), sum(torch.einsum("abij,ij->ab", H[i][j], v[j]) for j in range(2)))
+    assert torch.equal(Hv[2], torch.zeros(2, dtype=torch.float64))
+    assert Hv[0].requires_grad == (not detach)
+
+
+def test_hessian_vector_product_of_bare_tensor(inputs: list[Tensor]) -> None:
+    x, v = inputs[0], rand(2, 3)
+    torch.testing.assert_close(hessian_vector_product((x**3).sum(), x, v)[0], 6 * x.detach() * v)
+
+
+def test_hessian_of_linear_function_is_zero(inputs: list[Tensor]) -> None:
+    x, z, _ = inputs
+    assert torch.equal(hessian_vector_product((2 * x).sum(), [x], [rand(2, 3)])[0], torch.zeros(2, 3, dtype=torch.float64))
+    Hx, Hz = hessian_vector_product((2 * x).sum() + (z**2).sum(), [x, z], [rand(2, 3), torch.ones(3, 2, dtype=torch.float64)])
+    assert torch.equal(Hx, torch.zeros(2, 3, dtype=torch.float64))
+    assert torch.equal(Hz, torch.full((3, 2), 2.0, dtype=torch.float64))
+
+
+def test_hessian_vector_product_checks_shapes(inputs: list[Tensor]) -> None:
+    f = scalar(*inputs[:2])
+    with pytest.raises(ValueError, match=r"v must .*\[\[2, 3\], \[3, 2\]\], got \[\[2, 3\]\]"):
+        hessian_vector_product(f, inputs[:2], [rand(2, 3)])
+    with pytest.raises(ValueError, match=r"v must .*got \[\[2, 3\], \[2, 3\]\]"):
+        hessian_vector_product(f, inputs[:2], [rand(2, 3), rand(2, 3)])
+    with pytest.raises(ValueError, match=r"grad_params must .*got \[\[2, 3\]\]"):
+        hessian_vector_product(f, inputs[:2], [rand(2, 3), rand(3, 2)], grad_params=[rand(2, 3)])
+
+
+# Generalized Gauss-Newton matrix
+
+
+def dense_ggn(model: Module, loss: Module, X: Tensor, y: Tensor) -> Tensor:
+    params = [param for param in model.parameters() if param.requires_grad]
+    output = model(X)
+    rows = [torch.autograd.grad(entry, params, retain_graph=True, allow_unused=True, materialize_grads=True) for entry in output.flatten()]
+    J = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+    H = hessian(lambda f: loss(f, y), output.detach()).reshape(output.numel(), -1)
+    return J.T @ H @ J
+
+
+@pytest.mark.parametrize("N", [1, 4])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("loss_cls", [CrossEntropyLoss, MSELoss])
+def test_ggn_vector_product(N: int, reduction: str, loss_cls: type[Module]) -> None:
+    model = Sequential(Linear(3, 4), Tanh(), Linear(4, 2)).double()
+    model[0].bias.requires_grad_(False)
+    model.register_parameter("unused", torch.nn.Parameter(rand(2)))
+    X, loss = rand(N, 3), loss_cls(reduction=reduction)
+    y = torch.randint(2, (N,)) if loss_cls is CrossEntropyLoss else rand(N, 2)
+    params = [param for param in model.parameters() if param.requires_grad]
+    v = [rand(*param.shape) for param in params]
+    output = model(X)
+    result = ggn_vector_product(loss(output, y), output, model, v)
+    expected = dense_ggn(model, loss, X, y) @ torch.cat([part.flatten() for part in v])
+    assert [part.shape for part in result] == [param.shape for param in params]
+    torch.testing.assert_close(torch.cat([part.flatten() for part in result]), expected)
+    assert not any(part.requires_grad for part in result)
+
+
+def test_ggn_vector_product_from_plist_accepts_bare_vector_and_unused_parameters() -> None:
+    model = Linear(3, 2).double()
+    X, y, v, other = rand(4, 3), rand(4, 2), rand(2, 3), rand(5).requires_grad_()
+    output = model(X)
+    loss = MSELoss(reduction="sum")(output, y)
+    expected = 2 * v @ X.T @ X  # the map is linear, and the loss has Hessian 2 I
+    torch.testing.assert_close(ggn_vector_product_from_plist(loss, output, iter([model.weight]), v)[0], expected)
+    torch.testing.assert_close(ggn_vector_product_from_plist(loss, output, [other, model.weight], [rand(5), v])[1], expected)
+    assert torch.equal(ggn_vector_product_from_plist(loss, output, [other], [rand(5)])[0], torch.zeros(5, dtype=torch.float64))
+    assert torch.equal(ggn_vector_product_from_plist(output.sum(), output, [model.weight], [v])[0], torch.zeros(2, 3, dtype=torch.float64))

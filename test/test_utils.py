@@ -1,0 +1,262 @@
+"""Functions on tensors: selection, views, Kronecker products, diagonals of a linear layer, and the helpers of the examples."""
+
+import gzip
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import functional_call, jacrev
+from torch.fx import symbolic_trace
+from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Identity, L1Loss, Linear, Module, MSELoss, ReLU, Sequential, Sigmoid
+
+from backpack.custom_module.branching import Parallel, SumModule
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.utils import examples, kroneckers, linear
+from backpack.utils.convert_parameters import vector_to_parameter_list
+from backpack.utils.errors import ArgumentError
+from backpack.utils.hooks import no_op
+from backpack.utils.module_classification import is_loss, is_nll, is_no_op
+from backpack.utils.subsampling import subsample
+from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64) - 0.3
+
+
+def test_no_op_accepts_anything() -> None:
+    assert no_op(1, key=2) is None
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
+@pytest.mark.parametrize("indices", [[0], [2, 0, 2], [-1, 1], (1, 0), torch.tensor([2, 1]), []])
+def test_subsample(dim: int, indices: list[int]) -> None:
+    tensor = rand(4, 5, 3).transpose(0, 1)
+    chosen = [tensor.select(dim, int(i)) for i in indices]
+    expected = torch.stack(chosen, dim) if chosen else tensor.narrow(dim, 0, 0)
+    assert torch.equal(subsample(tensor, dim, indices), expected)
+
+
+def test_subsample_nothing_is_no_copy_and_out_of_range_raises() -> None:
+    tensor = rand(3)
+    assert subsample(tensor) is tensor
+    with pytest.raises(IndexError):
+        subsample(tensor, subsampling=[3])
+
+
+def test_vector_to_parameter_list() -> None:
+    params = list(Sequential(Linear(2, 3), Linear(3, 1)).parameters())
+    vec = rand(2 * 13).requires_grad_()[::2]
+    parts = vector_to_parameter_list(vec, iter(params))
+    assert [part.shape for part in parts] == [param.shape for param in params]
+    assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), vec)
+    assert not any(part.requires_grad for part in parts)
+    parts[1].zero_()
+    assert not vec[6:9].any()
+
+
+def test_vector_to_parameter_list_errors() -> None:
+    with pytest.raises(TypeError, match="list"):
+        vector_to_parameter_list([1.0], [rand(1)])
+    with pytest.raises(RuntimeError, match=r"\[7\].*\[\[2, 3\], \[1\]\].*\[8\]"):
+        vector_to_parameter_list(rand(8), [rand(2, 3), rand(1)])
+
+
+# Kronecker products
+
+FACTOR_SHAPES = [[(3, 3)], [(2, 3), (4, 1)], [(1, 2), (3, 3), (2, 1)], [(4,), (2, 3)], [(3, 2), (2,), (2,)]]
+
+
+def dense(factors: list[Tensor]) -> Tensor:
+    """Kronecker product by its definition, entry by entry."""
+    result = torch.ones(1, 1, dtype=torch.float64)
+    for factor in factors:
+        matrix = torch.diag(factor) if factor.dim() == 1 else factor
+        result = torch.cat([torch.cat([a * matrix for a in row], dim=1) for row in result], dim=0)
+    return result
+
+
+@pytest.mark.parametrize("shapes", FACTOR_SHAPES, ids=str)
+def test_kronecker_products(shapes: list[tuple[int, ...]]) -> None:
+    factors = [rand(*shape) for shape in shapes]
+    matrix = dense(factors)
+    assert torch.equal(kroneckers.kfacs_to_mat(iter(factors)), matrix)
+    for mat in (rand(matrix.shape[1], 5), rand(5, matrix.shape[1]).T, rand(matrix.shape[1], 1), rand(matrix.shape[1], 0), rand(matrix.shape[1])):
+        torch.testing.assert_close(kroneckers.apply_kfac_mat_prod(factors, mat), matrix @ mat)
+
+
+def test_two_kfacs_to_mat() -> None:
+    A, B = rand(2, 3), rand(3, 1)
+    assert torch.equal(kroneckers.two_kfacs_to_mat(A, B), dense([A, B]))
+
+
+@pytest.mark.parametrize("shift", [None, 0.1, [0.3, 0.1, 2.0], (0.1, 0.2, 0.3)], ids=str)
+def test_inverse_kronecker_products(shift: float | list[float] | None) -> None:
+    factors = [A @ A.T + 0.1 * torch.eye(len(A)) for A in (rand(3, 5), rand(1, 2))] + [rand(2) + 1]
+    shifts = shift if isinstance(shift, list | tuple) else [shift or 0.0] * 3
+    shifted = [(torch.diag(F) if F.dim() == 1 else F) + s * torch.eye(len(F)) for F, s in zip(factors, shifts, strict=True)]
+    inverse = torch.linalg.inv(dense(shifted))
+    for mat in (rand(6, 4), rand(6)):
+        torch.testing.assert_close(kroneckers.apply_inv_kfac_mat_prod(factors, mat, shift), inverse @ mat)
+    for F, result in zip(shifted, kroneckers.inv_kfacs(factors, shift=shift), strict=True):
+        torch.testing.assert_close(torch.diag(result) if result.dim() == 1 else result, torch.linalg.inv(F))
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_inverse_of_singular_factor_is_clamped(diagonal: bool) -> None:
+    factor = torch.tensor([2.0, 0.0], dtype=torch.float64)
+    (inverse,) = kroneckers.inv_kfacs([factor if diagonal else torch.diag(factor)])
+    expected = torch.tensor([0.5, 1e8], dtype=torch.float64)
+    torch.testing.assert_close(inverse, expected if diagonal else torch.diag(expected))
+
+
+def test_kronecker_errors() -> None:
+    A, B = rand(2, 3), rand(4, 4)
+    with pytest.raises(RuntimeError, match=r"\[\[2, 3\], \[4, 4\]\].*12 rows.*\[8, 2\]"):
+        kroneckers.apply_kfac_mat_prod([A, B], rand(8, 2))
+    with pytest.raises(RuntimeError, match=r"2 or 1 axes.*\[12, 1, 1\]"):
+        kroneckers.apply_kfac_mat_prod([A, B], rand(12, 1, 1))
+    with pytest.raises(RuntimeError, match=r"\[2, 3\]"):
+        kroneckers.inv_kfacs([A])
+    with pytest.raises(AssertionError, match="3 shifts for 2"):
+        kroneckers.inv_kfacs([B, B], [0.1, 0.2, 0.3])
+    with pytest.raises(RuntimeError, match=r"\[\[2, 3\], \[2, 2, 2\]\]"):
+        kroneckers.kfacs_to_mat([A, rand(2, 2, 2)])
+    with pytest.raises(RuntimeError, match="at least one"):
+        kroneckers.kfac_mat_prod([])
+
+
+def test_kronecker_helpers() -> None:
+    assert kroneckers.is_vector(rand(2)) and not kroneckers.is_vector(rand(1, 2))
+    assert kroneckers.is_matrix(rand(2, 1)) and not kroneckers.is_matrix(rand(2))
+    assert kroneckers.is_tensor_of_order(0, torch.tensor(1.0))
+    assert kroneckers.all_tensors_of_order(order=2, tensors=[rand(1, 2), rand(2, 2)])
+    assert not kroneckers.all_tensors_of_order(order=2, tensors=[rand(1, 2), rand(2)])
+    assert len(set(kroneckers.get_letters())) == 26
+    assert len(set(kroneckers.get_letters(52))) == 52
+    with pytest.raises(ValueError, match="53"):
+        kroneckers.get_letters(53)
+
+
+def test_unsqueeze_missing_dim() -> None:
+    @kfacmp_unsqueeze_if_missing_dim(mat_dim=3)
+    def double(mat: Tensor) -> Tensor:
+        assert mat.dim() == 3
+        return 2 * mat
+
+    for mat in (rand(2, 3, 4), rand(2, 3), rand(2, 1)):
+        assert torch.equal(double(mat), 2 * mat)
+    with pytest.raises(RuntimeError, match=r"3 or 2 axes.*\[2\]"):
+        double(rand(2))
+
+
+def test_module_classification() -> None:
+    containers = [Sequential(ReLU()), Parallel(ReLU(), ReLU()), Parallel(ReLU()).branch, ReduceTuple(), symbolic_trace(ReLU())]
+    assert all(is_no_op(module) for module in containers)
+    assert not any(is_no_op(module) for module in (ReLU(), Identity(), SumModule(), Linear(1, 1), MSELoss()))
+    assert all(is_loss(module) for module in (MSELoss(), L1Loss(), CrossEntropyLoss()))
+    assert not is_loss(Linear(1, 1))
+    assert all(is_nll(module) for module in (MSELoss(), CrossEntropyLoss(), BCEWithLogitsLoss()))
+    assert not is_nll(L1Loss())
+
+
+# Diagonals of a linear layer
+
+
+@pytest.mark.parametrize("shape", [(4,), (1,), (3, 2), (2, 2, 3), (1, 1)], ids=str)
+@pytest.mark.parametrize("sum_batch", [True, False])
+def test_linear_diagonals(shape: tuple[int, ...], sum_batch: bool) -> None:
+    layer = Linear(3, 2).double()
+    layer.input0 = rand(3, *shape).movedim(0, -1)
+    S = rand(5, *shape, 2)
+    params = {name: param.detach() for name, param in layer.named_parameters()}
+    results = {"weight": linear.extract_weight_diagonal(layer, S, sum_batch), "bias": linear.extract_bias_diagonal(layer, S, sum_batch)}
+    for name, result in results.items():
+        expected = []
+        for n, x in enumerate(layer.input0):
+            J = jacrev(lambda p, x=x: functional_call(layer, p, x))(params)[name].reshape(-1, params[name].numel())
+            expected.append((S[:, n].reshape(5, -1) @ J).square().sum(0).reshape(params[name].shape))
+        torch.testing.assert_close(result, sum(expected) if sum_batch else torch.stack(expected))
+
+
+def test_linear_diagonals_check_shapes() -> None:
+    layer = Linear(3, 2).double()
+    layer.input0 = rand(4, 3)
+    with pytest.raises(RuntimeError, match=r"\['V', 4, 2\].*\[5, 3, 2\]"):
+        linear.extract_weight_diagonal(layer, rand(5, 3, 2))
+    with pytest.raises(RuntimeError, match=r"\['V', 4, 2\].*\[5, 4, 3\]"):
+        linear.extract_bias_diagonal(layer, rand(5, 4, 3))
+    layer.input0 = rand(3)
+    with pytest.raises(RuntimeError, match="'N'"):
+        linear.extract_weight_diagonal(layer, rand(5, 2))
+
+
+# Helpers of the examples
+
+
+def write_idx(path: Path, data: Tensor) -> None:
+    header = bytes([0, 0, 8, data.dim()]) + b"".join(size.to_bytes(4, "big") for size in data.shape)
+    content = header + bytes(data.flatten().tolist())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+@pytest.mark.parametrize(("folder", "suffix"), [("", ""), ("", ".gz"), ("MNIST/raw", ""), ("MNIST/raw", ".gz")])
+def test_mnist_files(tmp_path: Path, folder: str, suffix: str) -> None:
+    images, labels = torch.randint(256, (10, 28, 28)), torch.arange(10)
+    write_idx(tmp_path / folder / f"train-images-idx3-ubyte{suffix}", images)
+    write_idx(tmp_path / folder / f"train-labels-idx1-ubyte{suffix}", labels)
+    X, y = examples.load_one_batch_mnist(batch_size=4, shuffle=False, root=tmp_path)
+    torch.testing.assert_close(X, ((images[:4] / 255 - 0.1307) / 0.3081).unsqueeze(1))
+    assert y.tolist() == [0, 1, 2, 3]
+    X_flat, _ = examples.load_one_batch_mnist(batch_size=4, shuffle=False, flat=True, root=str(tmp_path))
+    assert torch.equal(X_flat, X.reshape(4, 784))
+    shuffled = [(X, y) for X, y in examples.get_mnist_dataloader(batch_size=3, root=tmp_path)]
+    assert [len(y) for _, y in shuffled] == [3, 3, 3, 1]
+    assert sorted(torch.cat([y for _, y in shuffled]).tolist()) == list(range(10))
+    for X, y in shuffled:
+        torch.testing.assert_close(X, ((images[y] / 255 - 0.1307) / 0.3081).unsqueeze(1))
+
+
+def test_mnist_test_set(tmp_path: Path) -> None:
+    write_idx(tmp_path / "t10k-images-idx3-ubyte", torch.zeros(2, 28, 28, dtype=torch.long))
+    write_idx(tmp_path / "t10k-labels-idx1-ubyte", torch.tensor([7, 3]))
+    assert [int(y) for _, y in examples.load_mnist_dataset(tmp_path, train=False)] == [7, 3]
+
+
+def test_mnist_errors(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte\b.*MNIST/raw/train-images-idx3-ubyte\.gz"):
+        examples.load_mnist_dataset(tmp_path)
+    path = tmp_path / "train-images-idx3-ubyte"
+    write_idx(path, torch.zeros(2, 3, 3, dtype=torch.long))
+    complete = path.read_bytes()
+    for content in (complete[:-1], complete[:9], complete[:2], b"", b"\x00\x00\x0d" + complete[3:]):
+        path.write_bytes(content)
+        with pytest.raises(ArgumentError, match="train-images-idx3-ubyte is not a complete IDX file"):
+            examples.load_mnist_dataset(tmp_path)
+
+
+def ggn(model: Module, loss: Module, X: Tensor, y: Tensor) -> Tensor:
+    """GGN by its definition, from dense Jacobian and Hessian."""
+    params = {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
+    jacobians = jacrev(lambda p: functional_call(model, p, X))(params)
+    output = model(X).detach()
+    J = torch.cat([jacobians[name].reshape(output.numel(), -1) for name in params], dim=1)
+    H = torch.autograd.functional.hessian(lambda f: loss(f, y), output).reshape(output.numel(), output.numel())
+    return J.T @ H @ J
+
+
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_autograd_diag_ggn_exact(N: int, reduction: str) -> None:
+    model = Sequential(Linear(3, 2), Sigmoid(), Linear(2, 4)).double()
+    model[0].bias.requires_grad_(False)
+    loss, X, y = CrossEntropyLoss(reduction=reduction), rand(N, 3), torch.randint(4, (N,))
+    G = ggn(model, loss, X, y)
+    torch.testing.assert_close(examples.autograd_diag_ggn_exact(X, y, model, loss), G.diag())
+    for idx in ([4, 0, 17], torch.tensor([4, 0]), 3, torch.tensor(3), []):
+        expected = G.diag()[torch.as_tensor(idx, dtype=torch.long).reshape(-1)]
+        torch.testing.assert_close(examples.autograd_diag_ggn_exact(X, y, model, loss, idx=idx), expected)
+    for index, column in examples._autograd_ggn_exact_columns(X, y, model, loss, idx=[2, 5]):
+        torch.testing.assert_close(column, G[:, index])
