@@ -8,6 +8,7 @@ Everything first order, the GGN diagonal and the GGN's square root are exact on 
 * ``extra axes``: a ``Linear`` sees more than two axes, so that the averages are refused.
 * ``reused``: a parameter is used several times, so that the averages are refused, and the products exact or refused.
 * ``nested``: the Hessian has terms that mix two uses of parameters, or the residual of a module is dense: its diagonal is exact or refused.
+* ``opaque``: an operation in place on a view hides in the graph what it does: the diagonal of the Hessian is exact or refused.
 * ``curved``: functional code between the modules is curved, so that the diagonal of the Hessian is refused.
 * ``dense residual``: the residual of a module is no diagonal, so that no positive-curvature Hessian exists.
 * ``other parameters``: some parameter belongs neither to a ``Linear`` nor to a known layer: Kronecker factors are refused, or they are the
@@ -83,6 +84,7 @@ TAGS = {
     "extra axes",
     "reused",
     "nested",
+    "opaque",
     "curved",
     "dense residual",
     "other parameters",
@@ -243,7 +245,7 @@ ACTIVATIONS: dict[str, Callable[[], Module]] = {
     "RReLU": partial(nn.RReLU, 0.1, 0.4),
     "ReLU6": nn.ReLU6,
     "ELU": partial(nn.ELU, 1.3),
-    "CELU": partial(nn.CELU, 1.3),
+    "CELU": partial(nn.CELU, 0.5),
     "SELU": nn.SELU,
     "GELU": nn.GELU,
     "GELU, tanh": partial(nn.GELU, "tanh"),
@@ -270,7 +272,7 @@ ACTIVATIONS: dict[str, Callable[[], Module]] = {
     "RReLU, in place": partial(nn.RReLU, 0.1, 0.4, inplace=True),
     "ReLU6, in place": partial(nn.ReLU6, inplace=True),
     "ELU, in place": partial(nn.ELU, 1.3, inplace=True),
-    "CELU, in place": partial(nn.CELU, 1.3, inplace=True),
+    "CELU, in place": partial(nn.CELU, 0.5, inplace=True),
     "SELU, in place": partial(nn.SELU, inplace=True),
     "SiLU, in place": partial(nn.SiLU, inplace=True),
     "Mish, in place": partial(nn.Mish, inplace=True),
@@ -628,9 +630,9 @@ graph(
 graph("residual", residual, layers(3, 3, 3, 4, tanh=Tanh), (3,))
 graph("residual on input", lambda net, x: net.b(x + net.tanh(net.a(x))), layers(3, 3, 4, tanh=Tanh), (3,))
 graph("residual in place", inplace_add, layers(3, 3, 3, 4, tanh=Tanh), (3,))
-graph("residual in place, extra axis", inplace_add_positions, layers(3, 3, 3, 4, tanh=Tanh), (2, 3))
-graph("in-place slices", inplace_slice, layers(3, 4, 4), (3,))
-graph("functional relu in place, extra axis", lambda net, x: net.b(F.relu_(net.a(x))).sum(1), layers(3, 4, 4), (2, 3))
+graph("residual in place, extra axis", inplace_add_positions, layers(3, 3, 3, 4, tanh=Tanh), (2, 3), "opaque")
+graph("in-place slices", inplace_slice, layers(3, 4, 4), (3,), "opaque")
+graph("functional relu in place, extra axis", lambda net, x: net.b(F.relu_(net.a(x))).sum(1), layers(3, 4, 4), (2, 3), "opaque")
 graph("linear twice", lambda net, x: net.b(F.relu(net.a(F.relu(net.a(x))))), layers(5, 5, 4), (5,), "reused", "nested")
 graph("linear twice, side by side", lambda net, x: net.b(net.tanh(net.a(x)) + net.a(x.flip(1))), layers(3, 3, 4, tanh=Tanh), (3,), "reused")
 graph("sequence with functional end", lambda net, x: net.b(net.relu(net.a(x))).view(-1, 4), layers(3, 3, 4, relu=nn.ReLU), (3,))
@@ -716,7 +718,7 @@ graph(
     lambda net, x: net.c(net.a(x) * net.b(x)),
     lambda: {"a": Linear(3, 3), "b": Linear(3, 3), "c": Linear(3, 4)},
     (3,),
-    "curved",
+    "nested",
 )
 graph("attention", attention, lambda: {"q": Linear(3, 2), "k": Linear(3, 2), "v": Linear(3, 2), "out": Linear(2, 4)}, (3, 3), "curved")
 graph("fused attention", fused_attention, lambda: {"qkv": Linear(3, 12), "out": Linear(4, 4)}, (3, 3), "curved")

@@ -146,7 +146,11 @@ class TwiceDifferentiableHardsigmoid(Module):
         Returns:
             Tensor of the same shape.
         """
-        return F.relu6(x + 3) / 6
+        point = x.detach().requires_grad_()
+        with torch.enable_grad():  # torch's own slope, which it rounds to single precision
+            value = F.hardsigmoid(point)
+            (slope,) = torch.autograd.grad(value.sum(), point)
+        return value.detach() + slope * (x - point.detach())
 
 
 def flatten_heads(outputs: list[Tensor]) -> Tensor:

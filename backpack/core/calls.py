@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 
@@ -33,6 +34,7 @@ Edge = tuple[Node, int]
 """Where a tensor comes from: (graph node, which of its outputs)."""
 
 _ORDER = count()
+_RANDOM = RecordedSlopeDerivatives()
 _BOTH = frozenset({"input", "output"})
 
 
@@ -55,13 +57,28 @@ owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class Slot:
     """One tensor of a call: kept (detached), or only its shape and a weak reference."""
 
-    __slots__ = ("device", "dtype", "edge", "ref", "shape", "value", "version")
+    __slots__ = ("base_edge", "device", "dtype", "edge", "ref", "shape", "value", "version")
 
-    def __init__(self, tensor: Tensor, edge: Edge | None, keep: bool, clone: bool = False) -> None:
-        self.shape, self.dtype, self.device, self.edge = tensor.shape, tensor.dtype, tensor.device, edge
+    def __init__(self, tensor: Tensor, keep: bool, clone: bool = False) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.edge: Edge | None = None
+        self.base_edge: Edge | None = None
         self.value = (tensor.detach().clone() if clone else tensor.detach()) if keep else None
         self.version = (self.value if clone else tensor)._version
         self.ref = None if keep else ref(tensor)
+
+    def locate(self, tensor: Tensor) -> None:
+        """Note where the tensor comes from; for a view, also where its base does, to which an operation in place would lead.
+
+        Args:
+            tensor: The tensor.
+        """
+        if tensor.requires_grad:
+            edge = get_gradient_edge(tensor)
+            self.edge = edge.node, edge.output_nr
+            base = same_data(tensor)
+            if base is not None and base.grad_fn is not None:
+                self.base_edge = base.grad_fn, base.output_nr
 
     def read(self, what: str) -> Tensor | None:
         """Return the recorded tensor, detached.
@@ -116,11 +133,19 @@ def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any
     return [*args, *(kwargs[name] for name in known), *(value for name, value in kwargs.items() if name not in known)]
 
 
-def _edge(tensor: Tensor) -> Edge | None:
-    if not tensor.requires_grad:
+def same_data(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which another one is a view with the same entries in the same order.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        The base; ``None`` if there is no such tensor.
+    """
+    if not tensor._is_view():
         return None
-    edge = get_gradient_edge(tensor)
-    return edge.node, edge.output_nr
+    base = tensor._base
+    return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -163,25 +188,29 @@ class ModuleCall:
         root: Whether no other extended module was running.
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
         outputs: One ``Slot`` a tensor of the output.
+        slope: Derivative of a random element-wise module, set when it is needed.
         keep: Set where somebody reads the tensors after the backward pass.
     """
 
-    __slots__ = ("__weakref__", "_module", "derivatives", "inputs", "keep", "order", "outputs", "path", "recorder", "root")
+    __slots__ = ("__weakref__", "_module", "derivatives", "inputs", "keep", "order", "outputs", "path", "recorder", "root", "slope")
 
     def __init__(self, module: Module, recorder: Recorder, args: list[Any]) -> None:
-        rule = derivatives_for(module)
-        self.derivatives: BaseDerivatives | None = rule if rule is not None and rule.applies(module) else None
+        self.derivatives: BaseDerivatives | None = derivatives_for(module)
         self.recorder = recorder
         self.path = recorder.path or type(module).__name__
         self.order = next(_ORDER)
         self.root = not recording.open
         self.keep = False
+        self.slope: Tensor | None = None
         self.outputs: list[Slot] = []
         # torch's own losses are often temporary objects, `extend(MSELoss())(...)`, and never store what they return: held strongly
         self._module = module if self.is_loss and type(module).__module__.startswith("torch.nn") else ref(module)
         keep = "input" in self._needs(module)
         clone = keep and getattr(module, "inplace", False) is True
-        self.inputs = [Slot(arg, _edge(arg), keep, clone) if isinstance(arg, Tensor) else arg for arg in args]
+        self.inputs = [Slot(arg, keep, clone) if isinstance(arg, Tensor) else arg for arg in args]
+        for slot, arg in zip(self.inputs, args, strict=True):
+            if isinstance(slot, Slot):
+                slot.locate(arg)
 
     def _needs(self, module: Module) -> frozenset[str]:
         if self.derivatives is not None:
@@ -221,16 +250,19 @@ class ModuleCall:
         tensors = _tensors(output)
         for index, tensor in enumerate(tensors):
             node = tensor.grad_fn
-            self.outputs.append(Slot(tensor, None, keep))
+            self.outputs.append(Slot(tensor, keep))
             if node is None or (node in sources and not self.root):
                 continue
             node.metadata.setdefault(KEY, []).append(Mark(self, index, tensor.output_nr, False))
-            base = tensor._base if tensor._is_view() and tensor.numel() == tensor._base.numel() else None
-            if base is not None and base.grad_fn not in (None, *sources) and tensor.is_contiguous() and base.is_contiguous():
+            base = same_data(tensor)
+            if base is not None and base.grad_fn not in (None, *sources):
                 # an operation in place on a view rewrites the graph below its base: then only the base's node runs
-                base.grad_fn.metadata.setdefault(KEY, []).append(Mark(self, index, base.output_nr, True))
+                node = base.grad_fn
+                node.metadata.setdefault(KEY, []).append(Mark(self, index, base.output_nr, True))
             if len(tensors) == 1 and self.holds:
                 node.register_hook(self._on_executed)
+        if self.derivatives is not None and tensors and not self.derivatives.applies(self):
+            self.derivatives = _RANDOM if isinstance(self.derivatives, ElementwiseDerivatives) else None
 
     def _on_executed(self, *_: Any) -> None:
         if not (self.keep or torch._C._autograd._get_current_graph_task_keep_graph()):
@@ -272,13 +304,21 @@ class ModuleCall:
         slot = slots[index]
         if not isinstance(slot, Slot):
             return slot
-        value = slot.read(f"{name} of module {self.path}")
-        if value is None and name == "output" and self.derivatives is not None and not self.is_loss:
-            inputs = [s.read(f"input{i} of module {self.path}") if isinstance(s, Slot) else s for i, s in enumerate(self.inputs)]
-            if inputs[0] is not None:
-                with torch.no_grad():
-                    value = type(self.module).forward(self.module, *inputs)
-        return value
+        return slot.read(f"{name} of module {self.path}")
+
+    def replay(self) -> Any:
+        """Compute the output again, for a rule that makes it from nothing but inputs and parameters.
+
+        Returns:
+            The output; ``None`` if an input was not kept, or the module has no such rule.
+        """
+        if self.derivatives is None or "input" not in self.derivatives.keeps:
+            return None
+        with torch.no_grad():
+            return type(self.module).forward(self.module, *(self.tensor(f"input{i}") for i in range(len(self.inputs))))
+
+    def __repr__(self) -> str:
+        return self.path
 
     def __getattr__(self, name: str) -> Any:
         if name == "output" or (name.startswith("input") and name[5:].isdigit()):
@@ -436,6 +476,8 @@ class _RecordedTensor:
             call = None if recorder is None else recorder.last
         registered = any(self.name in module.__dict__.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
         value = None if call is None or registered or call.released else call.tensor(self.name)
+        if value is None and call is not None and self.name == "output" and not registered and not call.released:
+            value = call.replay()
         if value is None:
             raise AttributeError(self.name)  # Module.__getattr__ takes over
         return value

@@ -16,7 +16,8 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import BatchFirst, Edge, Mark, ModuleCall
-from backpack.core.graph import SPLIT, Gap, Plan, Unit, Way, call_node
+from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
+from backpack.core.graph import SPLIT, Gap, Plan, Unit, Way, call_node, shape_of
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
 from backpack.utils.errors import NotRecordedError
 
@@ -40,13 +41,14 @@ class Flow(ABC):
         """
 
     @abstractmethod
-    def through(self, call: ModuleCall, value: Any, grad: Tensor) -> Any:
+    def through(self, call: ModuleCall, value: Any, grad: Tensor, layout: Layout) -> Any:
         """Map a value from the output of a module to its input.
 
         Args:
             call: The module call, samples first.
             value: Value at the output, samples first.
             grad: Gradient that arrives at the output ``[R, *out]``.
+            layout: Says to which sample each of the ``R`` rows belongs.
         """
 
     def merge(self, old: Any, new: Any) -> Any:
@@ -202,6 +204,8 @@ class Carry:
         grad = grads[unit.nr]
         if grad is None:
             grad = torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
+        if isinstance(call.derivatives, RecordedSlopeDerivatives) and unit.below is not None:
+            call.slope = self._slope(node, unit)
         view = BatchFirst(call, axis) if axis else call
         arranged = grad.reshape(slot.shape).movedim(axis, 0) if unit.base or axis else grad
         for flow in self._flows:
@@ -214,13 +218,34 @@ class Carry:
             below = unit.below
             if below is None or (flow.is_gradient and not self._explicit(below)):
                 continue
-            value = flow.through(view, value, arranged)
-            if flow.crosses_gaps and axis:
-                value = {s: c.movedim(1, 1 + axis) for s, c in value.items()}
-            self._deposit(flow, below, Way.DATA, value, layout)
+            value = flow.through(view, value, arranged, layout)
+            if flow.crosses_gaps:
+                shape = shape_of(below)
+                value = {s: c.movedim(1, 1 + axis).reshape(-1, *shape) for s, c in value.items()}
+            self._deposit(flow, below, Way.DATA, value, unit.arrives)
         for parameter in unit.parameters.values():
             self._used(parameter)
         self._reader.after_call(call)
+
+    @staticmethod
+    def _slope(node: Node, unit: Unit) -> Tensor:
+        """Return the derivative of an element-wise module, by sending ones through its piece of the graph.
+
+        Args:
+            node: Node of the output.
+            unit: The unit.
+
+        Returns:
+            Shape of the input.
+        """
+        edge, slot = (node, unit.nr), unit.call.outputs[0]
+        columns = torch.ones(1, *shape_of(edge), dtype=slot.dtype, device=slot.device)
+        while edge != unit.below:
+            returned = call_node(edge[0], [columns if nr == edge[1] else None for nr in range(len(edge[0]._input_metadata))])
+            edge, columns = next(
+                (n, c) for n, c in zip(edge[0].next_functions, returned, strict=True) if n[0] in unit.inside or n == unit.below
+            )
+        return columns.reshape(slot.shape)
 
     def _at_gap(self, node: Node, gap: Gap, grads: tuple[Tensor | None, ...]) -> None:
         for flow in self._flows:

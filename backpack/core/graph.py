@@ -18,7 +18,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import KEY, Edge, Mark, ModuleCall, owners
+from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot, owners
+from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
 from backpack.core.samples import Layout, decode, first_axis, keeps_samples, probe, seen_through_reshape
 from backpack.utils.errors import (
     LossNotExtendedError,
@@ -69,18 +70,34 @@ class Unit:
         parameters: Name to parameter, of the trainable ones that the piece uses.
         inside: Nodes of the piece.
         below: Where input 0 comes from, if something there is needed.
+        arrives: Where the samples lie there.
         layout: Where the samples lie in the output.
         couples: Whether a parameter of the module is also used upstream of it.
     """
 
-    __slots__ = ("base", "below", "call", "couples", "inside", "layout", "nr", "parameters")
+    __slots__ = ("arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters")
 
     def __init__(self, mark: Mark, inside: set[Node], parameters: dict[str, Parameter]) -> None:
         self.call, self.nr, self.base = mark.call, mark.nr, mark.base
         self.inside, self.parameters = inside, parameters
         self.below: Edge | None = None
+        self.arrives: Layout | None = None
         self.layout: Layout | None = None
         self.couples = False
+
+
+class _Piece(NamedTuple):
+    """The piece of the graph between a call's output and its inputs: nodes, parameters by name, (number, edge) of the inputs that it uses."""
+
+    inside: set[Node]
+    parameters: dict[str, Parameter]
+    inputs: list[tuple[int, Edge]]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node of the piece leads to a single other one."""
+        edges = {edge for _, edge in self.inputs}
+        return all(sum(n in self.inside or (n, nr) in edges for n, nr in node.next_functions) == 1 for node in self.inside)
 
 
 class Crossing(NamedTuple):
@@ -161,6 +178,8 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         return tuple(t for t in out if t is not None)
 
     try:
+        # operations without a batching rule run one column after the other, for which a warning would be of no use
+        torch._C._functorch._set_vmap_fallback_warning_enabled(False)
         found = iter(torch.vmap(defined)(*parts))
     except RuntimeError:  # no batching rule, or data-dependent Python inside: one column after the other
         rows = [defined(*(p[v] for p in parts)) for v in range(count)]
@@ -319,9 +338,9 @@ class Plan:
         call = mark.call
         piece = self._piece(node, call)
         prediction = call.inputs[0].edge
-        if piece is None or piece[1] or prediction is None or not call.inputs[0].shape or node in self.states:
+        if piece is None or piece.parameters or prediction is None or not call.inputs[0].shape or node in self.states:
             return False
-        if any(slot.edge is not None and self.reach[slot.edge[0]] for slot in call.tensor_inputs[1:]):
+        if any(slot.edge is not None and self.reach.get(slot.edge[0]) for slot in call.tensor_inputs[1:]):
             if self._second_order:
                 raise LossValueError(
                     f"{call.path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
@@ -329,7 +348,7 @@ class Plan:
                 )
             return False
         self.losses[node] = mark
-        self._covered |= piece[0]
+        self._covered |= piece.inside
         self._arrive(prediction, first_axis(call.inputs[0].shape[0]), False)
         return True
 
@@ -410,27 +429,31 @@ class Plan:
             if layout is None or (layout.axis != 0 and not (call.derivatives.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1)):
                 continue
             piece = self._piece(node, call)
-            if piece is None or not set(piece[1]) <= set(call.derivatives.params):
+            if piece is None or not set(piece.parameters) <= set(call.derivatives.params):
                 continue
-            needed = [i for i, s in enumerate(call.inputs) if getattr(s, "edge", None) is not None and self.reach[s.edge[0]]]
-            if needed not in ([], [0]):
+            needed = [(i, edge) for i, edge in piece.inputs if self.reach[edge[0]]]
+            if len(needed) > 1 or (needed and needed[0][0] != 0):
                 continue
-            unit = Unit(mark, piece[0], {name: p for name, p in piece[1].items() if p in owners})
+            unit = Unit(mark, piece.inside, {name: p for name, p in piece.parameters.items() if p in owners})
             unit.layout = layout
+            if needed:
+                unit.below = needed[0][1]
+                shape = shape_of(unit.below)
+                unit.arrives = layout if shape == call.inputs[0].shape else seen_through_reshape(layout, call.inputs[0].shape, shape)
+                if unit.arrives is None or (isinstance(call.derivatives, RecordedSlopeDerivatives) and not piece.is_chain):
+                    continue
+                unit.couples = any(self.reach[unit.below[0]] & self._bits[id(p)] for p in unit.parameters.values())
+                self._arrive(unit.below, unit.arrives, node in self._above)
             self._claimed.add(call)
-            self._covered |= piece[0]
+            self._covered |= piece.inside
             self.units[node] = unit
             self._refuse_uncovered(node)
             for parameter in unit.parameters.values():
                 self.uses[parameter] = self.uses.get(parameter, 0) + 1
-            if needed:
-                unit.below = call.inputs[0].edge
-                unit.couples = any(self.reach[unit.below[0]] & self._bits[id(p)] for p in unit.parameters.values())
-                self._arrive(unit.below, layout, node in self._above)
             return unit
         return None
 
-    def _piece(self, node: Node, call: ModuleCall) -> tuple[set[Node], dict[str, Parameter]] | None:
+    def _piece(self, node: Node, call: ModuleCall) -> _Piece | None:
         """Collect the nodes between a call's output and its inputs.
 
         Args:
@@ -438,27 +461,33 @@ class Plan:
             call: The call.
 
         Returns:
-            The nodes and the parameters used there; ``None`` if the piece is connected to anything but the inputs and own parameters.
+            The piece; ``None`` if it is connected to anything but the inputs and own parameters.
         """
-        sources = {slot.edge for slot in call.tensor_inputs if slot.edge is not None}
+        slots = [(i, slot) for i, slot in enumerate(call.inputs) if isinstance(slot, Slot)]
+        sources = {edge: i for i, slot in slots for edge in (slot.base_edge, slot.edge) if edge is not None}
         own = {id(p): name for name, p in call.module._parameters.items() if p is not None}
-        inside, stack, edges, parameters = {node}, [node], {node: self._edges_into.get(node, 0)}, {}
+        piece, stack, edges = _Piece({node}, {}, []), [node], {node: self._edges_into.get(node, 0)}
         while stack:
             for upstream, nr in stack.pop().next_functions:
-                if upstream is None or (upstream, nr) in sources:
+                if upstream is None:
+                    continue
+                if (upstream, nr) in sources:
+                    entry = (sources[upstream, nr], (upstream, nr))
+                    if entry not in piece.inputs:
+                        piece.inputs.append(entry)
                     continue
                 if upstream.name() == _LEAF:
                     name = own.get(id(upstream.variable))
                     if name is None:
                         return None
-                    parameters[name] = upstream.variable
+                    piece.parameters[name] = upstream.variable
                     continue
                 edges[upstream] = edges.get(upstream, 0) + 1
-                if upstream not in inside:
-                    inside.add(upstream)
+                if upstream not in piece.inside:
+                    piece.inside.add(upstream)
                     stack.append(upstream)
         closed = all(count == self._edges_into.get(n, 0) for n, count in edges.items())
-        return (inside, parameters) if closed else None
+        return piece if closed else None
 
     def _cross(self, node: Node, states: dict[int, State]) -> None:
         """Plan the crossing of a gap node.
@@ -591,7 +620,7 @@ def _crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size |
     metadata, key = node._input_metadata, None
     if node.name() in _STATIC:
         attributes = tuple(str(getattr(node, name)) for name in _static_attributes(type(node)))
-        key = (node.name(), tuple(m.shape for m in metadata), shapes, tuple(states.items()), attributes)
+        key = (node.name(), tuple(torch.Size(m.shape) for m in metadata), shapes, tuple(states.items()), attributes)
         if key in _CROSSINGS:
             return _CROSSINGS[key]
     samples, axis = next((layout.samples, layout.axis) for layout in states.values())

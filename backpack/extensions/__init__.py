@@ -16,6 +16,9 @@ from backpack.extensions.secondorder import (
     SqrtGGNExact,
     SqrtGGNMC,
 )
+from backpack.extensions.short_names import install
+
+install()
 
 __all__ = [
     "GGNMP",

@@ -14,12 +14,13 @@ from torch import Tensor
 from backpack.core.calls import ModuleCall
 from backpack.core.carry import Columns, Flow
 from backpack.core.graph import Gap, Plan
+from backpack.core.samples import Layout
 from backpack.extensions.curvature import Curvature
 from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
 
 LINEAR = frozenset(
     """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Cat Stack Slice Select Split
-    SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Unfold CopySlices
+    SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Unfold
     NativeDropout NativeBatchNorm AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding Scatter SliceScatter""".split()
 )
 PIECEWISE_LINEAR = frozenset("Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split())
@@ -59,7 +60,7 @@ def apply_to_all(columns: Columns, function: Callable[[Tensor], Tensor]) -> Colu
 class ColumnFlow(Flow):
     """Columns ``[V, N, *]``, mapped by transposed Jacobians."""
 
-    def through(self, call: ModuleCall, value: Columns, grad: Tensor) -> Columns:
+    def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
         return apply_to_all(value, lambda mat: call.derivatives._jac_t_mat_prod(call, None, (grad,), mat))
 
     def check(self, plan: Plan) -> None:
@@ -172,8 +173,8 @@ class SignedSqrtFlow(ColumnFlow):
         signs = place[1].expand(mat.shape[0], -1, -1).gather(2, place[0].unsqueeze(2)).squeeze(2)
         return {Source(call.order, signs): mat}
 
-    def through(self, call: ModuleCall, value: Columns, grad: Tensor) -> Columns:
-        result = super().through(call, value, grad)
+    def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
+        result = super().through(call, value, grad, layout)
         rule = call.derivatives
         if rule.hessian_is_zero(call):
             return result
@@ -189,6 +190,7 @@ class SignedSqrtFlow(ColumnFlow):
             values, vectors = torch.linalg.eigh(rule._residual_mat_prod(call, None, (grad,), unit).flatten(2).movedim(0, 2))
             mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(size, *shape)
             signs = values.sign().T
+        mat, signs = _separate_rows(mat, signs, layout)
         result[Source(call.order, signs)] = mat
         return result
 
@@ -196,11 +198,33 @@ class SignedSqrtFlow(ColumnFlow):
         for gap in plan.gaps.values():
             if not _block_is_linear(plan, gap):
                 raise UnsupportedError(
-                    f"{gap.node.name()} is a curved operation between modules, on the way to {plan.names(plan.reach[gap.node])}: the diagonal of the Hessian "
+                    f"{gap.node.name()} is, or may hide, a curved operation between modules, on the way to {plan.names(plan.reach[gap.node])}: the diagonal of the Hessian "
                     "has no exact rule for it. Use a module for it (torch.nn.GELU() instead of torch.nn.functional.gelu), the generalized "
                     "Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product)."
                 )
         refuse_coupled(plan, "The diagonal of the Hessian")
+
+
+def _separate_rows(mat: Tensor, signs: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+    """Give the rows of one sample columns of their own, since each row's columns were made as if it were a sample.
+
+    Args:
+        mat: ``[V, R, *]``.
+        signs: ``[V, R]``.
+        layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
+
+    Returns:
+        ``[T * V, R, *]`` and signs ``[T * V, N]``, where ``T`` is the number of rows of a sample.
+    """
+    if layout.plain:
+        return mat, signs
+    turns = repetitions(layout.labels)
+    full = mat.new_zeros(1 + max(turns), *mat.shape)
+    full_signs = signs.new_zeros(1 + max(turns), len(signs), layout.samples)
+    for row, (turn, sample) in enumerate(zip(turns, layout.labels, strict=True)):
+        full[turn, :, row] = mat[:, row]
+        full_signs[turn, :, sample] = signs[:, row]
+    return full.flatten(0, 1), full_signs.flatten(0, 1)
 
 
 def _block_is_linear(plan: Plan, gap: Gap) -> bool:
@@ -214,7 +238,7 @@ def _block_is_linear(plan: Plan, gap: Gap) -> bool:
         True for (piecewise) linear operations, and for products of factors that depend on different parameters.
     """
     name = gap.node.name().split("Backward")[0]
-    if name in LINEAR or name in PIECEWISE_LINEAR or name == "CopySlices":
+    if name in LINEAR or name in PIECEWISE_LINEAR:
         return True
     if name == "Div":
         return gap.nexts[1] is None if len(gap.nexts) > 1 else True
@@ -284,13 +308,13 @@ class AverageFlow(ChainFlow):
 
     def start(self, call: ModuleCall, grad: Tensor) -> Tensor:
         if grad.numel() != 1:
-            raise LossValueError(f"{call.path}: {self.quantity} needs reduction='mean' or 'sum', got a loss value of shape {list(grad.shape)}.")
+            raise UnsupportedError(f"{call.path}: {self.quantity} needs reduction='mean' or 'sum', got a loss value of shape {list(grad.shape)}.")
         Curvature.check_loss_hessian(call.derivatives.hessian_is_psd() and grad.item() >= 0, self.curvature)
         mat = call.derivatives._sum_hessian(call, None, (grad,))
         size = call.inputs[0].shape[1:].numel()
         return mat.reshape(size, size) * grad
 
-    def through(self, call: ModuleCall, value: Tensor, grad: Tensor) -> Tensor:
+    def through(self, call: ModuleCall, value: Tensor, grad: Tensor, layout: Layout) -> Tensor:
         rule = call.derivatives
         result = rule.ea_jac_t_mat_jac_prod(call, None, (grad,), value)
         if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call):
@@ -323,7 +347,7 @@ class MatProdFlow(ChainFlow):
         product = call.derivatives._make_hessian_mat_prod(call, None, (grad,))
         return product if weights is None else lambda mat: product(mat) * weights
 
-    def through(self, call: ModuleCall, value: Product, grad: Tensor) -> Product:
+    def through(self, call: ModuleCall, value: Product, grad: Tensor, layout: Layout) -> Product:
         rule = call.derivatives
         call.keep = True
         residual: Product | None = None

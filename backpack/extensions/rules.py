@@ -157,7 +157,7 @@ class KroneckerRule(Rule):
         return KroneckerState(second_moment(x) * (rows / samples), outputs)
 
     def at_leaf(self, columns: Columns) -> KroneckerState:
-        return KroneckerState(None, {source: c.flatten(2).unsqueeze(2) for source, c in columns.items()})
+        return KroneckerState(None, {source: c.reshape(*c.shape[:2], 1, -1) for source, c in columns.items()})
 
     def add(self, one: KroneckerState, other: KroneckerState) -> KroneckerState:
         if (one.inputs is None) != (other.inputs is None) or (one.inputs is not None and one.inputs.shape != other.inputs.shape):

@@ -108,3 +108,18 @@ class PiecewiseLinearDerivatives(ActivationDerivatives):
 
     def hessian_is_zero(self, module: Module) -> bool:
         return True
+
+
+class RecordedSlopeDerivatives(ElementwiseDerivatives):
+    """An element-wise, piecewise linear map that is random (dropout in training mode): the graph knows its slope, and the call carries it."""
+
+    keeps = frozenset()
+
+    def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+        return subsample(module.slope, subsampling=subsampling)
+
+    def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
+        return torch.zeros_like(module.slope)
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        return True

@@ -28,7 +28,8 @@ class BatchL2Grad(GradientExtension):
         super().__init__("batch_l2", subsampling=subsampling)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return state[0][0].flatten(1).square().sum(1)
+        gradients = state[0][0]
+        return gradients.reshape(len(gradients), parameter.numel()).square().sum(1)
 
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
