@@ -359,7 +359,7 @@ class Oracle:
     @cached_property
     def batch_l2(self) -> dict[str, Tensor]:
         """Squared norm of each sample's gradient: ``[N]``."""
-        return {name: g.flatten(1).square().sum(1) for name, g in self.grad_batch.items()}
+        return {name: g.reshape(self.N, -1).square().sum(1) for name, g in self.grad_batch.items()}
 
     @cached_property
     def sum_grad_squared(self) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn import Parameter
+from torch.utils.checkpoint import checkpoint
 
 from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot, owners
 from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
@@ -45,6 +46,14 @@ _STATIC = _LINEAR - {"IndexBackward0", "IndexSelectBackward0", "GatherBackward0"
     for name in """Relu Gelu Silu Tanh Sigmoid Softmax LogSoftmax Mm Addmm Bmm Baddbmm Linear Pow Exp Log Sqrt Rsqrt Where MaskedFill Clamp ClampMin
     LeakyRelu Elu Softplus NativeLayerNorm NativeGroupNorm NativeBatchNorm Convolution NativeDropout Square Abs Erf Cos Sin Hardtanh Mish
     ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention FusedRmsNorm Mseloss""".split()
+)
+
+
+_ELEMENTWISE = frozenset(
+    f"{name}Backward{version}"
+    for version in range(2)
+    for name in """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
+    Erf Sin Cos Neg Clone ToCopy Mul Div Add Sub NativeDropout Clamp""".split()
 )
 
 
@@ -168,8 +177,6 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         return out if isinstance(out, tuple) else (out,)
 
     parts = [columns[i] for i in given]
-    if count == 1:
-        return [None if t is None else t[None] for t in one(*(p[0] for p in parts))]
     missing: list[bool] = []
 
     def defined(*args: Tensor) -> tuple[Tensor, ...]:
@@ -178,6 +185,8 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         return tuple(t for t in out if t is not None)
 
     try:
+        if count == 1:
+            return [None if t is None else t[None] for t in one(*(p[0] for p in parts))]
         # operations without a batching rule run one column after the other, for which a warning would be of no use
         torch._C._functorch._set_vmap_fallback_warning_enabled(False)
         found = iter(torch.vmap(defined)(*parts))
@@ -213,6 +222,8 @@ class Plan:
         self.reach: dict[Node, int] = {}
         self.double = False
         self.arrivals: dict[Edge, int] = {}
+        self._samples_at: dict[Node, int] = {}
+        self._samples_of: dict[Parameter, int] = {}
         self._parameters: list[Parameter] = []
         self._bits: dict[int, int] = {}
         self.marks: dict[Node, list[Mark]] = {}
@@ -318,6 +329,8 @@ class Plan:
             if states is None:
                 self._pass_without_samples(node)
                 continue
+            for mark in marks if SPLIT in states.values() else ():
+                self._check_split_call(node, mark)
             unit = self._choose_unit(node, states, marks)
             if unit is None:
                 self._cross(node, states)
@@ -349,7 +362,7 @@ class Plan:
             return False
         self.losses[node] = mark
         self._covered |= piece.inside
-        self._arrive(prediction, first_axis(call.inputs[0].shape[0]), False)
+        self._arrive(prediction, first_axis(call.inputs[0].shape[0]), False, call.inputs[0].shape[0])
         return True
 
     def _start_at_output(self, node: Node, mark: Mark) -> None:
@@ -370,6 +383,7 @@ class Plan:
             start = first_axis(shape[0])
             if known is None:
                 states[mark.nr] = start
+                self._samples_at[node] = start.samples
             elif call.root and call.module._modules and known != start and shape[0] > 1:
                 if self._second_order:
                     raise UnsupportedError(
@@ -377,8 +391,24 @@ class Plan:
                         f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0: for example [N, C, T] instead of [N * T, C]."
                     )
                 states[mark.nr] = start
+                self._samples_at[node] = start.samples
         if not states:
             del self.states[node]
+
+    def _check_split_call(self, node: Node, mark: Mark) -> None:
+        """Refuse a module that is called with the mini-batch, but whose output is summed over samples afterwards.
+
+        A module called without the mini-batch, say with position numbers, may well be used by all samples.
+
+        Args:
+            node: Node that made the output.
+            mark: Its mark.
+        """
+        samples = self._samples_at[node]
+        for slot in mark.call.tensor_inputs if samples > 1 else ():
+            batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
+            if batched and (slot.edge is None or slot.edge[0] in self._has_data):
+                self._refuse_mixing(node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
 
     def _pass_without_samples(self, node: Node) -> None:
         """Go on above the place where the samples start: between the root and a loss, or along a path that no loss or module covers.
@@ -443,13 +473,13 @@ class Plan:
                 if unit.arrives is None or (isinstance(call.derivatives, RecordedSlopeDerivatives) and not piece.is_chain):
                     continue
                 unit.couples = any(self.reach[unit.below[0]] & self._bits[id(p)] for p in unit.parameters.values())
-                self._arrive(unit.below, unit.arrives, node in self._above)
+                self._arrive(unit.below, unit.arrives, node in self._above, layout.samples)
             self._claimed.add(call)
             self._covered |= piece.inside
             self.units[node] = unit
             self._refuse_uncovered(node)
             for parameter in unit.parameters.values():
-                self.uses[parameter] = self.uses.get(parameter, 0) + 1
+                self._count(parameter, 1, layout.samples)
             return unit
         return None
 
@@ -504,29 +534,34 @@ class Plan:
         self._refuse_uncovered(node)
         if node in self._bare and SPLIT in states.values():
             self._refuse_use(node)
+        if self._second_order and checkpointed(node):
+            refuse_checkpointed(node)
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue
             if crossing.way is Way.MASKED and upstream[0] in self._has_data:
-                raise MixedSamplesError(
-                    f"{node.name()} mixes the samples of the mini-batch (outputs {[list(shape_of((node, nr))) for nr in states]}, input "
-                    f"{list(upstream[2])}), so that no per-sample quantity exists for {self.names(self.reach[upstream[0]])}. Use an operation that "
-                    "treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm)."
-                )
-            self._arrive(upstream[:2], crossing.arrives or SPLIT, node in self._above)
+                shapes = [list(shape_of((node, nr))) for nr in states]
+                self._refuse_mixing(upstream[0], f"{node.name()} mixes them (outputs {shapes}, input {list(upstream[2])})")
+            self._arrive(upstream[:2], crossing.arrives or SPLIT, node in self._above, self._samples_at[node])
 
-    def _arrive(self, edge: Edge, state: State, above: bool) -> None:
+    def _arrive(self, edge: Edge, state: State, above: bool, samples: int) -> None:
         """Note the state of an edge, seen from one of its consumers.
 
         Args:
             edge: The edge.
             state: State of the columns that arrive there.
             above: Whether a path without a loss leads there.
+            samples: Size of the mini-batch.
 
         Raises:
             UnsupportedError: If two consumers see the samples differently.
         """
         node, nr = edge
+        if self._samples_at.setdefault(node, samples) != samples:
+            raise UnsupportedError(
+                f"Mini-batches of {self._samples_at[node]} and of {samples} samples meet in a tensor of shape {list(shape_of(edge))}: per-sample quantities of "
+                f"{self.names(self.reach[node])} are ambiguous. Call backward for each of them."
+            )
         self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
         if above:
             self._above.add(node)
@@ -534,6 +569,9 @@ class Plan:
         known = states.setdefault(nr, state)
         if SPLIT in (known, state):
             states[nr] = SPLIT
+            layout = state if known is SPLIT else known
+            if layout is not SPLIT and layout.samples > 1 and node in self._has_data:
+                self._refuse_mixing(node, f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too")
         elif known != state and not known.samples == state.samples == 1:
             raise UnsupportedError(
                 f"The samples lie on axis {known.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {state.axis} for "
@@ -553,7 +591,26 @@ class Plan:
         loose = self.arrivals.get((node, 0), 0)
         if loose:
             self._refuse_uncovered(node)
-            self.uses[node.variable] = self.uses.get(node.variable, 0) + loose
+            self._count(node.variable, loose, self._samples_at[node])
+
+    def _count(self, parameter: Parameter, uses: int, samples: int) -> None:
+        """Count uses of a parameter.
+
+        Args:
+            parameter: The parameter.
+            uses: How many.
+            samples: Size of the mini-batch there.
+
+        Raises:
+            UnsupportedError: If other uses saw a mini-batch of another size.
+        """
+        self.uses[parameter] = self.uses.get(parameter, 0) + uses
+        before = self._samples_of.setdefault(parameter, samples)
+        if before != samples:
+            raise UnsupportedError(
+                f"{owners[parameter]} is used with mini-batches of {before} and of {samples} samples in one backward pass: which samples belong together "
+                "is not known. Call backward for each of them."
+            )
 
     # ------------------------------------------------------------------------------------------------------------ refusals
     def names(self, bits: int) -> str:
@@ -567,6 +624,12 @@ class Plan:
         """
         names = [owners[p] for i, p in enumerate(self._parameters) if bits >> i & 1]
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    def _refuse_mixing(self, node: Node, how: str) -> None:
+        raise MixedSamplesError(
+            f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {self.names(self.reach[node])}. Use an "
+            "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm)."
+        )
 
     def _refuse_use(self, node: Node) -> None:
         if not self.marks:
@@ -597,6 +660,47 @@ class Plan:
             self._refuse_use(next(node for node, bits in self.reach.items() if bits))
 
 
+def _as_list(shape: torch.Size | None) -> list[int] | None:
+    return None if shape is None else list(shape)
+
+
+@lru_cache(maxsize=None)
+def _saved_tensors(cls: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(cls) if name.startswith("_raw_saved_"))
+
+
+def checkpointed(node: Node) -> bool:
+    """Say whether what a node has saved belongs to ``torch.utils.checkpoint``, which hands it out a single time.
+
+    Args:
+        node: A graph node.
+
+    Returns:
+        Whether it does.
+    """
+    for name in _saved_tensors(type(node)):
+        saved = getattr(node, name)
+        for part in saved if isinstance(saved, (tuple, list)) else (saved,):
+            if type(part.data).__module__ == checkpoint.__module__:
+                return True
+    return False
+
+
+def refuse_checkpointed(node: Node) -> None:
+    """Refuse to call a node that can be called a single time.
+
+    Args:
+        node: A graph node.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"{node.name()} lies in a checkpointed part of the model (torch.utils.checkpoint), whose graph can be used a single time, but a quantity has to "
+        "cross it. Run that part without checkpointing, use modules with a rule for all its operations, or ask for first-order quantities only."
+    )
+
+
 @lru_cache(maxsize=None)
 def _static_attributes(cls: type) -> tuple[str, ...]:
     names = dir(cls)
@@ -618,6 +722,11 @@ def _crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size |
         The crossing of each needed input.
     """
     metadata, key = node._input_metadata, None
+    if node.name() in _ELEMENTWISE and all(shape in (None, metadata[0].shape) for shape in map(_as_list, shapes)):
+        layout = states[0]
+        return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes]
+    if checkpointed(node):
+        refuse_checkpointed(node)
     if node.name() in _STATIC:
         attributes = tuple(str(getattr(node, name)) for name in _static_attributes(type(node)))
         key = (node.name(), tuple(torch.Size(m.shape) for m in metadata), shapes, tuple(states.items()), attributes)

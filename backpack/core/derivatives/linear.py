@@ -19,6 +19,9 @@ class LinearDerivatives(AffineDerivatives):
 
     any_batch_axis = True
 
+    def applies(self, module: Linear) -> bool:
+        return len(module.input0.shape) > 1  # a single sample without a batch axis has nothing per sample on axis 0
+
     @staticmethod
     def _get_additional_dims(module: Linear) -> Size:
         return module.input0.shape[1:-1]
