@@ -191,10 +191,15 @@ class _CatchBackward(TorchFunctionMode):
         """
         fields = [extension.savefield for extension in extensions]
         for call in plan.calls:
-            for parameter in call.module.parameters() if call.root else ():
-                for field in fields:
-                    if field in parameter.__dict__ and (parameter in plan.uses or (id(parameter), field) not in self.written):
-                        del parameter.__dict__[field]
+            modules = [call.module] if call.root else []
+            while modules:
+                module = modules.pop()
+                modules.extend(child for child in module._modules.values() if child is not None)
+                for parameter in module._parameters.values():
+                    carried = () if parameter is None else vars(parameter)
+                    for field in fields:
+                        if field in carried and (parameter in plan.uses or (id(parameter), field) not in self.written):
+                            del carried[field]
 
 
 def _mapped_hook(carry: Carry, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:

@@ -35,7 +35,7 @@ Edge = tuple[Node, int]
 
 _ORDER = count()
 _RANDOM = RecordedSlopeDerivatives()
-_BOTH = frozenset({"input", "output"})
+_BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
 
 
 class _Recording(threading.local):
@@ -67,18 +67,22 @@ class Slot:
         self.version = (self.value if clone else tensor)._version
         self.ref = None if keep else ref(tensor)
 
-    def locate(self, tensor: Tensor) -> None:
+    def locate(self, tensor: Tensor) -> Node:
         """Note where the tensor comes from; for a view, also where its base does, to which an operation in place would lead.
 
         Args:
-            tensor: The tensor.
+            tensor: The tensor, which requires a gradient.
+
+        Returns:
+            The node that made it.
         """
-        if tensor.requires_grad:
-            edge = get_gradient_edge(tensor)
-            self.edge = edge.node, edge.output_nr
-            base = same_data(tensor)
-            if base is not None and base.grad_fn is not None:
-                self.base_edge = base.grad_fn, base.output_nr
+        node = tensor.grad_fn
+        node = get_gradient_edge(tensor).node if node is None else node
+        self.edge = node, tensor.output_nr
+        base = same_data(tensor)
+        if base is not None and base.grad_fn is not None:
+            self.base_edge = base.grad_fn, base.output_nr
+        return node
 
     def read(self, what: str) -> Tensor | None:
         """Return the recorded tensor, detached.
@@ -127,8 +131,6 @@ def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any
     Returns:
         The arguments; those not given, between given ones, are ``None``.
     """
-    if not kwargs:
-        return list(args)
     known = [name for name in _argument_names(type(module))[len(args) :] if name in kwargs]
     return [*args, *(kwargs[name] for name in known), *(value for name, value in kwargs.items() if name not in known)]
 
@@ -184,7 +186,6 @@ class ModuleCall:
     Attributes:
         derivatives: The rule of the module's class, or ``None``.
         order: Position among all calls, in the order of the forward passes.
-        path: Name of the module, for messages.
         root: Whether no other extended module was running.
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
         outputs: One ``Slot`` a tensor of the output.
@@ -192,12 +193,11 @@ class ModuleCall:
         keep: Set where somebody reads the tensors after the backward pass.
     """
 
-    __slots__ = ("__weakref__", "_module", "derivatives", "inputs", "keep", "order", "outputs", "path", "recorder", "root", "slope")
+    __slots__ = ("__weakref__", "_module", "_needs", "_sources", "derivatives", "inputs", "keep", "order", "outputs", "recorder", "root", "slope")
 
     def __init__(self, module: Module, recorder: Recorder, args: list[Any]) -> None:
         self.derivatives: BaseDerivatives | None = derivatives_for(module)
         self.recorder = recorder
-        self.path = recorder.path or type(module).__name__
         self.order = next(_ORDER)
         self.root = not recording.open
         self.keep = False
@@ -205,17 +205,22 @@ class ModuleCall:
         self.outputs: list[Slot] = []
         # torch's own losses are often temporary objects, `extend(MSELoss())(...)`, and never store what they return: held strongly
         self._module = module if self.is_loss and type(module).__module__.startswith("torch.nn") else ref(module)
-        keep = "input" in self._needs(module)
+        if self.derivatives is not None:
+            self._needs = self.derivatives.keeps
+        else:
+            self._needs = _NOTHING if module._modules else _BOTH
+        keep = "input" in self._needs
         clone = keep and getattr(module, "inplace", False) is True
         self.inputs = [Slot(arg, keep, clone) if isinstance(arg, Tensor) else arg for arg in args]
+        self._sources = set()
         for slot, arg in zip(self.inputs, args, strict=True):
-            if isinstance(slot, Slot):
-                slot.locate(arg)
+            if isinstance(slot, Slot) and arg.requires_grad:
+                self._sources.add(slot.locate(arg))
 
-    def _needs(self, module: Module) -> frozenset[str]:
-        if self.derivatives is not None:
-            return self.derivatives.keeps
-        return _BOTH if not module._modules and derivatives_for(type(module)) is None else frozenset()
+    @property
+    def path(self) -> str:
+        """Name of the module, for messages."""
+        return self.recorder.path or type(self.module).__name__
 
     @property
     def is_loss(self) -> bool:
@@ -231,7 +236,8 @@ class ModuleCall:
         """
         module = self._module if isinstance(self._module, Module) else self._module()
         if module is None:
-            raise NotRecordedError(f"The module {self.path} was deleted between its forward pass and the backward pass. Keep a reference to it.")
+            name = self.recorder.path or "(extended on its own)"
+            raise NotRecordedError(f"The module {name} was deleted between its forward pass and the backward pass. Keep a reference to it.")
         return module
 
     @property
@@ -245,9 +251,8 @@ class ModuleCall:
         Args:
             output: What the module returned.
         """
-        keep = "output" in self._needs(self.module)
-        sources = {slot.edge[0] for slot in self.tensor_inputs if slot.edge is not None}
-        tensors = _tensors(output)
+        keep, sources = "output" in self._needs, self._sources
+        tensors = [output] if isinstance(output, Tensor) else _tensors(output)
         for index, tensor in enumerate(tensors):
             node = tensor.grad_fn
             self.outputs.append(Slot(tensor, keep))
@@ -255,14 +260,15 @@ class ModuleCall:
                 continue
             node.metadata.setdefault(KEY, []).append(Mark(self, index, tensor.output_nr, False))
             base = same_data(tensor)
-            if base is not None and base.grad_fn not in (None, *sources):
+            if base is not None and base.grad_fn is not None and base.grad_fn not in sources:
                 # an operation in place on a view rewrites the graph below its base: then only the base's node runs
                 node = base.grad_fn
                 node.metadata.setdefault(KEY, []).append(Mark(self, index, base.output_nr, True))
-            if len(tensors) == 1 and self.holds:
+            if self._needs and len(tensors) == 1:
                 node.register_hook(self._on_executed)
-        if self.derivatives is not None and tensors and not self.derivatives.applies(self):
-            self.derivatives = _RANDOM if isinstance(self.derivatives, ElementwiseDerivatives) else None
+        rule = self.derivatives
+        if rule is not None and type(rule).applies is not BaseDerivatives.applies and tensors and not rule.applies(self):
+            self.derivatives = _RANDOM if isinstance(rule, ElementwiseDerivatives) else None
 
     def _on_executed(self, *_: Any) -> None:
         if not (self.keep or torch._C._autograd._get_current_graph_task_keep_graph()):
@@ -274,11 +280,6 @@ class ModuleCall:
             for slot in (*self.tensor_inputs, *self.outputs):
                 if slot.ref is None:
                     slot.value = None
-
-    @property
-    def holds(self) -> bool:
-        """Whether the call keeps tensors."""
-        return any(slot.value is not None for slot in (*self.tensor_inputs, *self.outputs))
 
     @property
     def released(self) -> bool:
@@ -388,8 +389,9 @@ class Recorder:
             kwargs: Its keyword arguments.
         """
         if recording.on and torch.is_grad_enabled() and not _transformed():
-            self.know(module)
-            recording.open.append(ModuleCall(module, self, _positional(module, args, kwargs)))
+            with torch._C.DisableTorchFunction():  # modes, ours included, need not see what is read here
+                self.know(module)
+                recording.open.append(ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args))
 
     def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """End a call; also reached, without an output, where the forward pass raises.
@@ -403,7 +405,8 @@ class Recorder:
         if recording.open and recording.open[-1].recorder is self:
             call = recording.open.pop()
             if output is not None:
-                call.attach(output)
+                with torch._C.DisableTorchFunction():
+                    call.attach(output)
                 self._last = ref(call)
 
     def install(self, module: Module) -> tuple[RemovableHandle, RemovableHandle]:

@@ -455,6 +455,8 @@ class Plan:
             call, state = mark.call, states.get(mark.nr)
             if call.derivatives is None or call.is_loss or len(call.outputs) > 1 or call in self._claimed or not isinstance(state, Layout):
                 continue
+            if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < call.derivatives.least_axes:
+                continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             if layout is None or (layout.axis != 0 and not (call.derivatives.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1)):
                 continue

@@ -99,7 +99,9 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
     def _bias_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
-        return self.rows(module, mat).sum((1, 4) if sum_batch else 4).flatten(-2)
+        rows = self.rows(module, mat)
+        rows = rows.squeeze(4) if rows.shape[4] == 1 else rows.sum(4)
+        return (rows.sum(1) if sum_batch else rows).flatten(-2)
 
     def _weight_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         rows = einsum("vgok,ngkl->vngol", self.matrix_from_weight(module, mat), self.columns(module))

@@ -36,6 +36,8 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
     Attributes:
         keeps: Which recorded tensors the products read, a subset of ``{"input", "output"}``. Of the others only shape, dtype and device may
             be used.
+        least_axes: Number of axes that a mini-batch has at least; with fewer, the module was given a single sample without a batch axis.
+        params: Names of the parameters that have a rule.
         any_batch_axis: The rule stays right if the axes in front of the last are permuted, in the recorded tensors and the matrices alike, so
             that any of them may be the sample axis.
         same_jacobian: The Jacobian is the same matrix for every sample.
@@ -44,6 +46,8 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
 
     keeps: ClassVar[frozenset[str]] = frozenset({"input", "output"})
     any_batch_axis: ClassVar[bool] = False
+    least_axes: ClassVar[int] = 1
+    params: ClassVar[tuple[str, ...]] = ()
     same_jacobian: ClassVar[bool] = False
     params: ClassVar[tuple[str, ...]] = ()
 

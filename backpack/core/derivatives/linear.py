@@ -18,9 +18,7 @@ class LinearDerivatives(AffineDerivatives):
     """Axes between the samples and the features are positions that share the weight."""
 
     any_batch_axis = True
-
-    def applies(self, module: Linear) -> bool:
-        return len(module.input0.shape) > 1  # a single sample without a batch axis has nothing per sample on axis 0
+    least_axes = 2
 
     @staticmethod
     def _get_additional_dims(module: Linear) -> Size:

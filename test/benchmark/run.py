@@ -1,0 +1,140 @@
+"""Cost of every quantity in units of the gradient: ``python test/benchmark/run.py [--threads 1] [--rounds 20] [--output docs/benchmarks.md]``.
+
+Each cell is (forward + backward + quantity) / (forward + backward of the same model, not extended), measured in turn in one process, the median of
+the rounds. The row ``extended`` is the extended model outside of any context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from backpack import backpack, extend, extensions
+
+Step = Callable[[], None]
+
+
+def logreg() -> tuple[nn.Module, Tensor, Tensor]:
+    """Flatten and Linear 784-10, 128 samples."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), torch.rand(128, 1, 28, 28), torch.randint(10, (128,))
+
+
+def mlp() -> tuple[nn.Module, Tensor, Tensor]:
+    """784-512-512-10 with ReLU, 128 samples."""
+    layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
+    return nn.Sequential(*layers), torch.rand(128, 784), torch.randint(10, (128,))
+
+
+PROBLEMS = {"logreg": logreg, "mlp": mlp}
+QUANTITIES = {
+    name: getattr(extensions, name)
+    for name in """BatchGrad BatchL2Grad SumGradSquared Variance DiagGGNMC DiagGGNExact BatchDiagGGNMC BatchDiagGGNExact SqrtGGNMC SqrtGGNExact
+    KFAC KFLR KFRA DiagHessian BatchDiagHessian GGNMP HMP PCHMP""".split()
+}
+LARGE = {"BatchDiagGGNExact": {"mlp"}, "BatchDiagGGNMC": {"mlp"}, "SqrtGGNExact": {"mlp"}, "BatchDiagHessian": {"mlp"}}
+"""Results of a gigabyte and more are left out."""
+
+
+def steps(problem: str) -> dict[str, Step]:
+    """Build the steps to be timed.
+
+    Args:
+        problem: Name.
+
+    Returns:
+        Name to a function that runs forward, backward and one quantity.
+    """
+    torch.manual_seed(0)
+    model, x, y = PROBLEMS[problem]()
+    plain, lossfunc = model, nn.CrossEntropyLoss()
+    torch.manual_seed(0)
+    extended, extended_loss = extend(PROBLEMS[problem]()[0]), extend(nn.CrossEntropyLoss())
+
+    def gradient(model: nn.Module = plain, lossfunc: nn.Module = lossfunc) -> None:
+        model.zero_grad()
+        lossfunc(model(x), y).backward()
+
+    def quantity(make: Callable) -> Step:
+        def step() -> None:
+            with backpack(make()):
+                gradient(extended, extended_loss)
+
+        return step
+
+    timed: dict[str, Step] = {"gradient": gradient, "extended": lambda: gradient(extended, extended_loss)}
+    return timed | {name: quantity(make) for name, make in QUANTITIES.items() if problem not in LARGE.get(name, ())}
+
+
+def measure(timed: dict[str, Step], rounds: int) -> dict[str, float]:
+    """Time all steps in turn.
+
+    Args:
+        timed: The steps.
+        rounds: How often.
+
+    Returns:
+        Median over rounds of the seconds of each step divided by those of the gradient; for the gradient itself the seconds.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in timed}
+    for turn in range(rounds + 2):
+        for name, step in timed.items():
+            start = perf_counter()
+            step()
+            if turn > 1:
+                seconds[name].append(perf_counter() - start)
+    base = seconds.pop("gradient")
+    # each step against the gradient of the same round, so that drift of the machine cancels
+    ratios = {name: median(s / b for s, b in zip(values, base, strict=True)) for name, values in seconds.items()}
+    return {"gradient": median(base)} | ratios
+
+
+def table(results: dict[str, dict[str, float]], threads: int, rounds: int) -> str:
+    """Write the results as a Markdown table.
+
+    Args:
+        results: Problem to name to ratio.
+        threads: Number of threads.
+        rounds: Number of rounds.
+
+    Returns:
+        The text.
+    """
+    lines = [
+        f"Cost in gradients, median of {rounds} rounds; torch {torch.__version__}, {threads} thread(s) of {platform.machine()} CPU, float32, "
+        f"{date.today()}.",
+        "",
+        "| quantity | " + " | ".join(results) + " |",
+        "|---|" + "---|" * len(results),
+        "| gradient (ms) | " + " | ".join(f"{1e3 * values['gradient']:.2f}" for values in results.values()) + " |",
+    ]
+    for name in ("extended", *QUANTITIES):
+        lines.append(f"| {name} | " + " | ".join(f"{values[name]:.2f}" if name in values else "" for values in results.values()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--problems", nargs="*", default=list(PROBLEMS), choices=PROBLEMS)
+    parser.add_argument("--output", type=Path, help="Markdown file to write")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    results = {problem: measure(steps(problem), arguments.rounds) for problem in arguments.problems}
+    text = table(results, arguments.threads, arguments.rounds)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text("# Benchmarks\n\n" + text + "\n`make bench` writes this page.\n")
+
+
+if __name__ == "__main__":
+    main()
