@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,14 +14,14 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from backpack.context import CTX
-from backpack.core.calls import Mark
+from backpack.core.calls import Mark, owners
 from backpack.core.carry import Carry
 from backpack.core.graph import Plan
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError, LossValueError, UnsupportedError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, LossNotExtendedError, LossValueError, NotRecordedError, UnsupportedError
 from backpack.utils.hooks import no_op
 
 
@@ -54,7 +55,8 @@ class backpack:  # noqa: N801
             retain_graph: Keep ``module.input0``, ... readable after the backward pass; ``backward(retain_graph=True)`` implies it.
 
         Raises:
-            ArgumentError: If something is not an instance of an extension.
+            ArgumentError: If something is not an instance of an extension, or two of them save to the same field.
+            ArgumentTypeError: If the extension hook is not callable.
         """
         for ext in exts:
             if isinstance(ext, type) and issubclass(ext, BackpropExtension):
@@ -71,12 +73,11 @@ class backpack:  # noqa: N801
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
-        self._entered: list[tuple] = []
 
     def __enter__(self) -> None:
         before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph())
         mode = _CatchBackward()
-        self._entered.append((before, mode))
+        _entered.contexts.append((before, mode))
         CTX.set_active_exts(self.exts)
         CTX.set_debug(self.debug)
         CTX.set_extension_hook(self.extension_hook)
@@ -84,7 +85,7 @@ class backpack:  # noqa: N801
         mode.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        (exts, debug, hook, retain_graph), mode = self._entered.pop()
+        (exts, debug, hook, retain_graph), mode = _entered.contexts.pop()
         mode.__exit__(*exc)
         CTX.set_active_exts(exts)
         CTX.set_debug(debug)
@@ -92,8 +93,16 @@ class backpack:  # noqa: N801
         CTX.set_retain_graph(retain_graph)
 
 
-_BACKWARD = {Tensor.backward, torch.autograd.backward, torch.autograd.grad}
-_SIGNATURES = {function: inspect.signature(function) for function in _BACKWARD}
+class _Entered(threading.local):
+    """Contexts that a thread has entered: settings before, and what catches calls of autograd."""
+
+    def __init__(self) -> None:
+        self.contexts: list[tuple[tuple, _CatchBackward]] = []
+
+
+_entered = _Entered()
+_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+_PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in _BACKWARD}
 
 
 class _CatchBackward(TorchFunctionMode):
@@ -109,16 +118,15 @@ class _CatchBackward(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _BACKWARD or not CTX.get_active_exts():
+        if func not in _PARAMETERS or not CTX.get_active_exts() or _entered.contexts[-1][1] is not self:
             return func(*args, **kwargs)
-        given = _SIGNATURES[func].bind(*args, **kwargs)
-        given.apply_defaults()
-        if given.arguments.get("is_grads_batched"):
+        names = _PARAMETERS[func]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("is_grads_batched"):
             return func(*args, **kwargs)
-        outputs = next(iter(given.arguments.values()))
+        outputs = given[names[0]]
         roots = [outputs] if isinstance(outputs, (Tensor, GradientEdge)) else list(outputs)
-        create_graph = bool(given.arguments["create_graph"])
-        retain = given.arguments["retain_graph"]
+        create_graph, retain = bool(given.get("create_graph")), given.get("retain_graph")
         retain = create_graph if retain is None else retain
         return self._run(lambda: func(*args, **kwargs), roots, func is torch.autograd.grad, create_graph, retain)
 
@@ -136,15 +144,18 @@ class _CatchBackward(TorchFunctionMode):
             What the original call returns.
 
         Raises:
-            UnsupportedError: If the graph contains derivatives of derivatives.
+            LossNotExtendedError: If a second-order quantity is asked for and a path to a parameter has no extended loss.
+            LossValueError: If a second-order quantity is asked for and a root is not a scalar.
+            NotRecordedError: If no forward pass of an extended module was recorded.
+            UnsupportedError: If the graph contains derivatives of derivatives, or parameters are complex.
         """
         extensions = CTX.get_active_exts()
         second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
         try:
             plan = Plan([node for node in nodes if node is not None], second_order)
-        except BackpackError:
-            if returns:  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
+        except (LossNotExtendedError, NotRecordedError):
+            if returns:  # for example a Jacobian-vector product: not a pass over a loss, hence no quantities
                 return execute()
             raise
         if plan.double and not returns:
@@ -156,9 +167,11 @@ class _CatchBackward(TorchFunctionMode):
             return execute()
         if second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
             shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
-            raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Sum the loss: loss.sum().backward().")
+            raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
+        if unreal := [owners[parameter] for parameter in plan.uses if parameter.is_complex()]:
+            raise UnsupportedError(f"{', '.join(unreal)}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex.")
         hook = CTX.get_extension_hook()
-        collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph)
+        collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph, CTX.get_debug())
         flows = collector.flows
         for flow in flows:
             flow.check(plan)
@@ -219,6 +232,7 @@ def _mapped_hook(carry: Carry, collector: Collector, node: Node, mark: Mark, ext
 
     def hook(grads: tuple[Tensor | None, ...]) -> None:
         with torch.no_grad():
-            collector.at_mapped(mark.call, extension, chosen, grads[mark.nr], carry.peek(extension.flow, (node, mark.nr)))
+            edge = node, mark.nr
+            collector.at_mapped(mark.call, edge, extension, chosen, grads[mark.nr], carry.peek(extension.flow, edge))
 
     return hook

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 from torch.nn import Module
 
-from backpack.core.calls import recording
+from backpack.core.calls import recorder_of, recording
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.hooks import no_op
 
@@ -24,6 +25,7 @@ class _Settings(threading.local):
 
 _settings = _Settings()
 _handles: list[Any] = []
+_extended: WeakSet[Module] = WeakSet()
 
 
 class CTX:
@@ -48,8 +50,17 @@ class CTX:
         return _settings.extensions
 
     @staticmethod
+    def add_extended(module: Module) -> None:
+        """Remember an extended module, while it lives, for ``remove_hooks``.
+
+        Args:
+            module: The module.
+        """
+        _extended.add(module)
+
+    @staticmethod
     def add_hook_handle(hook_handle: Any) -> None:
-        """Remember a handle for ``remove_hooks``.
+        """Remember a handle of the user's own for ``remove_hooks``.
 
         Args:
             hook_handle: Has a method ``remove``.
@@ -58,7 +69,12 @@ class CTX:
 
     @staticmethod
     def remove_hooks() -> None:
-        """Remove the hooks of all extended modules. The flags ``_backpack_extend`` stay."""
+        """Remove the hooks of all extended modules, and those whose handles were added. The flags ``_backpack_extend`` stay."""
+        for module in _extended:
+            recorder = recorder_of(module)
+            if recorder is not None:
+                recorder.remove(module)
+        _extended.clear()
         for handle in _handles:
             handle.remove()
         _handles.clear()
@@ -130,15 +146,19 @@ class CTX:
         _settings.retain_graph = retain_graph
 
 
-class disable:  # noqa: N801
+class disable(threading.local):  # noqa: N801
     """Context in which extended modules record nothing. A backward pass over such a graph, with active extensions, is refused."""
 
+    def __init__(self) -> None:
+        """Prepare to be entered, by any thread, any number of times."""
+        self._before: list[bool] = []
+
     def __enter__(self) -> None:
-        self._before = recording.on
+        self._before.append(recording.on)
         recording.on = False
 
     def __exit__(self, *_: Any) -> None:
-        recording.on = self._before
+        recording.on = self._before.pop()
 
     @staticmethod
     def should_store_io() -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.context import CTX
+from backpack.context import CTX, disable
 from backpack.core.calls import Recorder, owners, recorder_of
 from backpack.core.graph import LEFT_OUT
 from backpack.custom_module.graph_utils import convert_module_to_backpack
@@ -43,18 +43,19 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         hint = "Create it first: extend(torch.nn.CrossEntropyLoss())." if isinstance(module, type) else "Functions have a module in torch.nn."
         raise ArgumentTypeError(f"extend() needs a torch.nn.Module, got {module!r} of type {type(module).__name__}. {hint}")
     if use_converter:
-        return extend(convert_module_to_backpack(module, debug), debug=debug)
+        with disable():  # tracing calls the modules, which may be extended
+            module = convert_module_to_backpack(module, debug)
     # children first, as the extension hook visits them
     for path, child in reversed(list(module.named_modules())):
         if debug:
             print(f"[DEBUG] Extending {path or type(module).__name__}: {type(child).__name__}")
         if (child is module or not is_no_op(child)) and not getattr(child, FLAG, False):
             recorder = Recorder(path)
-            for handle in recorder.install(child):
-                CTX.add_hook_handle(handle)
+            recorder.install(child)
+            CTX.add_extended(child)
             setattr(child, FLAG, True)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        owners.setdefault(parameter, name)
+        owners.add(parameter, name)
     return module
 
 
@@ -74,7 +75,7 @@ def unextend(module: Module) -> Module:
             recorder.remove(child)
         child.__dict__.pop(FLAG, None)
     for parameter in module.parameters():
-        owners.pop(parameter, None)
+        owners.remove(parameter)
     return module
 
 

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.errors import NotRecordedError, OverwrittenError
@@ -50,8 +49,40 @@ class _Recording(threading.local):
 
 recording = _Recording()
 
-owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter of an extended module -> its name in the module on which ``extend`` was called."""
+class _Owners:
+    """Parameters of extended modules, held weakly, and their names in the module on which ``extend`` was called."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[ref, str]] = {}
+
+    def add(self, parameter: Parameter, name: str) -> None:
+        """Track a parameter.
+
+        Args:
+            parameter: The parameter.
+            name: Its name; an earlier one is kept.
+        """
+        key = id(parameter)
+        if parameter not in self:
+            self._names[key] = (ref(parameter, lambda _: self._names.pop(key, None)), name)
+
+    def remove(self, parameter: Parameter) -> None:
+        """Track a parameter no more.
+
+        Args:
+            parameter: The parameter.
+        """
+        self._names.pop(id(parameter), None)
+
+    def __contains__(self, parameter: object) -> bool:
+        entry = self._names.get(id(parameter))
+        return entry is not None and entry[0]() is parameter
+
+    def __getitem__(self, parameter: Parameter) -> str:
+        return self._names[id(parameter)][1]
+
+
+owners = _Owners()
 
 
 class Slot:
@@ -225,7 +256,7 @@ class ModuleCall:
     @property
     def is_loss(self) -> bool:
         """Whether the module is a loss function."""
-        return isinstance(self.derivatives, BaseLossDerivatives)
+        return self.derivatives is not None and self.derivatives.is_loss
 
     @property
     def module(self) -> Module:
@@ -239,6 +270,14 @@ class ModuleCall:
             name = self.recorder.path or "(extended on its own)"
             raise NotRecordedError(f"The module {name} was deleted between its forward pass and the backward pass. Keep a reference to it.")
         return module
+
+    @property
+    def has_data(self) -> bool:
+        """Whether some input is a tensor that depends on no parameter."""
+        for slot in self.inputs:
+            if isinstance(slot, Slot) and slot.edge is None:
+                return True
+        return False
 
     @property
     def tensor_inputs(self) -> list[Slot]:
@@ -277,14 +316,17 @@ class ModuleCall:
     def release(self) -> None:
         """Give the recorded tensors back."""
         if not self.keep:
-            for slot in (*self.tensor_inputs, *self.outputs):
-                if slot.ref is None:
+            for slot in (*self.inputs, *self.outputs):
+                if isinstance(slot, Slot):
                     slot.value = None
 
     @property
     def released(self) -> bool:
         """Whether tensors that were kept have been given back."""
-        return any(slot.ref is None and slot.value is None for slot in (*self.tensor_inputs, *self.outputs))
+        for slot in (*self.inputs, *self.outputs):
+            if isinstance(slot, Slot) and slot.ref is None and slot.value is None:
+                return True
+        return False
 
     def tensor(self, name: str) -> Any:
         """Return a recorded input or output.
@@ -378,7 +420,7 @@ class Recorder:
             self._ids = ids
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, Parameter):
-                    owners.setdefault(parameter, f"{self.path}.{name}" if self.path else name)
+                    owners.add(parameter, f"{self.path}.{name}" if self.path else name)
 
     def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a call: read where the inputs come from, before the module may change them in place.
@@ -389,6 +431,8 @@ class Recorder:
             kwargs: Its keyword arguments.
         """
         if recording.on and torch.is_grad_enabled() and not _transformed():
+            if not (module._parameters or module._modules or kwargs) and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+                return  # no gradient will pass here
             with torch._C.DisableTorchFunction():  # modes, ours included, need not see what is read here
                 self.know(module)
                 recording.open.append(ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args))

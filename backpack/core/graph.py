@@ -224,6 +224,7 @@ class Plan:
         self.arrivals: dict[Edge, int] = {}
         self._samples_at: dict[Node, int] = {}
         self._samples_of: dict[Parameter, int] = {}
+        self._leaves: dict[Node, Tensor] = {}
         self._parameters: list[Parameter] = []
         self._bits: dict[int, int] = {}
         self.marks: dict[Node, list[Mark]] = {}
@@ -242,7 +243,7 @@ class Plan:
 
     # ---------------------------------------------------------------------------------------------------------------- walk
     def _walk(self, roots: list[Node]) -> list[Node]:
-        """Visit every node once.
+        """Visit every node once, and collect what lies upstream of it.
 
         Args:
             roots: Nodes of the root tensors.
@@ -250,24 +251,25 @@ class Plan:
         Returns:
             The nodes, consumers before producers.
         """
-        order: list[Node] = []
+        order, stack, edges_into, reach = [], list(roots), self._edges_into, self.reach
         nexts: dict[Node, list[Node]] = {}
-        stack: list[tuple[Node, bool]] = [(root, False) for root in roots]
         while stack:
-            node, done = stack.pop()
-            if done:
+            node = stack[-1]
+            if node in reach:
+                stack.pop()
+            elif node in nexts:  # all upstream nodes are done
+                stack.pop()
                 order.append(node)
                 self._gather(node, nexts[node])
-            elif node not in nexts:
+            else:
                 metadata = node.metadata
-                nexts[node] = [] if LEFT_OUT in metadata else [n for n, _ in node.next_functions if n is not None]
+                nexts[node] = upstream = [] if LEFT_OUT in metadata else [n for n, _ in node.next_functions if n is not None]
                 if KEY in metadata:
                     self.marks[node] = metadata[KEY]
-                stack.append((node, True))
-                for upstream in nexts[node]:
-                    self._edges_into[upstream] = self._edges_into.get(upstream, 0) + 1
-                    if upstream not in nexts:
-                        stack.append((upstream, False))
+                for n in upstream:
+                    edges_into[n] = edges_into.get(n, 0) + 1
+                    if n not in nexts:
+                        stack.append(n)
         order.reverse()
         return order
 
@@ -281,27 +283,30 @@ class Plan:
         name = node.name()
         if name == _LEAF:
             parameter = node.variable
-            tracked = isinstance(parameter, Parameter) and parameter in owners
+            tracked = parameter in owners
             if tracked:
                 self._bits[id(parameter)] = 1 << len(self._parameters)
                 self._parameters.append(parameter)
+            self._leaves[node] = parameter
             self.reach[node] = self._bits[id(parameter)] if tracked else 0
             return
-        self.double = self.double or name.count("Backward") > 1
-        reach = 0
+        if name.count("Backward") > 1:
+            self.double = True
+        reach, has_data, to_loss = 0, self._has_data, self._to_loss
         for upstream in nexts:
             reach |= self.reach[upstream]
-            if upstream in self._has_data:
-                self._has_data.add(node)
-            if upstream in self._to_loss:
-                self._to_loss.add(node)
+            if upstream in has_data:
+                has_data.add(node)
+            if upstream in to_loss:
+                to_loss.add(node)
         self.reach[node] = reach
-        for mark in self.marks.get(node, ()):
-            self.calls[mark.call] = None
-            if mark.call.is_loss:
-                self._to_loss.add(node)
-            elif any(slot.edge is None for slot in mark.call.tensor_inputs):
-                self._has_data.add(node)
+        if node in self.marks:
+            for mark in self.marks[node]:
+                self.calls[mark.call] = None
+                if mark.call.is_loss:
+                    to_loss.add(node)
+                elif mark.call.has_data:
+                    has_data.add(node)
 
     # -------------------------------------------------------------------------------------------------------------- follow
     def _follow(self, order: list[Node], roots: list[Node]) -> None:
@@ -315,7 +320,7 @@ class Plan:
         for node in order:
             if node in self._covered or node not in self.reach:
                 continue
-            if node.name() == _LEAF:
+            if node in self._leaves:
                 self._use_at_leaf(node)
                 continue
             if not self.reach[node]:
@@ -508,18 +513,20 @@ class Plan:
                     if entry not in piece.inputs:
                         piece.inputs.append(entry)
                     continue
-                if upstream.name() == _LEAF:
-                    name = own.get(id(upstream.variable))
+                if upstream in self._leaves:
+                    name = own.get(id(self._leaves[upstream]))
                     if name is None:
                         return None
-                    piece.parameters[name] = upstream.variable
+                    piece.parameters[name] = self._leaves[upstream]
                     continue
                 edges[upstream] = edges.get(upstream, 0) + 1
                 if upstream not in piece.inside:
                     piece.inside.add(upstream)
                     stack.append(upstream)
-        closed = all(count == self._edges_into.get(n, 0) for n, count in edges.items())
-        return piece if closed else None
+        for inner, count in edges.items():
+            if count != self._edges_into.get(inner, 0):
+                return None
+        return piece
 
     def _cross(self, node: Node, states: dict[int, State]) -> None:
         """Plan the crossing of a gap node.
@@ -574,7 +581,7 @@ class Plan:
             layout = state if known is SPLIT else known
             if layout is not SPLIT and layout.samples > 1 and node in self._has_data:
                 self._refuse_mixing(node, f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too")
-        elif known != state and not known.samples == state.samples == 1:
+        elif known is not state and known != state and not known.samples == state.samples == 1:
             raise UnsupportedError(
                 f"The samples lie on axis {known.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {state.axis} for "
                 f"another ({known.samples} and {state.samples} samples): per-sample quantities of {self.names(self.reach[node])} are ambiguous."

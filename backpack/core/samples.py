@@ -30,7 +30,8 @@ class Layout(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether sample ``i`` lies at index ``i``."""
-        return self.labels == _identity(self.samples)
+        usual = _identity(self.samples)
+        return self.labels is usual or self.labels == usual
 
 
 @lru_cache(maxsize=256)
@@ -38,6 +39,7 @@ def _identity(samples: int) -> tuple[int, ...]:
     return tuple(range(samples))
 
 
+@lru_cache(maxsize=256)
 def first_axis(samples: int) -> Layout:
     """Return the layout of a tensor that has the samples on its first axis.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any, ClassVar
 from warnings import warn
 
@@ -62,7 +63,7 @@ class BackpropExtension(ABC):
         """
         if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
             raise FailModeError(f"Unknown fail_mode {fail_mode!r}. Choose one of {[FAIL_ERROR, FAIL_WARN, FAIL_SILENT]}.")
-        if subsampling is not None and not all(isinstance(index, int) and not isinstance(index, bool) for index in subsampling):
+        if subsampling is not None and not (isinstance(subsampling, Sequence) and all(type(index) is int for index in subsampling)):
             raise ArgumentError(f"{type(self).__name__}: subsampling must be a list of integer sample indices, got {subsampling!r}.")
         savefields.add(savefield)
         self.savefield = savefield
@@ -142,7 +143,7 @@ class BackpropExtension(ABC):
         """
         if module_cls in self._module_exts and not overwrite:
             raise ArgumentError(
-                f"{type(self).__name__} already has a module extension for {module_cls.__name__}: {self._module_exts[module_cls]}. Pass overwrite=True."
+                f"{type(self).__name__} has a module extension for {module_cls.__name__}: {self._module_exts[module_cls]}. Pass overwrite=True."
             )
         self._module_exts[module_cls] = extension
 
@@ -160,7 +161,7 @@ class BackpropExtension(ABC):
         return next((self._module_exts[cls] for cls in type(module).__mro__ if cls in self._module_exts), None)
 
     def fail(self, module: Module, path: str) -> None:
-        """React to a module with parameters for which there is neither a rule nor a module extension.
+        """React to a module for which there is neither a rule nor a module extension, if it has parameters or has to be passed.
 
         Args:
             module: The module.
@@ -169,6 +170,9 @@ class BackpropExtension(ABC):
         Raises:
             UnsupportedError: In fail mode ``"ERROR"``.
         """
+        blocks = self.expects_backpropagation_quantities() and not module._modules and self._fail_mode == FAIL_ERROR
+        if not blocks and all(parameter is None for parameter in module._parameters.values()):
+            return
         message = (
             f"Extension saving to {self.savefield} does not have an extension for Module {type(module)} ({path}). "
             "Register one with set_module_extension(), or set fail_mode to 'WARNING' or 'SILENT'."

@@ -10,22 +10,29 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
-from backpack.core.calls import Mark, ModuleCall, reading
+from backpack.core.calls import Edge, Mark, ModuleCall, owners, reading, recorder_of
 from backpack.core.carry import Columns, Flow, Reader, Use
 from backpack.core.graph import Plan
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.rules import Rule, find_faster
-from backpack.utils.errors import DifferentiationError, UnsupportedError
-from backpack.utils.module_classification import is_no_op
+from backpack.extensions.rules import Rule, find_faster, stack
+from backpack.utils.errors import DifferentiationError, LossNotExtendedError, UnsupportedError
+from backpack.utils.module_classification import is_loss, is_no_op
 
 
 class Collector(Reader):
     """Quantities of one backward pass."""
 
-    def __init__(self, plan: Plan, extensions: Iterable[BackpropExtension], hook: Callable[[Module], None] | None, create_graph: bool) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        extensions: Iterable[BackpropExtension],
+        hook: Callable[[Module], None] | None,
+        create_graph: bool,
+        debug: bool,
+    ) -> None:
         self._plan, self._extensions, self._hook = plan, list(extensions), hook
-        self._create_graph = create_graph
+        self._create_graph, self._debug = create_graph, debug
         self._of_flow: dict[Flow, list[BackpropExtension]] = {}
         for extension in self._extensions:
             if extension.flow is not None:
@@ -33,6 +40,7 @@ class Collector(Reader):
         self._rules: dict[Any, Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
+        self._carried: dict[tuple[BackpropExtension, Edge], Any] = {}
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
         self._waiting = self._dependencies() if hook is not None else {}
@@ -81,7 +89,7 @@ class Collector(Reader):
 
     # ------------------------------------------------------------------------------------------------------------- results
     def finish(self, parameter: Parameter) -> None:
-        states = {}
+        states, late = {}, len(self._late)
         for extension in self._extensions:
             key = (id(parameter), extension)
             if key in self._values:
@@ -99,12 +107,15 @@ class Collector(Reader):
                 self._late.append((parameter, extension, state))
             else:
                 self._write(parameter, extension, extension.finish(state, parameter))
-        self._happened(id(parameter))
+        if len(self._late) == late:
+            self._happened(id(parameter))
 
     def _write(self, parameter: Parameter, extension: BackpropExtension, value: Any) -> None:
         if self._create_graph:
             with torch.enable_grad():
                 value = _undifferentiable(value, parameter, extension.savefield)
+        if self._debug:
+            print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
         setattr(parameter, extension.savefield, value)
         self._written.append((parameter, extension.savefield))
 
@@ -141,46 +152,82 @@ class Collector(Reader):
             (node of the output, mark, extension, module extension).
 
         Raises:
-            UnsupportedError: If a parameter is used more than once under a user's rule.
+            UnsupportedError: If a parameter is used more than once under a user's rule, or a module has several outputs.
         """
-        found, taken = [], set()
-        seen: set[tuple[BackpropExtension, Module]] = set()
+        places: dict[ModuleCall, dict[bool, tuple[Node, Mark]]] = {}
         for node, marks in self._plan.marks.items():
             for mark in marks:
-                if mark.base or mark.index:
-                    continue
-                module = mark.call.module
-                for extension in self._extensions:
-                    chosen = extension.module_extension(module)
-                    if chosen is not None:
-                        found.append((node, mark, extension, chosen))
-                        for name in chosen.params:
-                            key = (extension, id(getattr(module, name, None)))
-                            if getattr(module, name, None) is not None and (key in taken or self._plan.uses.get(getattr(module, name), 1) > 1):
-                                raise UnsupportedError(
-                                    f"{mark.call.path}.{name} is used more than once, but {type(chosen).__name__} says only what one use contributes "
-                                    f"to {extension.savefield!r}. Use the library's own rule, or a copy of the parameter for each use."
-                                )
-                            taken.add(key)
-                    elif extension.flow is None and (extension, module) not in seen and not mark.call.is_loss:
-                        seen.add((extension, module))
-                        if any(p is not None for p in module._parameters.values()):
-                            extension.fail(module, mark.call.path)
+                places.setdefault(mark.call, {}).setdefault(mark.base, (node, mark))
+        found, taken = [], set()
+        failed: set[tuple[BackpropExtension, Module]] = set()
+        for call, place in places.items():
+            # after an operation in place on an output that is a view, only the node of its base is left in the graph
+            node, mark = place[min(place)]
+            module = call.module
+            for extension in self._extensions:
+                chosen = extension.module_extension(module)
+                if chosen is not None:
+                    if len(call.outputs) > 1:
+                        raise UnsupportedError(f"{call.path} returns {len(call.outputs)} tensors, {type(chosen).__name__} gets the gradient of one.")
+                    found.append((node, mark, extension, chosen))
+                    for name in chosen.params:
+                        parameter = getattr(module, name, None)
+                        if parameter is not None and ((extension, id(parameter)) in taken or self._plan.uses.get(parameter, 1) > 1):
+                            raise UnsupportedError(
+                                f"{call.path}.{name} is used more than once, but {type(chosen).__name__} says only what one use contributes "
+                                f"to {extension.savefield!r}. Use the library's own rule, or a copy of the parameter for each use."
+                            )
+                        taken.add((extension, id(parameter)))
+                elif extension.flow is None and (extension, module) not in failed and not call.is_loss:
+                    failed.add((extension, module))
+                    extension.fail(module, call.path)
         return found
 
-    def at_mapped(self, call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension, grad: Tensor | None, value: Any) -> None:
+    def at_mapped(
+        self,
+        call: ModuleCall,
+        edge: Edge,
+        extension: BackpropExtension,
+        chosen: ModuleExtension,
+        grad: Tensor | None,
+        value: Any,
+    ) -> None:
         """Run a user's rule.
 
         Args:
             call: The module call.
+            edge: Edge of its output.
             extension: The extension.
             chosen: The user's rule.
             grad: Gradient with respect to the output.
             value: What the extension's flow carries there.
+
+        Raises:
+            LossNotExtendedError: If the extension carries something of its own, and it has not arrived here.
         """
         module = call.module
+        carries = extension.flow is None and extension.expects_backpropagation_quantities()
+        shape = call.outputs[0].shape
+        grad = None if grad is None else grad.reshape(shape)
+        if isinstance(value, dict):
+            value = stack(value)
+            value = value.reshape(value.shape[0], *shape)
+        if carries:
+            value = self._carried.pop((extension, edge), None)
+            if value is None and not is_loss(module):
+                raise LossNotExtendedError(
+                    f"Nothing that {extension.savefield!r} carries has arrived at {call.path}: the loss, and every operation between it and this module, "
+                    "must be an extended module with a module extension whose backpropagate returns something."
+                )
+        given = (None,) * len(call.inputs), (grad,), value
         with reading(call):
-            results = chosen.compute(extension, module, (None,) * len(call.inputs), (grad,), value)
+            results = chosen.compute(extension, module, *given)
+            below = [slot for slot in call.tensor_inputs if slot.edge is not None] if carries else []
+            carried = chosen.backpropagate(extension, module, *given) if below else None
+        for slot in below if carried is not None else ():
+            for place in {slot.edge, slot.base_edge} - {None}:
+                old = self._carried.get((extension, place))
+                self._carried[extension, place] = carried if old is None else extension.accumulate_backpropagated_quantities(old, carried)
         for name, result in results.items():
             self._values[id(getattr(module, name)), extension] = result
 
@@ -216,6 +263,8 @@ class Collector(Reader):
 
     def _run_hook(self, module: Module) -> None:
         del self._waiting[module]
+        if self._debug:
+            print(f"[DEBUG] Extension hook on {recorder_of(module).path or type(module).__name__}")
         self._hook(module)
         self._happened(module)
 
@@ -231,8 +280,8 @@ class _Undifferentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
         raise DifferentiationError(
-            f"{ctx.field} was computed in a backward pass with create_graph=True, but it cannot be differentiated: it is not connected to the graph of "
-            "the parameters. Use .detach() if it is meant to be constant; per-sample quantities that can be differentiated come from torch.func."
+            f"{ctx.field} was computed in a backward pass with create_graph=True, but it cannot be differentiated: it is not connected to the "
+            "graph of the parameters. Use .detach() if it is meant to be constant; per-sample quantities that can be differentiated come from torch.func."
         )
 
 

@@ -21,7 +21,8 @@ def squared_norms(x: Tensor, rows: Tensor) -> Tensor:
     """
     positions, size = x.shape[3], x.shape[2] + rows.shape[2]
     if positions == 1:
-        return (x.square().sum((2, 3)) * rows.square().sum((2, 3))).sum(1)
+        norms = torch.linalg.vector_norm(x, dim=(2, 3)) * torch.linalg.vector_norm(rows, dim=(2, 3))
+        return norms.square_().sum(1) if norms.shape[1] > 1 else norms.square_().squeeze(1)
     if positions * size <= x.shape[2] * rows.shape[2]:
         return (x.transpose(2, 3) @ x * (rows.transpose(2, 3) @ rows)).sum((1, 2, 3))
     out = x.new_empty(x.shape[0])
@@ -42,8 +43,8 @@ def sum_of_squares(x: Tensor, rows: Tensor, signs: Tensor | None = None) -> Tens
         ``[[G, O, K]]``.
     """
     if x.shape[3] == 1:
-        weights = _weighted_squares(rows, signs)
-        return einsum("ngo,ngk->gok", weights, x.squeeze(3).square())
+        weights, squares = _weighted_squares(rows, signs), x.squeeze(3).square()
+        return torch.bmm(weights.movedim(0, 2), squares.transpose(0, 1))
     out = x.new_zeros(x.shape[1], rows.shape[3], x.shape[2])
     for block in _blocks(x.shape[0], out.numel() * rows.shape[0]):
         product = einsum("vngol,ngkl->vngok", rows[:, block], x[block]).square()

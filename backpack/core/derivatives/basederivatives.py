@@ -36,6 +36,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
     Attributes:
         keeps: Which recorded tensors the products read, a subset of ``{"input", "output"}``. Of the others only shape, dtype and device may
             be used.
+        is_loss: Whether the module is a loss function.
         least_axes: Number of axes that a mini-batch has at least; with fewer, the module was given a single sample without a batch axis.
         params: Names of the parameters that have a rule.
         any_batch_axis: The rule stays right if the axes in front of the last are permuted, in the recorded tensors and the matrices alike, so
@@ -47,6 +48,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
     keeps: ClassVar[frozenset[str]] = frozenset({"input", "output"})
     any_batch_axis: ClassVar[bool] = False
     least_axes: ClassVar[int] = 1
+    is_loss: ClassVar[bool] = False
     params: ClassVar[tuple[str, ...]] = ()
     same_jacobian: ClassVar[bool] = False
     params: ClassVar[tuple[str, ...]] = ()
@@ -261,6 +263,8 @@ class BaseLossDerivatives(BaseDerivatives):
     The public methods take the loss alone, unscaled: they raise ``LossValueError`` if it is no scalar, and warn if the incoming gradient is
     not one. The underscore methods do not look at ``g_out``; scaling is up to the caller.
     """
+
+    is_loss = True
 
     def hessian_is_psd(self) -> bool:
         return True

@@ -20,6 +20,7 @@ from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.loss_generic import at_least_float32
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.core.derivatives.registry import register
+from backpack.utils.errors import LossValueError
 from backpack.utils.subsampling import subsample
 
 
@@ -49,6 +50,9 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
     def _hessian_weight(self, module: Module) -> Tensor:
         logits, target, smoothing = module.input0, module.input1, module.label_smoothing
+        if module.weight is None and not smoothing and target.shape != logits.shape:  # the same numbers in a few operations
+            factor = (target != module.ignore_index).to(torch.promote_types(logits.dtype, torch.float32))
+            return (factor / factor.sum().clamp(min=1) if module.reduction == "mean" else factor).unsqueeze(1)
         weight = at_least_float32(logits.new_ones(logits.shape[1]) if module.weight is None else module.weight)
         if target.shape == logits.shape:
             counts = None
@@ -65,6 +69,11 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         if counts is not None:  # an ignored term is no part of the loss, not even where all are and the divisor is zero
             factor = factor.where(counts, 0)
         return factor.unsqueeze(1)
+
+    def _sqrt_weight(self, module: Module, subsampling: Samples) -> Tensor | float:
+        if module.weight is not None or module.input1.is_floating_point():
+            return super()._sqrt_weight(module, subsampling)
+        return subsample(self._hessian_weight(module), subsampling=subsampling).sqrt()
 
     def _log_probs(self, module: Module, subsampling: Samples = None) -> Tensor:
         """Compute the logarithm of the probabilities, all positions in one axis.
@@ -107,7 +116,21 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         return Categorical(probs=at_least_float32(subsampled_input).softmax(1).movedim(1, -1))
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
-        distribution = self._make_distribution(subsampled_input)
-        labels = distribution.sample(torch.Size([mc_samples])).unsqueeze(2)
-        probs = distribution.probs.movedim(-1, 1)
-        return probs.expand(mc_samples, *probs.shape).scatter_add(2, labels, -torch.ones_like(labels, dtype=probs.dtype))
+        probs = at_least_float32(subsampled_input).softmax(1)
+        labels = self._draw(probs, mc_samples).unsqueeze(2)
+        return probs.expand(mc_samples, *probs.shape).scatter_add(2, labels, probs.new_full((1,), -1.0).expand(labels.shape))
+
+    def _draw(self, probs: Tensor, mc_samples: int) -> Tensor:
+        """Draw labels as ``_make_distribution(...).sample`` does, without its checks.
+
+        Args:
+            probs: ``[[N, C, *]]``.
+            mc_samples: Number of draws ``M``.
+
+        Returns:
+            Classes ``[[M, N, *]]``.
+        """
+        flat = probs.movedim(1, -1).reshape(-1, probs.shape[1])
+        if probs.device.type != "cpu" and not flat.isfinite().all():
+            raise LossValueError("The probabilities of the classes are not finite, so that no labels can be drawn.")
+        return torch.multinomial(flat, mc_samples, replacement=True).T.reshape(mc_samples, probs.shape[0], *probs.shape[2:])

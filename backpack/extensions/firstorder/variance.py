@@ -28,13 +28,14 @@ class Variance(GradientExtension):
         super().__init__("variance", subsampling=subsampling)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return state[0][0].var(0, correction=0)
+        gradients = state[0][0]
+        return gradients.var(0, correction=0) if len(gradients) else gradients.sum(0)
 
 
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> Tensor:
     x, rows, _ = affine_views(use)
-    rule, samples = use.call.derivatives, len(x)
+    rule, samples = use.call.derivatives, max(len(x), 1)
     mean = rule._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0] / samples
     # rounding may take the difference below zero
     return (rule.weight_from_matrix(use.call, sum_of_squares(x, rows)) / samples - mean.square()).clamp_(min=0)
