@@ -50,9 +50,6 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
     def _hessian_weight(self, module: Module) -> Tensor:
         logits, target, smoothing = module.input0, module.input1, module.label_smoothing
-        if module.weight is None and not smoothing and target.shape != logits.shape:  # the same numbers in a few operations
-            factor = (target != module.ignore_index).to(torch.promote_types(logits.dtype, torch.float32))
-            return (factor / factor.sum().clamp(min=1) if module.reduction == "mean" else factor).unsqueeze(1)
         weight = at_least_float32(logits.new_ones(logits.shape[1]) if module.weight is None else module.weight)
         if target.shape == logits.shape:
             counts = None
@@ -71,9 +68,11 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         return factor.unsqueeze(1)
 
     def _sqrt_weight(self, module: Module, subsampling: Samples) -> Tensor | float:
-        if module.weight is not None or module.input1.is_floating_point():
-            return super()._sqrt_weight(module, subsampling)
-        return subsample(self._hessian_weight(module), subsampling=subsampling).sqrt()
+        target = module.input1
+        usual = module.weight is None and not module.label_smoothing and target.shape != module.input0.shape
+        if usual and target.numel() and not (target == module.ignore_index).any():
+            return target.numel() ** -0.5 if module.reduction == "mean" else 1.0
+        return super()._sqrt_weight(module, subsampling)
 
     def _log_probs(self, module: Module, subsampling: Samples = None) -> Tensor:
         """Compute the logarithm of the probabilities, all positions in one axis.
@@ -92,7 +91,8 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
     def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
         log_probs = self._log_probs(module, subsampling)
         num_samples, num_classes, num_positions = log_probs.shape
-        weight = self._sqrt_weight(module, subsampling).reshape(num_samples, 1, num_positions)
+        weight = self._sqrt_weight(module, subsampling)
+        weight = weight.reshape(num_samples, 1, num_positions) if isinstance(weight, Tensor) else weight
         scale = ((log_probs / 2).exp() * weight).movedim(1, 0).unsqueeze(2)
         delta = torch.eye(num_classes, dtype=scale.dtype, device=scale.device)[:, None, :, None]
         factor = (delta - log_probs.exp()).mul_(scale).to(module.input0.dtype)
