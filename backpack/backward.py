@@ -16,12 +16,21 @@ from torch.overrides import TorchFunctionMode
 from backpack.context import CTX
 from backpack.core.calls import Mark, owners
 from backpack.core.carry import Carry
-from backpack.core.graph import Plan
+from backpack.core.plan import Plan
+from backpack.core.walk import Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, LossNotExtendedError, LossValueError, NotRecordedError, UnsupportedError
+from backpack.utils.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    LossNotExtendedError,
+    LossValueError,
+    NotRecordedError,
+    UnattributedError,
+    UnsupportedError,
+)
 from backpack.utils.hooks import no_op
 
 
@@ -152,18 +161,22 @@ class _CatchBackward(TorchFunctionMode):
         extensions = CTX.get_active_exts()
         second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
         nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-        try:
-            plan = Plan([node for node in nodes if node is not None], second_order)
-        except (LossNotExtendedError, NotRecordedError):
-            if returns:  # for example a Jacobian-vector product: not a pass over a loss, hence no quantities
-                return execute()
-            raise
-        if plan.double and not returns:
+        nodes = [node for node in nodes if node is not None]
+        walk = Walk(nodes)
+        if walk.double and not returns:
             raise UnsupportedError(
                 "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
                 "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
             )
-        if plan.double or not plan.uses:
+        if walk.double or not walk.parameters:
+            return execute()
+        try:
+            plan = Plan(walk, nodes, second_order)
+        except (LossNotExtendedError, NotRecordedError, UnattributedError):
+            if returns:  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
+                return execute()
+            raise
+        if not plan.uses:
             return execute()
         if second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
             shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
@@ -191,7 +204,7 @@ class _CatchBackward(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
             if not (retain or CTX.get_retain_graph() or CTX.is_extension_active(HMP, GGNMP, PCHMP)):
-                for call in plan.calls:
+                for call in plan.walk.calls:
                     call.release()
         return result
 
@@ -203,7 +216,7 @@ class _CatchBackward(TorchFunctionMode):
             extensions: Active extensions.
         """
         fields = [extension.savefield for extension in extensions]
-        for call in plan.calls:
+        for call in plan.walk.calls:
             modules = [call.module] if call.root else []
             while modules:
                 module = modules.pop()

@@ -265,7 +265,7 @@ sizes = outputs.diagonal().sqrt()
 images = {
     "inputs": (inputs, "Layer 1: Kronecker factor, inputs", "pixel, row by row", range(0, 64, 8), "second moment"),
     "outputs": (outputs / sizes.outer(sizes), "Layer 3: Kronecker factor, outputs", "digit", range(10), "correlation"),
-    "diagonal": (1e3 * ggn_diagonal.sum(0).reshape(8, 8), "Layer 1: GGN diagonal", "column and row of the pixel", range(8), "sum over units [$10^{-3}$]"),
+    "diagonal": (1e3 * ggn_diagonal.sum(0).reshape(8, 8), "Layer 1: GGN diagonal", "column and row", range(8), "sum over units [$10^{-3}$]"),
 }
 for panel, (image, title, label, ticks, unit) in images.items():
     signed, largest = bool((image < 0).any()), image.abs().max().item()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES
 from oracle import Oracle, Problem, clip, identity
-from torch import nn, Tensor, einsum
+from torch import Tensor, einsum, nn
 
 from backpack import backpack, extend, extensions
 from backpack.extensions.backprop_extension import BackpropExtension

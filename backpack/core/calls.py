@@ -6,11 +6,7 @@ does, and gives its tensors back as soon as autograd gives back its own. Nothing
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import lru_cache
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
@@ -19,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Module, Parameter
-from torch.utils.hooks import RemovableHandle
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
@@ -48,6 +43,7 @@ class _Recording(threading.local):
 
 
 recording = _Recording()
+
 
 class _Owners:
     """Parameters of extended modules, held weakly, and their names in the module on which ``extend`` was called."""
@@ -83,6 +79,9 @@ class _Owners:
 
 
 owners = _Owners()
+
+undisturbed = torch._C.DisableTorchFunction
+"""Context in which modes for torch functions, ours included, do not see what happens."""
 
 
 class Slot:
@@ -146,26 +145,6 @@ class Slot:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
-@lru_cache(maxsize=None)
-def _argument_names(cls: type[Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
-
-
-def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """Return all arguments in the order of the forward method's signature.
-
-    Args:
-        module: The called module.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The arguments; those not given, between given ones, are ``None``.
-    """
-    known = [name for name in _argument_names(type(module))[len(args) :] if name in kwargs]
-    return [*args, *(kwargs[name] for name in known), *(value for name, value in kwargs.items() if name not in known)]
-
-
 def same_data(tensor: Tensor) -> Tensor | None:
     """Return the tensor of which another one is a view with the same entries in the same order.
 
@@ -226,7 +205,7 @@ class ModuleCall:
 
     __slots__ = ("__weakref__", "_module", "_needs", "_sources", "derivatives", "inputs", "keep", "order", "outputs", "recorder", "root", "slope")
 
-    def __init__(self, module: Module, recorder: Recorder, args: list[Any]) -> None:
+    def __init__(self, module: Module, recorder: Any, args: list[Any]) -> None:
         self.derivatives: BaseDerivatives | None = derivatives_for(module)
         self.recorder = recorder
         self.order = next(_ORDER)
@@ -385,168 +364,10 @@ class BatchFirst:
         return value.movedim(self._axis, 0) if moves else value
 
 
-class Recorder:
-    """The two forward hooks of one extended module."""
-
-    __slots__ = ("_ids", "_last", "path")
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._last: ref | None = None
-        self._ids: tuple[int, ...] = ()
-
-    def __reduce__(self) -> tuple:
-        return Recorder, (self.path,)
-
-    @property
-    def last(self) -> ModuleCall | None:
-        """The latest call that is still alive."""
-        return None if self._last is None else self._last()
-
-    def forget(self) -> None:
-        """Forget the latest call and give its tensors back."""
-        if self.last is not None:
-            self.last.release()
-        self._last = None
-
-    def know(self, module: Module) -> None:
-        """Track the parameters of the module, which may have been replaced, or copied with the module, since ``extend``.
-
-        Args:
-            module: The module.
-        """
-        ids = tuple(map(id, module._parameters.values()))
-        if ids != self._ids:
-            self._ids = ids
-            for name, parameter in module._parameters.items():
-                if isinstance(parameter, Parameter):
-                    owners.add(parameter, f"{self.path}.{name}" if self.path else name)
-
-    def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Begin a call: read where the inputs come from, before the module may change them in place.
-
-        Args:
-            module: The module.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-        """
-        if recording.on and torch.is_grad_enabled() and not _transformed():
-            if not (module._parameters or module._modules or kwargs) and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-                return  # no gradient will pass here
-            with torch._C.DisableTorchFunction():  # modes, ours included, need not see what is read here
-                self.know(module)
-                recording.open.append(ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args))
-
-    def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """End a call; also reached, without an output, where the forward pass raises.
-
-        Args:
-            module: The module.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            output: What it returned.
-        """
-        if recording.open and recording.open[-1].recorder is self:
-            call = recording.open.pop()
-            if output is not None:
-                with torch._C.DisableTorchFunction():
-                    call.attach(output)
-                self._last = ref(call)
-
-    def install(self, module: Module) -> tuple[RemovableHandle, RemovableHandle]:
-        """Install the hooks.
-
-        Args:
-            module: The module to record.
-
-        Returns:
-            Handles that remove them.
-        """
-        return (
-            module.register_forward_pre_hook(self.before, with_kwargs=True),
-            module.register_forward_hook(self.after, with_kwargs=True, always_call=True),
-        )
-
-    def remove(self, module: Module) -> None:
-        """Remove the hooks, also those of a copied module, for which no handles exist.
-
-        Args:
-            module: The module.
-        """
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[key]
-                for group in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
-                    group.pop(key, None)
-
-
-def _transformed() -> bool:
+def transformed() -> bool:
     """Whether a transformation of torch.func, or a compiler, is running: both replay the module with tensors of their own.
 
     Returns:
         Whether to record nothing.
     """
     return torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()
-
-
-def recorder_of(module: Module) -> Recorder | None:
-    """Return the recorder of a module.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        ``None`` if the module is not extended.
-    """
-    for hook in module._forward_pre_hooks.values():
-        owner = getattr(hook, "__self__", None)
-        if isinstance(owner, Recorder):
-            return owner
-    return None
-
-
-class _RecordedTensor:
-    """``module.input0``, ``module.output``: views onto the last call of an extended module, readable while its graph lives.
-
-    Not a data descriptor: what a user stores under the same name in the instance, or registers as parameter, buffer or child, is found first.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: Module | None, cls: type | None = None) -> Any:
-        if module is None:
-            return self
-        call = (recording.read_from or {}).get(module)
-        if call is None:
-            recorder = recorder_of(module)
-            call = None if recorder is None else recorder.last
-        registered = any(self.name in module.__dict__.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
-        value = None if call is None or registered or call.released else call.tensor(self.name)
-        if value is None and call is not None and self.name == "output" and not registered and not call.released:
-            value = call.replay()
-        if value is None:
-            raise AttributeError(self.name)  # Module.__getattr__ takes over
-        return value
-
-
-@contextmanager
-def reading(call: ModuleCall) -> Iterator[None]:
-    """Let the module's ``input0``, ... and ``output`` be those of a call, even if the module was called again since.
-
-    Args:
-        call: The call.
-
-    Yields:
-        Nothing.
-    """
-    before = recording.read_from
-    recording.read_from = {call.module: call}
-    try:
-        yield
-    finally:
-        recording.read_from = before
-
-
-for _name in ("output", *(f"input{i}" for i in range(8))):
-    setattr(Module, _name, _RecordedTensor(_name))

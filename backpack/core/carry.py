@@ -17,7 +17,8 @@ from torch.nn import Parameter
 
 from backpack.core.calls import BatchFirst, Edge, Mark, ModuleCall
 from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
-from backpack.core.graph import SPLIT, Gap, Plan, Unit, Way, call_node, shape_of
+from backpack.core.graph import SPLIT, Gap, Way, call_node, outputs_of, shape_of
+from backpack.core.plan import Plan, Unit
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
 from backpack.utils.errors import NotRecordedError
 
@@ -241,19 +242,15 @@ class Carry:
         edge, slot = (node, unit.nr), unit.call.outputs[0]
         columns = torch.ones(1, *shape_of(edge), dtype=slot.dtype, device=slot.device)
         while edge != unit.below:
-            returned = call_node(edge[0], [columns if nr == edge[1] else None for nr in range(len(edge[0]._input_metadata))])
-            edge, columns = next(
-                (n, c) for n, c in zip(edge[0].next_functions, returned, strict=True) if n[0] in unit.inside or n == unit.below
-            )
+            returned = call_node(edge[0], [columns if nr == edge[1] else None for nr in range(outputs_of(edge[0]))])
+            edge, columns = next((n, c) for n, c in zip(edge[0].next_functions, returned, strict=True) if n[0] in unit.inside or n == unit.below)
         return columns.reshape(slot.shape)
 
     def _at_gap(self, node: Node, gap: Gap, grads: tuple[Tensor | None, ...]) -> None:
         for flow in self._flows:
             if not flow.crosses_gaps:
                 continue
-            wanted = [
-                c is not None and (not flow.is_gradient or self._explicit(n)) for n, c in zip(gap.nexts, gap.crossings, strict=True)
-            ]
+            wanted = [c is not None and (not flow.is_gradient or self._explicit(n)) for n, c in zip(gap.nexts, gap.crossings, strict=True)]
             data = {
                 nr: ({} if grads[nr] is None else {0: grads[nr][None]}) if flow.is_gradient else self._data.pop((flow, (node, nr)), {})
                 for nr, state in gap.states.items()
@@ -296,8 +293,8 @@ class Carry:
                 self._deposit(flow, gap.nexts[i][:2], Way.DATA, {source: sum_to(columns, shape, 1)}, crossing.arrives)
             else:
                 axis = crossing.returned.axis
-                columns = add_rows(columns.movedim(1 + axis, 1), crossing.returned).unsqueeze(2 + axis)
-                self._deposit(flow, gap.nexts[i][:2], SPLIT, {source: sum_to(columns, shape, 2)}, None)
+                rows = add_rows(columns.movedim(1 + axis, 1), crossing.returned).unsqueeze(2 + axis)
+                self._deposit(flow, gap.nexts[i][:2], SPLIT, {source: sum_to(rows, shape, 2)}, None)
 
     def _send(self, flow: Flow, source: Hashable, gap: Gap, wanted: list[bool], returned: list[Tensor | None], way: Way) -> None:
         for upstream, crossing, use, columns in zip(gap.nexts, gap.crossings, wanted, returned, strict=True):
@@ -306,7 +303,7 @@ class Carry:
 
     @staticmethod
     def _full(gap: Gap, columns: dict[int, Tensor]) -> list[Tensor | None]:
-        return [columns.get(nr) for nr in range(len(gap.node._input_metadata))]
+        return [columns.get(nr) for nr in range(outputs_of(gap.node))]
 
     def _call_split(self, gap: Gap, columns: dict[int, Tensor]) -> list[Tensor | None]:
         """Call a gap node with split columns.
@@ -320,9 +317,7 @@ class Carry:
         """
         lead = next(iter(columns.values())).shape[:2]
         returned = call_node(gap.node, self._full(gap, {nr: c.flatten(0, 1) for nr, c in columns.items()}))
-        return [
-            None if c is None or n is None else sum_to(c.unflatten(0, lead), n[2], 2) for c, n in zip(returned, gap.nexts, strict=True)
-        ]
+        return [None if c is None or n is None else sum_to(c.unflatten(0, lead), n[2], 2) for c, n in zip(returned, gap.nexts, strict=True)]
 
     def _call_masked(self, gap: Gap, given: dict[int, Tensor]) -> list[Tensor | None]:
         """Split columns by masks, block of samples by block, and call a gap node with them.
@@ -336,9 +331,7 @@ class Carry:
         """
         samples = next(layout.samples for layout in gap.states.values())
         size = sum(numel(c.shape) for c in given.values())
-        rows = [
-            self._call_split(gap, {nr: split(c, gap.states[nr], block) for nr, c in given.items()}) for block in blocks(samples, size)
-        ]
+        rows = [self._call_split(gap, {nr: split(c, gap.states[nr], block) for nr, c in given.items()}) for block in blocks(samples, size)]
         return [None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*rows, strict=True)]
 
     # --------------------------------------------------------------------------------------------------------------- edges
@@ -378,5 +371,5 @@ class Carry:
     def _refuse_released(call: ModuleCall) -> None:
         if call.released:
             raise NotRecordedError(
-                f"The inputs of {call.path} were given back after an earlier backward pass over this graph. Call the earlier one with retain_graph=True."
+                f"What {call.path} had recorded was given back after an earlier backward pass over this graph. Call that one with retain_graph=True."
             )

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
-from backpack.core.calls import Edge, Mark, ModuleCall, owners, reading, recorder_of
+from backpack.core.calls import Edge, Mark, ModuleCall, owners
 from backpack.core.carry import Columns, Flow, Reader, Use
-from backpack.core.graph import Plan
+from backpack.core.plan import Plan
+from backpack.core.recording import reading, recorder_of
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import Rule, find_faster, stack
@@ -155,7 +156,7 @@ class Collector(Reader):
             UnsupportedError: If a parameter is used more than once under a user's rule, or a module has several outputs.
         """
         places: dict[ModuleCall, dict[bool, tuple[Node, Mark]]] = {}
-        for node, marks in self._plan.marks.items():
+        for node, marks in self._plan.walk.marks.items():
             for mark in marks:
                 places.setdefault(mark.call, {}).setdefault(mark.base, (node, mark))
         found, taken = [], set()
@@ -213,11 +214,11 @@ class Collector(Reader):
             value = stack(value)
             value = value.reshape(value.shape[0], *shape)
         if carries:
-            value = self._carried.pop((extension, edge), None)
+            value = self._carried.get((extension, edge))
             if value is None and not is_loss(module):
                 raise LossNotExtendedError(
-                    f"Nothing that {extension.savefield!r} carries has arrived at {call.path}: the loss, and every operation between it and this module, "
-                    "must be an extended module with a module extension whose backpropagate returns something."
+                    f"Nothing that {extension.savefield!r} carries has arrived at {call.path}: the loss, and every operation between it and "
+                    "this module, must be an extended module with a module extension whose backpropagate returns something."
                 )
         given = (None,) * len(call.inputs), (grad,), value
         with reading(call):
@@ -238,7 +239,7 @@ class Collector(Reader):
         Returns:
             Module to calls, parameters (by id) and modules below it.
         """
-        modules = {call.module for call in self._plan.calls if not is_no_op(call.module)}
+        modules = {call.module for call in self._plan.walk.calls if not is_no_op(call.module)}
         reported = {unit.call for unit in self._plan.units.values()} | {mark.call for mark in self._plan.losses.values()}
         waiting: dict[Module, set] = {}
         for module in modules:

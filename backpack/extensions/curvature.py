@@ -124,7 +124,9 @@ class Curvature:
             LossValueError: If it is needed and absent.
         """
         if cls.REQUIRE_PSD_LOSS_HESSIAN[cls._known(curv_type)] and not loss_hessian_is_psd:
-            raise LossValueError(f"The curvature '{curv_type}' needs a loss whose Hessian is positive semidefinite (and not scaled by a negative number).")
+            raise LossValueError(
+                f"The curvature '{curv_type}' needs a loss whose Hessian is positive semidefinite (and not scaled by a negative number)."
+            )
 
     @classmethod
     def _known(cls, curv_type: str) -> str:

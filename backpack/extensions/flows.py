@@ -13,7 +13,8 @@ from torch import Tensor
 
 from backpack.core.calls import ModuleCall
 from backpack.core.carry import Columns, Flow
-from backpack.core.graph import Gap, Plan
+from backpack.core.graph import Gap
+from backpack.core.plan import Plan
 from backpack.core.samples import Layout
 from backpack.extensions.curvature import Curvature
 from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
@@ -23,7 +24,9 @@ LINEAR = frozenset(
     SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Unfold
     NativeDropout NativeBatchNorm AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding Scatter SliceScatter""".split()
 )
-PIECEWISE_LINEAR = frozenset("Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split())
+PIECEWISE_LINEAR = frozenset(
+    "Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split()
+)
 BILINEAR = frozenset("Mul Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
 
 
@@ -198,7 +201,7 @@ class SignedSqrtFlow(ColumnFlow):
         for gap in plan.gaps.values():
             if not _block_is_linear(plan, gap):
                 raise UnsupportedError(
-                    f"{gap.node.name()} is, or may hide, a curved operation between modules, on the way to {plan.names(plan.reach[gap.node])}: the diagonal of the Hessian "
+                    f"{gap.node.name()} is, or may hide, a curved operation between modules, on the way to {plan.walk.names(plan.walk.reach[gap.node])}: the diagonal of the Hessian "
                     "has no exact rule for it. Use a module for it (torch.nn.GELU() instead of torch.nn.functional.gelu), the generalized "
                     "Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product)."
                 )
@@ -242,7 +245,7 @@ def _block_is_linear(plan: Plan, gap: Gap) -> bool:
         return True
     if name == "Div":
         return gap.nexts[1] is None if len(gap.nexts) > 1 else True
-    reached = [plan.reach[n[0]] for n in gap.nexts if n is not None]
+    reached = [plan.walk.reach[n[0]] for n in gap.nexts if n is not None]
     return name in BILINEAR and all(not (a & b) for i, a in enumerate(reached) for b in reached[:i])
 
 
@@ -279,13 +282,13 @@ class ChainFlow(Flow):
             node, gap = next(iter(plan.gaps.items()))
             raise BranchingError(
                 f"{self.quantity} is exact on sequences of modules only, but {gap.node.name()} lies between modules, on the way to "
-                f"{plan.names(plan.reach[node])}. Use modules for all operations, the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the "
+                f"{plan.walk.names(plan.walk.reach[node])}. Use modules for all operations, the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the "
                 "matrix-free products of backpack.hessianfree."
             )
         for (node, _), count in plan.arrivals.items():
             if count > 1:
                 raise BranchingError(
-                    f"{self.quantity} is exact on sequences of modules only, but {plan.names(plan.reach[node])} is reached through {count} branches. Use "
+                    f"{self.quantity} is exact on sequences of modules only, but {plan.walk.names(plan.walk.reach[node])} is reached through {count} branches. Use "
                     "the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of backpack.hessianfree."
                 )
         for unit in plan.units.values():
@@ -365,7 +368,9 @@ class MatProdFlow(ChainFlow):
         if not Curvature.is_pch(self.curvature):
             return lambda mat: rule._residual_mat_prod(call, None, (grad,), mat)
         if not rule.hessian_is_diagonal(call):
-            raise LossValueError(f"{call.path}: the positive-curvature Hessian (PCHMP) is defined for element-wise modules, this one has a dense second derivative.")
+            raise LossValueError(
+                f"{call.path}: the positive-curvature Hessian (PCHMP) is defined for element-wise modules, this one has a dense second derivative."
+            )
         diagonal = Curvature.modify_residual(rule.hessian_diagonal(call, None, (grad,)), self.curvature)
         return lambda mat: diagonal * mat
 

@@ -112,10 +112,7 @@ class ColumnRule(Rule):
         if self._rounds is None:
             return {source: c[:, list(self.subsampling)] for source, c in columns.items()}
         turns = repetitions(self.subsampling)
-        return {
-            source: c.unflatten(0, (-1, self._rounds))[turns, :, list(self.subsampling)].movedim(0, 1)
-            for source, c in columns.items()
-        }
+        return {source: c.unflatten(0, (-1, self._rounds))[turns, :, list(self.subsampling)].movedim(0, 1) for source, c in columns.items()}
 
 
 class KroneckerState:

@@ -51,7 +51,6 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
     is_loss: ClassVar[bool] = False
     params: ClassVar[tuple[str, ...]] = ()
     same_jacobian: ClassVar[bool] = False
-    params: ClassVar[tuple[str, ...]] = ()
 
     def applies(self, module: Module) -> bool:
         """Tell whether the products hold for this execution of the module.

@@ -1,0 +1,387 @@
+"""The plan of a backward pass: autograd's graph, walked once from the root.
+
+Finds the loss calls, the module calls whose rule can be used, every use of every tracked parameter, and the gap nodes in between that have
+to be crossed by calling them; follows the samples from the outermost module's output (or the loss's input) to each of these places. All
+refusals that depend on structure are raised here, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from backpack.core.calls import Edge, Mark, ModuleCall, Slot, owners
+from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
+from backpack.core.graph import LINEAR, SPLIT, Gap, State, Way, checkpointed, refuse_checkpointed, shape_of
+from backpack.core.samples import Layout, first_axis, seen_through_reshape
+from backpack.core.walk import LEFT_OUT, Walk
+from backpack.utils.errors import (
+    LossNotExtendedError,
+    LossValueError,
+    MixedSamplesError,
+    NotRecordedError,
+    UnattributedError,
+    UnsupportedError,
+)
+
+
+class Unit:
+    """A module call whose rule stands for a piece of the graph.
+
+    Attributes:
+        call: The call.
+        nr: Output number of the node at which the gradient of the output arrives.
+        base: Whether that node made the tensor of which the output is a view.
+        parameters: Name to parameter, of the trainable ones that the piece uses.
+        inside: Nodes of the piece.
+        below: Where input 0 comes from, if something there is needed.
+        arrives: Where the samples lie there.
+        layout: Where the samples lie in the output.
+        couples: Whether a parameter of the module is also used upstream of it.
+    """
+
+    __slots__ = ("arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters")
+
+    def __init__(self, mark: Mark, inside: set[Node], parameters: dict[str, Parameter]) -> None:
+        self.call, self.nr, self.base = mark.call, mark.nr, mark.base
+        self.inside, self.parameters = inside, parameters
+        self.below: Edge | None = None
+        self.arrives: Layout | None = None
+        self.layout: Layout | None = None
+        self.couples = False
+
+
+class Plan:
+    """What one backward pass has to do, node by node.
+
+    Attributes:
+        walk: The graph.
+        units: Node to the unit whose output it made.
+        losses: Node to the mark of the loss call whose value it made.
+        gaps: Node to gap, for all gaps from which something needed is reached.
+        states: Node to output number to state.
+        uses: Parameter to number of uses (units and edges of gaps).
+        arrivals: Edge to number of consumers that hand columns to it.
+    """
+
+    def __init__(self, walk: Walk, roots: list[Node], second_order: bool) -> None:
+        self.walk = walk
+        self.units: dict[Node, Unit] = {}
+        self.losses: dict[Node, Mark] = {}
+        self.gaps: dict[Node, Gap] = {}
+        self.states: dict[Node, dict[int, State]] = {}
+        self.uses: dict[Parameter, int] = {}
+        self.arrivals: dict[Edge, int] = {}
+        self._samples_at: dict[Node, int] = {}
+        self._samples_of: dict[Parameter, int] = {}
+        self._above: set[Node] = set()
+        self._bare: set[Node] = set()
+        self._covered: set[Node] = set()
+        self._claimed: set[ModuleCall] = set()
+        self._second_order = second_order
+        if not walk.marks:
+            self._refuse_use(next(node for node, bits in walk.reach.items() if bits))
+        self._follow(roots)
+
+    def _follow(self, roots: list[Node]) -> None:
+        """Follow the samples from consumers to producers, and choose unit or gap for each node.
+
+        Args:
+            roots: Nodes of the root tensors.
+        """
+        self._above.update(roots)
+        for node in self.walk.order:
+            if node in self._covered or node not in self.walk.reach:
+                continue
+            if node in self.walk.leaves:
+                self._use_at_leaf(node)
+                continue
+            if not self.walk.reach[node]:
+                continue
+            marks = self.walk.marks.get(node, ())
+            if any(self._start_at_loss(node, mark) for mark in marks if mark.call.is_loss and not mark.base):
+                continue
+            for mark in marks:
+                self._start_at_output(node, mark)
+            states = self.states.get(node)
+            if states is None:
+                self._pass_without_samples(node)
+                continue
+            for mark in marks if SPLIT in states.values() else ():
+                self._check_split_call(node, mark)
+            unit = self._choose_unit(node, states, marks)
+            if unit is None:
+                self._cross(node, states)
+
+    def _start_at_loss(self, node: Node, mark: Mark) -> bool:
+        """Let samples start on axis 0 of a loss's input.
+
+        Args:
+            node: Node that made the loss value.
+            mark: Its mark.
+
+        Returns:
+            Whether the rule of the loss stands for its piece of the graph.
+
+        Raises:
+            LossValueError: If the target depends on parameters and a second-order quantity is asked for.
+        """
+        call = mark.call
+        piece = self.walk.piece(node, call)
+        prediction = call.inputs[0].edge
+        if piece is None or piece.parameters or prediction is None or not call.inputs[0].shape or node in self.states:
+            return False
+        if any(slot.edge is not None and self.walk.reach.get(slot.edge[0]) for slot in call.tensor_inputs[1:]):
+            if self._second_order:
+                raise LossValueError(
+                    f"{call.path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
+                    "respect to its prediction is not all of it. Detach the target."
+                )
+            return False
+        self.losses[node] = mark
+        self._covered |= piece.inside
+        self._arrive(prediction, first_axis(call.inputs[0].shape[0]), False, call.inputs[0].shape[0])
+        return True
+
+    def _start_at_output(self, node: Node, mark: Mark) -> None:
+        """Let samples start on axis 0 of the outermost module's output; inside, where nothing is known yet, of any call's output.
+
+        Args:
+            node: Node that made the output.
+            mark: Its mark.
+
+        Raises:
+            UnsupportedError: If a loss below counts samples in another way and a second-order quantity is asked for.
+        """
+        call, shape = mark.call, mark.call.outputs[mark.index].shape
+        states = self.states.setdefault(node, {})
+        known = states.get(mark.nr)
+        batch = next((slot.shape[0] for slot in call.tensor_inputs if slot.shape), None)
+        if not mark.base and not call.is_loss and shape and (shape[0] == batch or (known is None and not call.root)):
+            start = first_axis(shape[0])
+            if known is None:
+                states[mark.nr] = start
+                self._samples_at[node] = start.samples
+            elif call.root and call.module._modules and known != start and shape[0] > 1:
+                if self._second_order:
+                    raise UnsupportedError(
+                        f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call.path} "
+                        f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0: for example [N, C, T] instead of [N * T, C]."
+                    )
+                states[mark.nr] = start
+                self._samples_at[node] = start.samples
+        if not states:
+            del self.states[node]
+
+    def _check_split_call(self, node: Node, mark: Mark) -> None:
+        """Refuse a module that is called with the mini-batch, but whose output is summed over samples afterwards.
+
+        A module called without the mini-batch, say with position numbers, may well be used by all samples.
+
+        Args:
+            node: Node that made the output.
+            mark: Its mark.
+        """
+        samples = self._samples_at[node]
+        for slot in mark.call.tensor_inputs if samples > 1 else ():
+            batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
+            if batched and (slot.edge is None or slot.edge[0] in self.walk.has_data):
+                self._refuse_mixing(node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
+
+    def _pass_without_samples(self, node: Node) -> None:
+        """Go on above the place where the samples start: between the root and a loss, or along a path that no loss or module covers.
+
+        Args:
+            node: The node.
+        """
+        if node in self.walk.to_loss:
+            self._check_linear(node)
+        for upstream, _ in node.next_functions if LEFT_OUT not in node.metadata else ():
+            if upstream is not None:
+                self._above.add(upstream)
+                self._bare.add(upstream)
+
+    def _check_linear(self, node: Node) -> None:
+        """Refuse a curved operation between a loss and the root, for second-order quantities.
+
+        Args:
+            node: Node from which a loss is reached.
+
+        Raises:
+            LossValueError: If the node is not linear in what depends on parameters.
+        """
+        active = [n for n, _ in node.next_functions if n is not None and (n in self.walk.to_loss or self.walk.reach[n])]
+        product = node.name().startswith(("Mul", "Div", "Dot", "Mv")) and len(active) > 1
+        if self._second_order and (
+            node.name() not in LINEAR or product or (node.name().startswith("Div") and node.next_functions[0][0] not in active)
+        ):
+            raise LossValueError(
+                f"{node.name()} lies between the extended loss and the tensor on which backward was called. Second-order quantities are exact only "
+                "for weighted sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss."
+            )
+
+    def _choose_unit(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> Unit | None:
+        """Choose the outermost call at a node whose rule can stand for its piece of the graph.
+
+        Args:
+            node: The node.
+            states: States of its outputs.
+            marks: Its marks, innermost first.
+
+        Returns:
+            The unit, or ``None`` where the node is crossed as a gap.
+        """
+        for mark in reversed(list(marks)):
+            call, state = mark.call, states.get(mark.nr)
+            if call.derivatives is None or call.is_loss or len(call.outputs) > 1 or call in self._claimed or not isinstance(state, Layout):
+                continue
+            if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < call.derivatives.least_axes:
+                continue
+            layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
+            if layout is None or (layout.axis != 0 and not (call.derivatives.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1)):
+                continue
+            piece = self.walk.piece(node, call)
+            if piece is None or not set(piece.parameters) <= set(call.derivatives.params):
+                continue
+            needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
+            if len(needed) > 1 or (needed and needed[0][0] != 0):
+                continue
+            unit = Unit(mark, piece.inside, {name: p for name, p in piece.parameters.items() if p in owners})
+            unit.layout = layout
+            if needed:
+                unit.below = needed[0][1]
+                shape = shape_of(unit.below)
+                unit.arrives = layout if shape == call.inputs[0].shape else seen_through_reshape(layout, call.inputs[0].shape, shape)
+                if unit.arrives is None or (isinstance(call.derivatives, RecordedSlopeDerivatives) and not piece.is_chain):
+                    continue
+                unit.couples = any(self.walk.reach[unit.below[0]] & self.walk.bits[id(p)] for p in unit.parameters.values())
+                self._arrive(unit.below, unit.arrives, node in self._above, layout.samples)
+            self._claimed.add(call)
+            self._covered |= piece.inside
+            self.units[node] = unit
+            self._refuse_uncovered(node)
+            for parameter in unit.parameters.values():
+                self._count(parameter, 1, layout.samples)
+            return unit
+        return None
+
+    def _cross(self, node: Node, states: dict[int, State]) -> None:
+        """Plan the crossing of a gap node.
+
+        Args:
+            node: The node.
+            states: States of its outputs.
+        """
+        # a left-out term, or a branch without parameters, is not crossed
+        nexts = [(n, nr, shape_of((n, nr))) if n is not None and self.walk.reach.get(n) else None for n, nr in node.next_functions]
+        if LEFT_OUT in node.metadata:
+            return
+        gap = self.gaps[node] = Gap(node, states, nexts)
+        self._refuse_uncovered(node)
+        if node in self._bare and SPLIT in states.values():
+            self._refuse_use(node)
+        if self._second_order and checkpointed(node):
+            refuse_checkpointed(node)
+        for upstream, crossing in zip(nexts, gap.crossings, strict=True):
+            if upstream is None or crossing is None:
+                continue
+            if crossing.way is Way.MASKED and upstream[0] in self.walk.has_data:
+                shapes = [list(shape_of((node, nr))) for nr in states]
+                self._refuse_mixing(upstream[0], f"{node.name()} mixes them (outputs {shapes}, input {list(upstream[2])})")
+            self._arrive(upstream[:2], crossing.arrives or SPLIT, node in self._above, self._samples_at[node])
+
+    def _arrive(self, edge: Edge, state: State, above: bool, samples: int) -> None:
+        """Note the state of an edge, seen from one of its consumers.
+
+        Args:
+            edge: The edge.
+            state: State of the columns that arrive there.
+            above: Whether a path without a loss leads there.
+            samples: Size of the mini-batch.
+
+        Raises:
+            UnsupportedError: If two consumers see the samples differently.
+        """
+        node, nr = edge
+        if self._samples_at.setdefault(node, samples) != samples:
+            raise UnsupportedError(
+                f"Mini-batches of {self._samples_at[node]} and of {samples} samples meet in a tensor of shape {list(shape_of(edge))}: per-sample quantities of "
+                f"{self.walk.names(self.walk.reach[node])} are ambiguous. Call backward for each of them."
+            )
+        self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
+        if above:
+            self._above.add(node)
+        states = self.states.setdefault(node, {})
+        known = states.setdefault(nr, state)
+        if SPLIT in (known, state):
+            states[nr] = SPLIT
+            layout = state if known is SPLIT else known
+            if layout is not SPLIT and layout.samples > 1 and node in self.walk.has_data:
+                self._refuse_mixing(node, f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too")
+        elif known is not state and known != state and not known.samples == state.samples == 1:
+            raise UnsupportedError(
+                f"The samples lie on axis {known.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {state.axis} for "
+                f"another ({known.samples} and {state.samples} samples): per-sample quantities of {self.walk.names(self.walk.reach[node])} are ambiguous."
+            )
+
+    def _use_at_leaf(self, node: Node) -> None:
+        """Count the uses of a parameter outside all units, and refuse those that cannot be attributed.
+
+        Args:
+            node: Leaf node of a parameter.
+        """
+        if not self.walk.reach[node]:
+            return
+        if node in self._bare:
+            self._refuse_use(node)
+        loose = self.arrivals.get((node, 0), 0)
+        if loose:
+            self._refuse_uncovered(node)
+            self._count(node.variable, loose, self._samples_at[node])
+
+    def _count(self, parameter: Parameter, uses: int, samples: int) -> None:
+        """Count uses of a parameter.
+
+        Args:
+            parameter: The parameter.
+            uses: How many.
+            samples: Size of the mini-batch there.
+
+        Raises:
+            UnsupportedError: If other uses saw a mini-batch of another size.
+        """
+        self.uses[parameter] = self.uses.get(parameter, 0) + uses
+        before = self._samples_of.setdefault(parameter, samples)
+        if before != samples:
+            raise UnsupportedError(
+                f"{owners[parameter]} is used with mini-batches of {before} and of {samples} samples in one backward pass: which samples belong together "
+                "is not known. Call backward for each of them."
+            )
+
+    # ------------------------------------------------------------------------------------------------------------ refusals
+    def _refuse_mixing(self, node: Node, how: str) -> None:
+        raise MixedSamplesError(
+            f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {self.walk.names(self.walk.reach[node])}. Use an "
+            "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm)."
+        )
+
+    def _refuse_use(self, node: Node) -> None:
+        if not self.walk.marks:
+            raise NotRecordedError(
+                f"No forward pass of an extended module was recorded in this graph, but it uses {self.walk.names(self.walk.reach[node])}. The forward pass ran "
+                "before extend(), under disable() or under no_grad(): run it again after extend()."
+            )
+        raise UnattributedError(
+            f"{self.walk.names(self.walk.reach[node])} is used outside of everything that has samples (for example a penalty on the parameters), so that its "
+            "gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
+            "`loss = loss + backpack.leave_out(penalty)`."
+        )
+
+    def _refuse_uncovered(self, node: Node) -> None:
+        if self._second_order and node in self._above:
+            raise LossNotExtendedError(
+                f"{self.walk.names(self.walk.reach[node])} is reached from the tensor on which backward was called by a path without an extended loss. Second-order "
+                "quantities start at the loss: write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` for a term to be ignored."
+            )

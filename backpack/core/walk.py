@@ -1,0 +1,175 @@
+"""The walk: autograd's graph, each node once, and what lies upstream of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot, owners
+from backpack.core.graph import LEAF
+
+LEFT_OUT = "backpack.left_out"
+"""Key in the metadata of a node whose term is left out of all quantities."""
+
+
+class Piece(NamedTuple):
+    """The piece of the graph between a call's output and its inputs: nodes, parameters by name, (number, edge) of the inputs that it uses."""
+
+    inside: set[Node]
+    parameters: dict[str, Parameter]
+    inputs: list[tuple[int, Edge]]
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node of the piece leads to a single other one."""
+        edges = {edge for _, edge in self.inputs}
+        return all(sum(n in self.inside or (n, nr) in edges for n, nr in node.next_functions) == 1 for node in self.inside)
+
+
+class Walk:
+    """Facts about a graph.
+
+    Attributes:
+        order: The nodes, consumers before producers.
+        parameters: The tracked parameters that the graph uses.
+        bits: Id of a tracked parameter to its bit.
+        leaves: Node to leaf tensor.
+        reach: Node to bit set of the tracked parameters upstream of it.
+        marks: Node to what calls left on it.
+        calls: Every recorded call in the graph.
+        has_data: Nodes upstream of which a module was called with data.
+        to_loss: Nodes upstream of which, or at which, a loss call ends.
+        double: Whether the graph contains derivatives of derivatives.
+    """
+
+    def __init__(self, roots: list[Node]) -> None:
+        self.parameters: list[Parameter] = []
+        self.bits: dict[int, int] = {}
+        self.leaves: dict[Node, Tensor] = {}
+        self.reach: dict[Node, int] = {}
+        self.marks: dict[Node, list[Mark]] = {}
+        self.calls: dict[ModuleCall, None] = {}
+        self.has_data: set[Node] = set()
+        self.to_loss: set[Node] = set()
+        self.double = False
+        self._edges_into: dict[Node, int] = {}
+        self.order = self._visit(roots)
+
+    def _visit(self, roots: list[Node]) -> list[Node]:
+        """Visit every node once, and collect what lies upstream of it.
+
+        Args:
+            roots: Nodes of the root tensors.
+
+        Returns:
+            The nodes, consumers before producers.
+        """
+        order, stack, edges_into, reach = [], list(roots), self._edges_into, self.reach
+        nexts: dict[Node, list[Node]] = {}
+        while stack:
+            node = stack[-1]
+            if node in reach:
+                stack.pop()
+            elif node in nexts:  # all upstream nodes are done
+                stack.pop()
+                order.append(node)
+                self._gather(node, nexts[node])
+            else:
+                metadata = node.metadata
+                nexts[node] = upstream = [] if LEFT_OUT in metadata else [n for n, _ in node.next_functions if n is not None]
+                if KEY in metadata:
+                    self.marks[node] = metadata[KEY]
+                for n in upstream:
+                    edges_into[n] = edges_into.get(n, 0) + 1
+                    if n not in nexts:
+                        stack.append(n)
+        order.reverse()
+        return order
+
+    def _gather(self, node: Node, nexts: list[Node]) -> None:
+        """Collect, at a node whose upstream is known, what lies upstream.
+
+        Args:
+            node: The node.
+            nexts: The nodes that follow it upstream.
+        """
+        name = node.name()
+        if name == LEAF:
+            parameter = node.variable
+            tracked = parameter in owners
+            if tracked:
+                self.bits[id(parameter)] = 1 << len(self.parameters)
+                self.parameters.append(parameter)
+            self.leaves[node] = parameter
+            self.reach[node] = self.bits[id(parameter)] if tracked else 0
+            return
+        if name.count("Backward") > 1:
+            self.double = True
+        reach, has_data, to_loss = 0, self.has_data, self.to_loss
+        for upstream in nexts:
+            reach |= self.reach[upstream]
+            if upstream in has_data:
+                has_data.add(node)
+            if upstream in to_loss:
+                to_loss.add(node)
+        self.reach[node] = reach
+        if node in self.marks:
+            for mark in self.marks[node]:
+                self.calls[mark.call] = None
+                if mark.call.is_loss:
+                    to_loss.add(node)
+                elif mark.call.has_data:
+                    has_data.add(node)
+
+    def piece(self, node: Node, call: ModuleCall) -> Piece | None:
+        """Collect the nodes between a call's output and its inputs.
+
+        Args:
+            node: Node of the output.
+            call: The call.
+
+        Returns:
+            The piece; ``None`` if it is connected to anything but the inputs and own parameters.
+        """
+        slots = [(i, slot) for i, slot in enumerate(call.inputs) if isinstance(slot, Slot)]
+        sources = {edge: i for i, slot in slots for edge in (slot.base_edge, slot.edge) if edge is not None}
+        own = {id(p): name for name, p in call.module._parameters.items() if p is not None}
+        piece, stack, edges = Piece({node}, {}, []), [node], {node: self._edges_into.get(node, 0)}
+        while stack:
+            for upstream, nr in stack.pop().next_functions:
+                if upstream is None:
+                    continue
+                if (upstream, nr) in sources:
+                    entry = (sources[upstream, nr], (upstream, nr))
+                    if entry not in piece.inputs:
+                        piece.inputs.append(entry)
+                    continue
+                if upstream in self.leaves:
+                    name = own.get(id(self.leaves[upstream]))
+                    if name is None:
+                        return None
+                    piece.parameters[name] = self.leaves[upstream]
+                    continue
+                edges[upstream] = edges.get(upstream, 0) + 1
+                if upstream not in piece.inside:
+                    piece.inside.add(upstream)
+                    stack.append(upstream)
+        for inner, count in edges.items():
+            if count != self._edges_into.get(inner, 0):
+                return None
+        return piece
+
+    def names(self, bits: int) -> str:
+        """Name parameters.
+
+        Args:
+            bits: Bit set of parameters.
+
+        Returns:
+            Their names, for messages.
+        """
+        names = [owners[p] for i, p in enumerate(self.parameters) if bits >> i & 1]
+        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
