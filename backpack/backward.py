@@ -156,6 +156,7 @@ class _CatchBackward(TorchFunctionMode):
             LossNotExtendedError: If a second-order quantity is asked for and a path to a parameter has no extended loss.
             LossValueError: If a second-order quantity is asked for and a root is not a scalar.
             NotRecordedError: If no forward pass of an extended module was recorded.
+            UnattributedError: If a parameter is used where nothing has samples.
             UnsupportedError: If the graph contains derivatives of derivatives, or parameters are complex.
         """
         extensions = CTX.get_active_exts()

@@ -22,27 +22,38 @@ from backpack.utils.errors import UnsupportedError
 LEAF = "torch::autograd::AccumulateGrad"
 """Name of the node of a leaf tensor."""
 LINEAR = frozenset(
-    f"{name}Backward{version}"
-    for version in range(3)
-    for name in """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
-    Split SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Div Mul MulScalar DivScalar Diagonal Tril Triu
-    ConstantPadNd Movedim Narrow Unfold Detach Dot Mv Sumto""".split()
+    """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
+    Split SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Movedim
+    Narrow Unfold Scatter SliceScatter AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding NativeDropout""".split()
 )
-"""Names of nodes that are linear, products in each of their factors."""
-_STATIC = LINEAR - {"IndexBackward0", "IndexSelectBackward0", "GatherBackward0", "AsStridedBackward0"} | frozenset(
-    f"{name}Backward{version}"
-    for version in range(2)
-    for name in """Relu Gelu Silu Tanh Sigmoid Softmax LogSoftmax Mm Addmm Bmm Baddbmm Linear Pow Exp Log Sqrt Rsqrt Where MaskedFill Clamp ClampMin
-    LeakyRelu Elu Softplus NativeLayerNorm NativeGroupNorm NativeBatchNorm Convolution NativeDropout Square Abs Erf Cos Sin Hardtanh Mish
-    ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention FusedRmsNorm""".split()
+"""Operations that are linear."""
+PIECEWISE_LINEAR = frozenset(
+    "Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices MaskedFill".split()
 )
-# nodes whose way with samples follows from shapes and settings, not from data
+"""Operations that are linear almost everywhere."""
+PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
+"""Operations that are linear in each of their factors."""
+# operations that are carried to their inputs by shapes and settings alone, whatever the data
+_STATIC = (LINEAR | PIECEWISE_LINEAR | PRODUCTS) - {"Index", "IndexSelect", "Gather", "AsStrided", "Scatter", "Embedding", "Max", "Min"} | frozenset(
+    """Div DivScalar Gelu Silu Tanh Sigmoid Softmax LogSoftmax Pow Exp Log Sqrt Rsqrt Elu Softplus NativeLayerNorm NativeGroupNorm NativeBatchNorm
+    Square Erf Cos Sin Mish ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention FusedRmsNorm""".split()
+)
 _ELEMENTWISE = frozenset(
-    f"{name}Backward{version}"
-    for version in range(2)
-    for name in """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
+    """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
     Erf Sin Cos Neg Clone ToCopy Mul Div Add Sub NativeDropout Clamp""".split()
 )
+
+
+def operation(node: Node) -> str:
+    """Name the operation that a node belongs to.
+
+    Args:
+        node: A graph node.
+
+    Returns:
+        ``"Mul"`` for ``MulBackward0``.
+    """
+    return node.name().partition("Backward")[0]
 
 
 class Way(Enum):
@@ -192,7 +203,8 @@ def refuse_checkpointed(node: Node) -> None:
         UnsupportedError: Always.
     """
     raise UnsupportedError(
-        f"{node.name()} lies in a checkpointed part of the model (torch.utils.checkpoint), whose graph can be used a single time, but a quantity has to "
+        f"{node.name()} lies in a checkpointed part of the model (torch.utils.checkpoint), whose graph can be used a single time, but a "
+        "quantity has to "
         "cross it. Run that part without checkpointing, use modules with a rule for all its operations, or ask for first-order quantities only."
     )
 
@@ -218,12 +230,12 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         The crossing of each needed input.
     """
     metadata, key = node._input_metadata, None
-    if node.name() in _ELEMENTWISE and all(shape in (None, metadata[0].shape) for shape in map(_as_list, shapes)):
+    if operation(node) in _ELEMENTWISE and all(shape in (None, metadata[0].shape) for shape in map(_as_list, shapes)):
         layout = states[0]
         return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes]
     if checkpointed(node):
         refuse_checkpointed(node)
-    if node.name() in _STATIC:
+    if operation(node) in _STATIC:
         attributes = tuple(str(getattr(node, name)) for name in _static_attributes(type(node)))
         key = (node.name(), tuple(torch.Size(m.shape) for m in metadata), shapes, tuple(states.items()), attributes)
         if key in _CROSSINGS:

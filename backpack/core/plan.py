@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import Edge, Mark, ModuleCall, Slot, owners
 from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
-from backpack.core.graph import LINEAR, SPLIT, Gap, State, Way, checkpointed, refuse_checkpointed, shape_of
+from backpack.core.graph import LINEAR, PRODUCTS, SPLIT, Gap, State, Way, checkpointed, operation, refuse_checkpointed, shape_of
 from backpack.core.samples import Layout, first_axis, seen_through_reshape
 from backpack.core.walk import LEFT_OUT, Walk
 from backpack.utils.errors import (
@@ -168,7 +168,8 @@ class Plan:
                 if self._second_order:
                     raise UnsupportedError(
                         f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call.path} "
-                        f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0: for example [N, C, T] instead of [N * T, C]."
+                        f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0: for example [N, C, T] "
+                        "instead of [N * T, C]."
                     )
                 states[mark.nr] = start
                 self._samples_at[node] = start.samples
@@ -213,10 +214,10 @@ class Plan:
             LossValueError: If the node is not linear in what depends on parameters.
         """
         active = [n for n, _ in node.next_functions if n is not None and (n in self.walk.to_loss or self.walk.reach[n])]
-        product = node.name().startswith(("Mul", "Div", "Dot", "Mv")) and len(active) > 1
-        if self._second_order and (
-            node.name() not in LINEAR or product or (node.name().startswith("Div") and node.next_functions[0][0] not in active)
-        ):
+        name = operation(node)
+        scaled = name in PRODUCTS and len(active) == 1
+        divided = name in ("Div", "DivScalar") and active == [node.next_functions[0][0]]
+        if self._second_order and not (name in LINEAR or scaled or divided):
             raise LossValueError(
                 f"{node.name()} lies between the extended loss and the tensor on which backward was called. Second-order quantities are exact only "
                 "for weighted sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss."
@@ -307,7 +308,8 @@ class Plan:
         node, nr = edge
         if self._samples_at.setdefault(node, samples) != samples:
             raise UnsupportedError(
-                f"Mini-batches of {self._samples_at[node]} and of {samples} samples meet in a tensor of shape {list(shape_of(edge))}: per-sample quantities of "
+                f"Mini-batches of {self._samples_at[node]} and of {samples} samples meet in a tensor of shape {list(shape_of(edge))}: "
+                "per-sample quantities of "
                 f"{self.walk.names(self.walk.reach[node])} are ambiguous. Call backward for each of them."
             )
         self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
@@ -322,8 +324,10 @@ class Plan:
                 self._refuse_mixing(node, f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too")
         elif known is not state and known != state and not known.samples == state.samples == 1:
             raise UnsupportedError(
-                f"The samples lie on axis {known.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {state.axis} for "
-                f"another ({known.samples} and {state.samples} samples): per-sample quantities of {self.walk.names(self.walk.reach[node])} are ambiguous."
+                f"The samples lie on axis {known.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis "
+                f"{state.axis} for "
+                f"another ({known.samples} and {state.samples} samples): per-sample quantities of "
+                f"{self.walk.names(self.walk.reach[node])} are ambiguous."
             )
 
     def _use_at_leaf(self, node: Node) -> None:
@@ -356,25 +360,29 @@ class Plan:
         before = self._samples_of.setdefault(parameter, samples)
         if before != samples:
             raise UnsupportedError(
-                f"{owners[parameter]} is used with mini-batches of {before} and of {samples} samples in one backward pass: which samples belong together "
+                f"{owners[parameter]} is used with mini-batches of {before} and of {samples} samples in one backward pass: which samples "
+                "belong together "
                 "is not known. Call backward for each of them."
             )
 
     # ------------------------------------------------------------------------------------------------------------ refusals
     def _refuse_mixing(self, node: Node, how: str) -> None:
         raise MixedSamplesError(
-            f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {self.walk.names(self.walk.reach[node])}. Use an "
+            f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for "
+            f"{self.walk.names(self.walk.reach[node])}. Use an "
             "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm)."
         )
 
     def _refuse_use(self, node: Node) -> None:
         if not self.walk.marks:
             raise NotRecordedError(
-                f"No forward pass of an extended module was recorded in this graph, but it uses {self.walk.names(self.walk.reach[node])}. The forward pass ran "
+                "No forward pass of an extended module was recorded in this graph, but it uses "
+                f"{self.walk.names(self.walk.reach[node])}. The forward pass ran "
                 "before extend(), under disable() or under no_grad(): run it again after extend()."
             )
         raise UnattributedError(
-            f"{self.walk.names(self.walk.reach[node])} is used outside of everything that has samples (for example a penalty on the parameters), so that its "
+            f"{self.walk.names(self.walk.reach[node])} is used outside of everything that has samples (for example a penalty on the "
+            "parameters), so that its "
             "gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
             "`loss = loss + backpack.leave_out(penalty)`."
         )
@@ -382,6 +390,8 @@ class Plan:
     def _refuse_uncovered(self, node: Node) -> None:
         if self._second_order and node in self._above:
             raise LossNotExtendedError(
-                f"{self.walk.names(self.walk.reach[node])} is reached from the tensor on which backward was called by a path without an extended loss. Second-order "
-                "quantities start at the loss: write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` for a term to be ignored."
+                f"{self.walk.names(self.walk.reach[node])} is reached from the tensor on which backward was called by a path without an "
+                "extended loss. Second-order "
+                "quantities start at the loss: write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` "
+                "for a term to be ignored."
             )

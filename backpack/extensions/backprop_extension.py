@@ -97,14 +97,11 @@ class BackpropExtension(ABC):
         return (self.flow, None if self._subsampling is None else tuple(self._subsampling))
 
     def finish(self, state: Any, parameter: Parameter) -> Any:
-        """Return the quantity from the linear part, added over all uses of the parameter.
+        """Make the quantity from the linear part, added over all uses of the parameter.
 
         Args:
             state: What the rule returned; for per-sample columns ``{source: [V, N, *parameter]}``.
             parameter: The parameter.
-
-        Returns:
-            What is saved.
 
         Raises:
             UnsupportedError: If the extension has no rule of its own.

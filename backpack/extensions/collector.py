@@ -282,7 +282,8 @@ class _Undifferentiable(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> None:
         raise DifferentiationError(
             f"{ctx.field} was computed in a backward pass with create_graph=True, but it cannot be differentiated: it is not connected to the "
-            "graph of the parameters. Use .detach() if it is meant to be constant; per-sample quantities that can be differentiated come from torch.func."
+            "graph of the parameters. Use .detach() if it is meant to be constant; per-sample quantities that can be differentiated "
+            "come from torch.func."
         )
 
 

@@ -13,21 +13,11 @@ from torch import Tensor
 
 from backpack.core.calls import ModuleCall
 from backpack.core.carry import Columns, Flow
-from backpack.core.graph import Gap
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, Gap, operation
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout
 from backpack.extensions.curvature import Curvature
 from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
-
-LINEAR = frozenset(
-    """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Cat Stack Slice Select Split
-    SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Unfold
-    NativeDropout NativeBatchNorm AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding Scatter SliceScatter""".split()
-)
-PIECEWISE_LINEAR = frozenset(
-    "Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split()
-)
-BILINEAR = frozenset("Mul Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
 
 
 class Source:
@@ -201,7 +191,8 @@ class SignedSqrtFlow(ColumnFlow):
         for gap in plan.gaps.values():
             if not _block_is_linear(plan, gap):
                 raise UnsupportedError(
-                    f"{gap.node.name()} is, or may hide, a curved operation between modules, on the way to {plan.walk.names(plan.walk.reach[gap.node])}: the diagonal of the Hessian "
+                    f"{gap.node.name()} is, or may hide, a curved operation between modules, on the way to "
+                    f"{plan.walk.names(plan.walk.reach[gap.node])}: the diagonal of the Hessian "
                     "has no exact rule for it. Use a module for it (torch.nn.GELU() instead of torch.nn.functional.gelu), the generalized "
                     "Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product)."
                 )
@@ -240,13 +231,13 @@ def _block_is_linear(plan: Plan, gap: Gap) -> bool:
     Returns:
         True for (piecewise) linear operations, and for products of factors that depend on different parameters.
     """
-    name = gap.node.name().split("Backward")[0]
+    name = operation(gap.node)
     if name in LINEAR or name in PIECEWISE_LINEAR:
         return True
-    if name == "Div":
-        return gap.nexts[1] is None if len(gap.nexts) > 1 else True
+    if name in ("Div", "DivScalar"):
+        return all(n is None for n in gap.nexts[1:])
     reached = [plan.walk.reach[n[0]] for n in gap.nexts if n is not None]
-    return name in BILINEAR and all(not (a & b) for i, a in enumerate(reached) for b in reached[:i])
+    return name in PRODUCTS and all(not (a & b) for i, a in enumerate(reached) for b in reached[:i])
 
 
 def refuse_coupled(plan: Plan, quantity: str) -> None:
@@ -263,7 +254,8 @@ def refuse_coupled(plan: Plan, quantity: str) -> None:
         if unit.couples:
             names = ", ".join(unit.parameters)
             raise UnsupportedError(
-                f"{quantity} of {unit.call.path} ({names}) has terms that couple several uses of the same parameter, one upstream of the other. No exact rule "
+                f"{quantity} of {unit.call.path} ({names}) has terms that couple several uses of the same parameter, one upstream of the "
+                "other. No exact rule "
                 "exists for them: use the generalized Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product)."
             )
 
@@ -282,14 +274,15 @@ class ChainFlow(Flow):
             node, gap = next(iter(plan.gaps.items()))
             raise BranchingError(
                 f"{self.quantity} is exact on sequences of modules only, but {gap.node.name()} lies between modules, on the way to "
-                f"{plan.walk.names(plan.walk.reach[node])}. Use modules for all operations, the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the "
-                "matrix-free products of backpack.hessianfree."
+                f"{plan.walk.names(plan.walk.reach[node])}. Use modules for all operations, the generalized Gauss-Newton quantities "
+                "(DiagGGN, KFLR, KFAC), or the matrix-free products of backpack.hessianfree."
             )
         for (node, _), count in plan.arrivals.items():
             if count > 1:
                 raise BranchingError(
-                    f"{self.quantity} is exact on sequences of modules only, but {plan.walk.names(plan.walk.reach[node])} is reached through {count} branches. Use "
-                    "the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of backpack.hessianfree."
+                    f"{self.quantity} is exact on sequences of modules only, but {plan.walk.names(plan.walk.reach[node])} is reached "
+                    f"through {count} branches. Use the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of "
+                    "backpack.hessianfree."
                 )
         for unit in plan.units.values():
             if any(plan.uses[p] > 1 for p in unit.parameters.values()):

@@ -129,6 +129,9 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
         Returns:
             Classes ``[[M, N, *]]``.
+
+        Raises:
+            LossValueError: If the probabilities are not finite.
         """
         flat = probs.movedim(1, -1).reshape(-1, probs.shape[1])
         if probs.device.type != "cpu" and not flat.isfinite().all():

@@ -82,7 +82,8 @@ class HBP(SecondOrderBackpropExtension):
         side = outputs.shape[3]
         if side * side > _LARGEST:
             raise UnsupportedError(
-                f"{self.savefield}: the Kronecker factor of a parameter of shape {list(parameter.shape)} would have {side} x {side} entries. Use a diagonal "
+                f"{self.savefield}: the Kronecker factor of a parameter of shape {list(parameter.shape)} would have {side} x {side} "
+                "entries. Use a diagonal "
                 "(DiagGGNExact, DiagGGNMC) for it."
             )
         flat = outputs.flatten(0, 1).transpose(0, 1)
@@ -113,7 +114,8 @@ class HBP(SecondOrderBackpropExtension):
         extra_axes = isinstance(rule, LinearDerivatives) and len(call.output.shape) > 2
         if not isinstance(rule, AffineDerivatives) or rule.groups(call) != 1 or extra_axes:
             raise UnsupportedError(
-                f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions without groups, not for "
+                f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions "
+                "without groups, not for "
                 f"{call.path} ({type(call.module).__name__}.{name}, output {list(call.output.shape)}). Use KFLR or KFAC."
             )
         outputs = call.output.shape[1]

@@ -1,0 +1,113 @@
+"""Examples run without warnings and print and save what they promise; the documentation's scripts print what it says they print."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+from matplotlib.image import imread
+from sklearn.datasets import load_digits
+
+ROOT = Path(__file__).parents[1]
+
+
+def python(*arguments: str | Path) -> subprocess.CompletedProcess:
+    """Run a fresh interpreter in the checkout, in which warnings are errors."""
+    return subprocess.run([sys.executable, "-W", "error", *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def digits(*arguments: str | Path) -> str:
+    """Run the example; return what it prints."""
+    done = python("examples/digits.py", *arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rows(table: str) -> dict[str, list[float]]:
+    """The numbers of each optimizer: loss, accuracy in percent, steps to the target (if reached), and two ratios for each of three layers."""
+    lines = [re.match(r"(SGD|GGN diagonal|KFAC) +(\S.*)", line) for line in table.splitlines()]
+    return {line[1]: [float(number) for number in re.findall(r"-?\d+\.?\d*", line[2].replace("->", " "))] for line in lines if line}
+
+
+def check_picture(path: Path) -> None:
+    """The picture can be decoded, has a size that fits a page, and shows something in each quarter."""
+    pixels = imread(path, format="png")[..., :3]
+    height, width, _ = pixels.shape
+    assert 600 < height < 1500 and 1000 < width < 2500
+    halves = [slice(None, height // 2), slice(height // 2, None)], [slice(None, width // 2), slice(width // 2, None)]
+    assert all(pixels[top, left].std() > 0.05 for top in halves[0] for left in halves[1])
+
+
+def test_digits(tmp_path: Path) -> None:
+    """A quick run prints the whole table; curvature pays from the first steps; the same seed gives the same numbers, another seed does not."""
+    printed = digits("--quick", "--figure", tmp_path / "new" / "picture.png")
+    check_picture(tmp_path / "new" / "picture.png")
+    assert "1438 training and 359 test images, 10 steps with 64 images each, seed 0" in printed
+
+    predicted, measured = (float(number) for number in re.search(r"predicted from one pass (\S+), measured over many (\S+)", printed).groups())
+    assert 0.5 < measured / predicted < 2
+
+    table = rows(printed)
+    assert {name: len(numbers) for name, numbers in table.items()} == {"SGD": 8, "GGN diagonal": 8, "KFAC": 8}
+    assert numpy.isfinite(list(table.values())).all()
+    assert table["KFAC"][0] < table["GGN diagonal"][0] < table["SGD"][0] < 2.5
+    assert all(0 <= numbers[1] <= 100 for numbers in table.values()) and table["KFAC"][1] > 40
+
+    assert rows(digits("--quick", "--figure", tmp_path / "again.png")) == table
+    assert rows(digits("--quick", "--figure", tmp_path / "other.png", "--seed", "1")) != table
+
+
+@pytest.mark.slow
+def test_digits_in_full(tmp_path: Path) -> None:
+    """The complete run, with all that it claims."""
+    table = rows(digits("--figure", tmp_path / "picture.png"))
+    check_picture(tmp_path / "picture.png")
+    assert {name: len(numbers) for name, numbers in table.items()} == {"SGD": 9, "GGN diagonal": 9, "KFAC": 9}
+
+
+def write_idx(path: Path, content: numpy.ndarray) -> None:
+    """Write bytes in the format of MNIST's files."""
+    header = bytes([0, 0, 8, content.ndim]) + b"".join(size.to_bytes(4, "big") for size in content.shape)
+    path.write_bytes(header + content.astype(numpy.uint8).tobytes())
+
+
+def test_digits_from_mnist_files(tmp_path: Path) -> None:
+    """Files in MNIST's format (here the small digits, enlarged) are read from the given folder."""
+    scans = load_digits()
+    images = (scans.images * (255 / 16)).repeat(3, 1).repeat(3, 2)
+    images = numpy.pad(images, ((0, 0), (2, 2), (2, 2)))
+    for prefix, part in [("train", slice(200, None)), ("t10k", slice(None, 200))]:
+        write_idx(tmp_path / f"{prefix}-images-idx3-ubyte", images[part])
+        write_idx(tmp_path / f"{prefix}-labels-idx1-ubyte", scans.target[part])
+
+    printed = digits("--data", "mnist", "--root", tmp_path, "--quick", "--figure", tmp_path / "picture.png")
+    check_picture(tmp_path / "picture.png")
+    assert "1597 training and 200 test images, 10 steps" in printed
+    assert rows(printed)["KFAC"][1] > 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--data", "mnist", "--root", "nowhere"], "MNIST is not there"), (["--epochs", "0"], "--epochs must be at least 1"), (["--data", "x"], "mnist")],
+)
+def test_digits_with_bad_arguments(arguments: list[str], message: str) -> None:
+    done = python("examples/digits.py", *arguments)
+    assert done.returncode != 0
+    assert message in done.stderr
+
+
+def test_each_example_is_tested() -> None:
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"digits.py"}
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
+def test_documentation_prints_what_it_says(page: str) -> None:
+    """The Python blocks of a page, one after the other, print its blocks of text."""
+    blocks = re.findall(r"^```(python|text)\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+    scripts, outputs = ([body for language, body in blocks if language == kind] for kind in ("python", "text"))
+    done = python("-c", "\n".join(scripts))
+    assert done.returncode == 0, done.stderr
+    assert outputs
+    assert done.stdout == "".join(outputs)
