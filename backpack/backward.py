@@ -14,10 +14,11 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 
 from backpack.context import CTX
-from backpack.core.calls import Mark, owners
+from backpack.core.calls import Mark, recording
 from backpack.core.carry import Carry
+from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.walk import Walk
+from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
@@ -84,6 +85,7 @@ class backpack:  # noqa: N801
         self.retain_graph = retain_graph
 
     def __enter__(self) -> None:
+        recording.open.clear()  # calls that were interrupted, by a key, say
         before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph())
         mode = _CatchBackward()
         _entered.contexts.append((before, mode))
@@ -169,10 +171,15 @@ class _CatchBackward(TorchFunctionMode):
                 "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
                 "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
             )
+        if walk.foreign and not walk.parameters and any(call.is_loss for call in walk.calls):
+            raise NotRecordedError(
+                f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
+                "`model = extend(model)` before the forward pass."
+            )
         if walk.double or not walk.parameters:
             return execute()
         try:
-            plan = Plan(walk, nodes, second_order)
+            plan = Plan(walk, nodes, second_order, max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS))
         except (LossNotExtendedError, NotRecordedError, UnattributedError):
             if returns:  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
                 return execute()

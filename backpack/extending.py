@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import CTX, disable
-from backpack.core.calls import owners
+from backpack.core.owners import owners
 from backpack.core.recording import Recorder, recorder_of
 from backpack.core.walk import LEFT_OUT
 from backpack.custom_module.graph_utils import convert_module_to_backpack

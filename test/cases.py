@@ -735,7 +735,7 @@ graph(
     "nested",
     "other parameters",
 )
-graph("own module without parameters", lambda net, x: net.b(net.own(net.a(x))), layers(3, 3, 4, own=Square), (3,), "nested")
+graph("own module without parameters", lambda net, x: net.b(net.own(net.a(x))), layers(3, 3, 4, own=Square), (3,), "chain", "dense residual")
 graph("layer norm", lambda net, x: net.b(net.norm(net.a(x))), layers(3, 3, 4, norm=lambda: nn.LayerNorm(3)), (3,), "nested", "other parameters")
 graph(
     "bilinear",

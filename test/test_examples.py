@@ -46,7 +46,9 @@ def test_digits(tmp_path: Path) -> None:
     check_picture(tmp_path / "new" / "picture.png")
     assert "1438 training and 359 test images, 10 steps with 64 images each, seed 0" in printed
 
-    predicted, measured = (float(number) for number in re.search(r"predicted from one pass (\S+), measured over many (\S+)", printed).groups())
+    predicted, measured = (
+        float(number) for number in re.search(r"predicted from inside (\S+), measured between mini-batches (\S+)", printed).groups()
+    )
     assert 0.5 < measured / predicted < 2
 
     table = rows(printed)
@@ -90,7 +92,11 @@ def test_digits_from_mnist_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--data", "mnist", "--root", "nowhere"], "MNIST is not there"), (["--epochs", "0"], "--epochs must be at least 1"), (["--data", "x"], "mnist")],
+    [
+        (["--data", "mnist", "--root", "nowhere"], "MNIST is not there"),
+        (["--epochs", "0"], "--epochs must be at least 1"),
+        (["--data", "x"], "mnist"),
+    ],
 )
 def test_digits_with_bad_arguments(arguments: list[str], message: str) -> None:
     done = python("examples/digits.py", *arguments)

@@ -7,6 +7,7 @@ does, and gives its tensors back as soon as autograd gives back its own. Nothing
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
@@ -14,7 +15,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
@@ -44,41 +45,6 @@ class _Recording(threading.local):
 
 recording = _Recording()
 
-
-class _Owners:
-    """Parameters of extended modules, held weakly, and their names in the module on which ``extend`` was called."""
-
-    def __init__(self) -> None:
-        self._names: dict[int, tuple[ref, str]] = {}
-
-    def add(self, parameter: Parameter, name: str) -> None:
-        """Track a parameter.
-
-        Args:
-            parameter: The parameter.
-            name: Its name; an earlier one is kept.
-        """
-        key = id(parameter)
-        if parameter not in self:
-            self._names[key] = (ref(parameter, lambda _: self._names.pop(key, None)), name)
-
-    def remove(self, parameter: Parameter) -> None:
-        """Track a parameter no more.
-
-        Args:
-            parameter: The parameter.
-        """
-        self._names.pop(id(parameter), None)
-
-    def __contains__(self, parameter: object) -> bool:
-        entry = self._names.get(id(parameter))
-        return entry is not None and entry[0]() is parameter
-
-    def __getitem__(self, parameter: Parameter) -> str:
-        return self._names[id(parameter)][1]
-
-
-owners = _Owners()
 
 undisturbed = torch._C.DisableTorchFunction
 """Context in which modes for torch functions, ours included, do not see what happens."""
@@ -200,14 +166,31 @@ class ModuleCall:
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
         outputs: One ``Slot`` a tensor of the output.
         slope: Derivative of a random element-wise module, set when it is needed.
+        seen: The positional arguments, as long as the module runs.
         keep: Set where somebody reads the tensors after the backward pass.
     """
 
-    __slots__ = ("__weakref__", "_module", "_needs", "_sources", "derivatives", "inputs", "keep", "order", "outputs", "recorder", "root", "slope")
+    __slots__ = (
+        "__weakref__",
+        "_kind",
+        "_module",
+        "_needs",
+        "_sources",
+        "derivatives",
+        "inputs",
+        "keep",
+        "order",
+        "outputs",
+        "recorder",
+        "root",
+        "seen",
+        "slope",
+    )
 
-    def __init__(self, module: Module, recorder: Any, args: list[Any]) -> None:
+    def __init__(self, module: Module, recorder: Any, args: Sequence[Any], seen: tuple = ()) -> None:
         self.derivatives: BaseDerivatives | None = derivatives_for(module)
         self.recorder = recorder
+        self._kind = type(module).__name__
         self.order = next(_ORDER)
         self.root = not recording.open
         self.keep = False
@@ -219,6 +202,16 @@ class ModuleCall:
             self._needs = self.derivatives.keeps
         else:
             self._needs = _NOTHING if module._modules else _BOTH
+        self.seen: tuple | None = seen
+        self.see(module, args)
+
+    def see(self, module: Module, args: Sequence[Any]) -> None:
+        """Record the arguments.
+
+        Args:
+            module: The module.
+            args: Its arguments, in the order of the signature.
+        """
         keep = "input" in self._needs
         clone = keep and getattr(module, "inplace", False) is True
         self.inputs = [Slot(arg, keep, clone) if isinstance(arg, Tensor) else arg for arg in args]
@@ -230,7 +223,7 @@ class ModuleCall:
     @property
     def path(self) -> str:
         """Name of the module, for messages."""
-        return self.recorder.path or type(self.module).__name__
+        return self.recorder.path or self._kind
 
     @property
     def is_loss(self) -> bool:
@@ -246,8 +239,7 @@ class ModuleCall:
         """
         module = self._module if isinstance(self._module, Module) else self._module()
         if module is None:
-            name = self.recorder.path or "(extended on its own)"
-            raise NotRecordedError(f"The module {name} was deleted between its forward pass and the backward pass. Keep a reference to it.")
+            raise NotRecordedError(f"The module {self.path} was deleted between its forward pass and the backward pass. Keep a reference to it.")
         return module
 
     @property
@@ -270,6 +262,7 @@ class ModuleCall:
             output: What the module returned.
         """
         keep, sources = "output" in self._needs, self._sources
+        self.seen = None
         tensors = [output] if isinstance(output, Tensor) else _tensors(output)
         for index, tensor in enumerate(tensors):
             node = tensor.grad_fn
@@ -347,7 +340,8 @@ class ModuleCall:
             value = self.tensor(name)
             slot = self.outputs[0] if name == "output" else self.inputs[int(name[5:])]
             return slot.like() if value is None and isinstance(slot, Slot) else value
-        return getattr(self.module, name)
+        # not self.module: where that raises an AttributeError, Python would come back here
+        return getattr(ModuleCall.module.fget(self), name)
 
 
 class BatchFirst:

@@ -18,8 +18,9 @@ from torch.nn import Parameter
 from backpack.core.calls import BatchFirst, Edge, Mark, ModuleCall
 from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
 from backpack.core.graph import SPLIT, Gap, Way, call_node, outputs_of, shape_of
-from backpack.core.plan import Plan, Unit
+from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
+from backpack.core.walk import Need, Unit
 from backpack.utils.errors import NotRecordedError
 
 Columns = dict[Hashable, Tensor]
@@ -31,6 +32,7 @@ class Flow(ABC):
 
     crosses_gaps: bool = True
     is_gradient: bool = False
+    needs: Need = Need.COLUMNS
 
     @abstractmethod
     def start(self, call: ModuleCall, grad: Tensor) -> Any:
@@ -214,7 +216,7 @@ class Carry:
             if value is None:
                 continue
             if not flow.is_gradient and flow.crosses_gaps and (unit.base or axis):
-                value = {s: c.reshape(-1, *slot.shape).movedim(1 + axis, 1) for s, c in value.items()}
+                value = {s: c.reshape(len(c), *slot.shape).movedim(1 + axis, 1) for s, c in value.items()}
             self._reader.at_call(flow, Use(view, unit.parameters, value, arranged, layout))
             below = unit.below
             if below is None or (flow.is_gradient and not self._explicit(below)):
@@ -222,7 +224,7 @@ class Carry:
             value = flow.through(view, value, arranged, layout)
             if flow.crosses_gaps:
                 shape = shape_of(below)
-                value = {s: c.movedim(1, 1 + axis).reshape(-1, *shape) for s, c in value.items()}
+                value = {s: c.movedim(1, 1 + axis).reshape(len(c), *shape) for s, c in value.items()}
             self._deposit(flow, below, Way.DATA, value, unit.arrives)
         for parameter in unit.parameters.values():
             self._used(parameter)

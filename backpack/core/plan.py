@@ -1,8 +1,7 @@
-"""The plan of a backward pass: autograd's graph, walked once from the root.
+"""The plan of a backward pass: which rules are used where, which graph nodes are crossed by calling them, and where the samples lie.
 
-Finds the loss calls, the module calls whose rule can be used, every use of every tracked parameter, and the gap nodes in between that have
-to be crossed by calling them; follows the samples from the outermost module's output (or the loss's input) to each of these places. All
-refusals that depend on structure are raised here, before anything runs.
+The samples are followed from the outermost module's output (or the loss's input) to each use of each tracked parameter. All refusals that
+depend on structure are raised here, before anything runs.
 """
 
 from __future__ import annotations
@@ -12,11 +11,13 @@ from collections.abc import Iterable
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import Edge, Mark, ModuleCall, Slot, owners
+from backpack.core.calls import Edge, Mark, ModuleCall, Slot
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
-from backpack.core.graph import LINEAR, PRODUCTS, SPLIT, Gap, State, Way, checkpointed, operation, refuse_checkpointed, shape_of
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, SPLIT, Gap, State, Way, checkpointed, operation, refuse_checkpointed, shape_of
+from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis, seen_through_reshape
-from backpack.core.walk import LEFT_OUT, Walk
+from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
 from backpack.utils.errors import (
     LossNotExtendedError,
     LossValueError,
@@ -25,32 +26,6 @@ from backpack.utils.errors import (
     UnattributedError,
     UnsupportedError,
 )
-
-
-class Unit:
-    """A module call whose rule stands for a piece of the graph.
-
-    Attributes:
-        call: The call.
-        nr: Output number of the node at which the gradient of the output arrives.
-        base: Whether that node made the tensor of which the output is a view.
-        parameters: Name to parameter, of the trainable ones that the piece uses.
-        inside: Nodes of the piece.
-        below: Where input 0 comes from, if something there is needed.
-        arrives: Where the samples lie there.
-        layout: Where the samples lie in the output.
-        couples: Whether a parameter of the module is also used upstream of it.
-    """
-
-    __slots__ = ("arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters")
-
-    def __init__(self, mark: Mark, inside: set[Node], parameters: dict[str, Parameter]) -> None:
-        self.call, self.nr, self.base = mark.call, mark.nr, mark.base
-        self.inside, self.parameters = inside, parameters
-        self.below: Edge | None = None
-        self.arrives: Layout | None = None
-        self.layout: Layout | None = None
-        self.couples = False
 
 
 class Plan:
@@ -66,7 +41,7 @@ class Plan:
         arrivals: Edge to number of consumers that hand columns to it.
     """
 
-    def __init__(self, walk: Walk, roots: list[Node], second_order: bool) -> None:
+    def __init__(self, walk: Walk, roots: list[Node], second_order: bool, need: Need = Need.COLUMNS) -> None:
         self.walk = walk
         self.units: dict[Node, Unit] = {}
         self.losses: dict[Node, Mark] = {}
@@ -80,9 +55,9 @@ class Plan:
         self._bare: set[Node] = set()
         self._covered: set[Node] = set()
         self._claimed: set[ModuleCall] = set()
-        self._second_order = second_order
+        self._second_order, self._need = second_order, need
         if not walk.marks:
-            self._refuse_use(next(node for node, bits in walk.reach.items() if bits))
+            self._refuse_unrecorded(next(node for node, bits in walk.reach.items() if bits))
         self._follow(roots)
 
     def _follow(self, roots: list[Node]) -> None:
@@ -153,7 +128,7 @@ class Plan:
             mark: Its mark.
 
         Raises:
-            UnsupportedError: If a loss below counts samples in another way and a second-order quantity is asked for.
+            UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
         """
         call, shape = mark.call, mark.call.outputs[mark.index].shape
         states = self.states.setdefault(node, {})
@@ -232,19 +207,22 @@ class Plan:
             marks: Its marks, innermost first.
 
         Returns:
-            The unit, or ``None`` where the node is crossed as a gap.
+            The unit; ``None`` for a gap.
         """
         for mark in reversed(list(marks)):
             call, state = mark.call, states.get(mark.nr)
-            if call.derivatives is None or call.is_loss or len(call.outputs) > 1 or call in self._claimed or not isinstance(state, Layout):
+            rule = self._rule(call)
+            if rule is None or call.is_loss or len(call.outputs) > 1 or call in self._claimed or not isinstance(state, Layout):
                 continue
-            if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < call.derivatives.least_axes:
+            if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < rule.least_axes:
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
-            if layout is None or (layout.axis != 0 and not (call.derivatives.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1)):
+            if layout is None or (layout.axis != 0 and not (rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1)):
                 continue
             piece = self.walk.piece(node, call)
-            if piece is None or not set(piece.parameters) <= set(call.derivatives.params):
+            if piece is None or not (set(piece.parameters) <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
+                continue
+            if rule is GENERIC and self._need is Need.CURVATURE and all(operation(n) in LINEAR | PIECEWISE_LINEAR for n in piece.inside):
                 continue
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
             if len(needed) > 1 or (needed and needed[0][0] != 0):
@@ -255,10 +233,11 @@ class Plan:
                 unit.below = needed[0][1]
                 shape = shape_of(unit.below)
                 unit.arrives = layout if shape == call.inputs[0].shape else seen_through_reshape(layout, call.inputs[0].shape, shape)
-                if unit.arrives is None or (isinstance(call.derivatives, RecordedSlopeDerivatives) and not piece.is_chain):
+                if unit.arrives is None or (isinstance(rule, RecordedSlopeDerivatives) and not piece.is_chain):
                     continue
                 unit.couples = any(self.walk.reach[unit.below[0]] & self.walk.bits[id(p)] for p in unit.parameters.values())
                 self._arrive(unit.below, unit.arrives, node in self._above, layout.samples)
+            call.derivatives = rule
             self._claimed.add(call)
             self._covered |= piece.inside
             self.units[node] = unit
@@ -267,6 +246,20 @@ class Plan:
                 self._count(parameter, 1, layout.samples)
             return unit
         return None
+
+    def _rule(self, call: ModuleCall) -> BaseDerivatives | None:
+        """Return the rule of a call, or the generic one where the graph's own nodes do not suffice.
+
+        Args:
+            call: The call.
+
+        Returns:
+            The rule; ``None`` where the graph is to be crossed node by node.
+        """
+        if call.derivatives is not None or self._need is Need.COLUMNS or call.module._modules or not call.inputs:
+            return call.derivatives
+        kept = isinstance(call.inputs[0], Slot) and call.inputs[0].ref is None
+        return GENERIC if kept else None
 
     def _cross(self, node: Node, states: dict[int, State]) -> None:
         """Plan the crossing of a gap node.
@@ -342,6 +335,8 @@ class Plan:
             self._refuse_use(node)
         loose = self.arrivals.get((node, 0), 0)
         if loose:
+            if id(self.walk.leaves[node]) not in self.walk.recorded:
+                self._refuse_unrecorded(node)
             self._refuse_uncovered(node)
             self._count(node.variable, loose, self._samples_at[node])
 
@@ -365,21 +360,23 @@ class Plan:
                 "is not known. Call backward for each of them."
             )
 
-    # ------------------------------------------------------------------------------------------------------------ refusals
     def _refuse_mixing(self, node: Node, how: str) -> None:
         raise MixedSamplesError(
             f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for "
             f"{self.walk.names(self.walk.reach[node])}. Use an "
-            "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm)."
+            "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm), "
+            "and inputs that "
+            "have a batch axis."
+        )
+
+    def _refuse_unrecorded(self, node: Node) -> None:
+        raise NotRecordedError(
+            f"No forward pass of an extended module was recorded for {self.walk.names(self.walk.reach[node])}. It ran before extend(), "
+            "under disable() or "
+            "under no_grad(): run it again after extend()."
         )
 
     def _refuse_use(self, node: Node) -> None:
-        if not self.walk.marks:
-            raise NotRecordedError(
-                "No forward pass of an extended module was recorded in this graph, but it uses "
-                f"{self.walk.names(self.walk.reach[node])}. The forward pass ran "
-                "before extend(), under disable() or under no_grad(): run it again after extend()."
-            )
         raise UnattributedError(
             f"{self.walk.names(self.walk.reach[node])} is used outside of everything that has samples (for example a penalty on the "
             "parameters), so that its "
@@ -390,8 +387,7 @@ class Plan:
     def _refuse_uncovered(self, node: Node) -> None:
         if self._second_order and node in self._above:
             raise LossNotExtendedError(
-                f"{self.walk.names(self.walk.reach[node])} is reached from the tensor on which backward was called by a path without an "
-                "extended loss. Second-order "
-                "quantities start at the loss: write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` "
-                "for a term to be ignored."
+                "No extended loss lies on a path from the tensor on which backward was called to "
+                f"{self.walk.names(self.walk.reach[node])}. Second-order quantities start at the loss: write "
+                "`lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` for a term to be ignored."
             )

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.calls import ModuleCall, owners, recording, transformed, undisturbed
+from backpack.core.calls import ModuleCall, recording, transformed, undisturbed
+from backpack.core.owners import owners
 
 
 @cache
@@ -40,12 +41,11 @@ def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any
 class Recorder:
     """The two forward hooks of one extended module."""
 
-    __slots__ = ("_ids", "_last", "path")
+    __slots__ = ("_last", "path")
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._last: ref | None = None
-        self._ids: tuple[int, ...] = ()
 
     def __reduce__(self) -> tuple:
         return Recorder, (self.path,)
@@ -67,12 +67,9 @@ class Recorder:
         Args:
             module: The module.
         """
-        ids = tuple(map(id, module._parameters.values()))
-        if ids != self._ids:
-            self._ids = ids
-            for name, parameter in module._parameters.items():
-                if isinstance(parameter, Parameter):
-                    owners.add(parameter, f"{self.path}.{name}" if self.path else name)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter not in owners and isinstance(parameter, Parameter):
+                owners.add(parameter, f"{self.path}.{name}" if self.path else name)
 
     def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a call: read where the inputs come from, before the module may change them in place.
@@ -87,7 +84,7 @@ class Recorder:
                 return  # no gradient will pass here
             with undisturbed():
                 self.know(module)
-                recording.open.append(ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args))
+                recording.open.append(ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, args))
 
     def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """End a call; also reached, without an output, where the forward pass raises.
@@ -102,6 +99,10 @@ class Recorder:
             call = recording.open.pop()
             if output is not None:
                 with undisturbed():
+                    if args is not call.seen:  # a hook that ran after ours has given the module something else
+                        call.see(module, _positional(module, args, kwargs))
+                        if getattr(module, "inplace", False) is True:
+                            call.derivatives = None  # what it was given has been overwritten since
                     call.attach(output)
                 self._last = ref(call)
 
@@ -116,7 +117,7 @@ class Recorder:
         """
         return (
             module.register_forward_pre_hook(self.before, with_kwargs=True),
-            module.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+            module.register_forward_hook(self.after, with_kwargs=True, always_call=True, prepend=True),
         )
 
     def remove(self, module: Module) -> None:

@@ -1,18 +1,35 @@
-"""The walk: autograd's graph, each node once, and what lies upstream of it."""
+"""The walk: autograd's graph, each node once, and what lies upstream of it; the pieces of it that module calls stand for."""
 
 from __future__ import annotations
 
+from enum import IntEnum
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot, owners
+from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot
+from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF
+from backpack.core.owners import owners
+from backpack.core.samples import Layout
+from backpack.utils.errors import UnsupportedError
 
 LEFT_OUT = "backpack.left_out"
 """Key in the metadata of a node whose term is left out of all quantities."""
+
+
+GENERIC = GenericDerivatives()
+
+
+class Need(IntEnum):
+    """What a pass needs to know of a module that has no rule."""
+
+    COLUMNS = 0  # transposed Jacobians: the graph's own nodes supply them
+    CURVATURE = 1  # its second derivative, too
+    MODULES = 2  # all of its derivatives: the graph's nodes are of no use
 
 
 class Piece(NamedTuple):
@@ -29,6 +46,32 @@ class Piece(NamedTuple):
         return all(sum(n in self.inside or (n, nr) in edges for n, nr in node.next_functions) == 1 for node in self.inside)
 
 
+class Unit:
+    """A module call whose rule stands for a piece of the graph.
+
+    Attributes:
+        call: The call.
+        nr: Output number of the node at which the gradient of the output arrives.
+        base: Whether that node made the tensor of which the output is a view.
+        parameters: Name to parameter, of the trainable ones that the piece uses.
+        inside: Nodes of the piece.
+        below: Where input 0 comes from, if something there is needed.
+        arrives: Where the samples lie there.
+        layout: Where the samples lie in the output.
+        couples: Whether a parameter of the module is also used upstream of it.
+    """
+
+    __slots__ = ("arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters")
+
+    def __init__(self, mark: Mark, inside: set[Node], parameters: dict[str, Parameter]) -> None:
+        self.call, self.nr, self.base = mark.call, mark.nr, mark.base
+        self.inside, self.parameters = inside, parameters
+        self.below: Edge | None = None
+        self.arrives: Layout | None = None
+        self.layout: Layout | None = None
+        self.couples = False
+
+
 class Walk:
     """Facts about a graph.
 
@@ -42,6 +85,7 @@ class Walk:
         calls: Every recorded call in the graph.
         has_data: Nodes upstream of which a module was called with data.
         to_loss: Nodes upstream of which, or at which, a loss call ends.
+        foreign: Number of parameters in the graph that belong to no extended module.
         double: Whether the graph contains derivatives of derivatives.
     """
 
@@ -55,6 +99,7 @@ class Walk:
         self.has_data: set[Node] = set()
         self.to_loss: set[Node] = set()
         self.double = False
+        self.foreign = 0
         self._edges_into: dict[Node, int] = {}
         self.order = self._visit(roots)
 
@@ -69,6 +114,7 @@ class Walk:
         """
         order, stack, edges_into, reach = [], list(roots), self._edges_into, self.reach
         nexts: dict[Node, list[Node]] = {}
+        left_out: list[Node] = []
         while stack:
             node = stack[-1]
             if node in reach:
@@ -79,7 +125,11 @@ class Walk:
                 self._gather(node, nexts[node])
             else:
                 metadata = node.metadata
-                nexts[node] = upstream = [] if LEFT_OUT in metadata else [n for n, _ in node.next_functions if n is not None]
+                upstream = [n for n, _ in node.next_functions if n is not None]
+                if LEFT_OUT in metadata:
+                    left_out += upstream
+                    upstream = []
+                nexts[node] = upstream
                 if KEY in metadata:
                     self.marks[node] = metadata[KEY]
                 for n in upstream:
@@ -87,7 +137,32 @@ class Walk:
                     if n not in nexts:
                         stack.append(n)
         order.reverse()
+        self._check_left_out(left_out)
         return order
+
+    def _check_left_out(self, stack: list[Node]) -> None:
+        """Refuse a left-out term that depends on activations: its gradient would arrive in one sum with that of the loss.
+
+        Args:
+            stack: Nodes where left-out terms begin.
+
+        Raises:
+            UnsupportedError: If there is one.
+        """
+        seen: set[Node] = set()
+        while stack:
+            node = stack.pop()
+            if node in seen or node in self.leaves:
+                continue
+            seen.add(node)
+            if self.reach.get(node):
+                raise UnsupportedError(
+                    f"A term given to backpack.leave_out() depends on activations that the loss uses, too ({node.name()}, upstream of which lies "
+                    f"{self.names(self.reach[node])}), so that their gradients cannot be told apart. Leave out terms that depend on "
+                    "parameters alone, "
+                    "or call backward for the term outside of the context."
+                )
+            stack += [n for n, _ in node.next_functions if n is not None]
 
     def _gather(self, node: Node, nexts: list[Node]) -> None:
         """Collect, at a node whose upstream is known, what lies upstream.
@@ -103,10 +178,12 @@ class Walk:
             if tracked:
                 self.bits[id(parameter)] = 1 << len(self.parameters)
                 self.parameters.append(parameter)
+            else:
+                self.foreign += isinstance(parameter, Parameter)
             self.leaves[node] = parameter
             self.reach[node] = self.bits[id(parameter)] if tracked else 0
             return
-        if name.count("Backward") > 1:
+        if "BackwardBackward" in name or "BackwardDataBackward" in name:
             self.double = True
         reach, has_data, to_loss = 0, self.has_data, self.to_loss
         for upstream in nexts:
@@ -161,6 +238,23 @@ class Walk:
             if count != self._edges_into.get(inner, 0):
                 return None
         return piece
+
+    @cached_property
+    def recorded(self) -> set[int]:
+        """Ids of the parameters of all modules of which a call was recorded."""
+        return {id(p) for call in self.calls if not call.is_loss for p in call.module.parameters()}
+
+    def where(self, node: Node) -> str:
+        """Describe a node.
+
+        Args:
+            node: A graph node.
+
+        Returns:
+            Its name, and that of the module which ends there.
+        """
+        inside = [f"{mark.call.path} ({type(mark.call.module).__name__}, which has no rule)" for mark in self.marks.get(node, ()) if not mark.base]
+        return f"{node.name()} of {inside[0]}" if inside and not self.marks[node][0].call.module._modules else node.name()
 
     def names(self, bits: int) -> str:
         """Name parameters.

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
-from backpack.core.calls import Edge, Mark, ModuleCall, owners
+from backpack.core.calls import Edge, Mark, ModuleCall
 from backpack.core.carry import Columns, Flow, Reader, Use
+from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import reading, recorder_of
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -45,6 +46,10 @@ class Collector(Reader):
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
         self._waiting = self._dependencies() if hook is not None else {}
+        samples = {unit.layout.samples for unit in plan.units.values()} | {mark.call.inputs[0].shape[0] for mark in plan.losses.values()}
+        for extension in (extension for group in self._of_flow.values() for extension in group):
+            for number in samples:
+                extension.samples(number)  # refuses indices that are out of range, before anything runs
 
     @property
     def flows(self) -> list[Flow]:

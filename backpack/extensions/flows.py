@@ -16,6 +16,7 @@ from backpack.core.carry import Columns, Flow
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, Gap, operation
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout
+from backpack.core.walk import GENERIC, Need
 from backpack.extensions.curvature import Curvature
 from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
 
@@ -155,6 +156,8 @@ class SignedSqrtFlow(ColumnFlow):
     from those of other modules: ``H = sum_births J^T (S diag(signs) S^T) J``, which is exact on branching graphs.
     """
 
+    needs = Need.CURVATURE
+
     def start(self, call: ModuleCall, grad: Tensor) -> Columns:
         weights = _position_weights(call, grad)
         mat = call.derivatives._sqrt_hessian(call, None, (grad,))
@@ -174,7 +177,7 @@ class SignedSqrtFlow(ColumnFlow):
         if rule.hessian_is_diagonal(call):
             residual = rule.hessian_diagonal(call, None, (grad,))
             flat = residual.flatten(1)
-            mat = torch.diag_embed(flat.abs().sqrt()).movedim(-1, 0).reshape(-1, *residual.shape)
+            mat = torch.diag_embed(flat.abs().sqrt()).movedim(-1, 0).reshape(flat.shape[1], *residual.shape)
             signs = flat.sign().T
         else:
             shape = call.input0.shape
@@ -191,7 +194,7 @@ class SignedSqrtFlow(ColumnFlow):
         for gap in plan.gaps.values():
             if not _block_is_linear(plan, gap):
                 raise UnsupportedError(
-                    f"{gap.node.name()} is, or may hide, a curved operation between modules, on the way to "
+                    f"{plan.walk.where(gap.node)} is, or may hide, a curved operation between modules, on the way to "
                     f"{plan.walk.names(plan.walk.reach[gap.node])}: the diagonal of the Hessian "
                     "has no exact rule for it. Use a module for it (torch.nn.GELU() instead of torch.nn.functional.gelu), the generalized "
                     "Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product)."
@@ -251,8 +254,14 @@ def refuse_coupled(plan: Plan, quantity: str) -> None:
         UnsupportedError: If there is one.
     """
     for unit in plan.units.values():
+        names = ", ".join(unit.parameters)
+        if unit.call.derivatives is GENERIC and names:
+            raise UnsupportedError(
+                f"{quantity} of {unit.call.path} ({names}): {type(unit.call.module).__name__} has no rule, so that its second derivative "
+                "with respect to its "
+                "own parameters is not known to be zero. Use the generalized Gauss-Newton."
+            )
         if unit.couples:
-            names = ", ".join(unit.parameters)
             raise UnsupportedError(
                 f"{quantity} of {unit.call.path} ({names}) has terms that couple several uses of the same parameter, one upstream of the "
                 "other. No exact rule "
@@ -264,6 +273,7 @@ class ChainFlow(Flow):
     """A flow that is exact on sequences of modules only."""
 
     crosses_gaps = False
+    needs = Need.MODULES
     quantity = "This quantity"
 
     def merge(self, old: object, new: object) -> object:
@@ -273,7 +283,7 @@ class ChainFlow(Flow):
         if plan.gaps:
             node, gap = next(iter(plan.gaps.items()))
             raise BranchingError(
-                f"{self.quantity} is exact on sequences of modules only, but {gap.node.name()} lies between modules, on the way to "
+                f"{self.quantity} is exact on sequences of modules only, but {plan.walk.where(gap.node)} lies between modules, on the way to "
                 f"{plan.walk.names(plan.walk.reach[node])}. Use modules for all operations, the generalized Gauss-Newton quantities "
                 "(DiagGGN, KFLR, KFAC), or the matrix-free products of backpack.hessianfree."
             )
@@ -312,6 +322,8 @@ class AverageFlow(ChainFlow):
 
     def through(self, call: ModuleCall, value: Tensor, grad: Tensor, layout: Layout) -> Tensor:
         rule = call.derivatives
+        if not layout.samples:
+            return value.new_zeros(2 * (call.input0.shape[1:].numel(),))
         result = rule.ea_jac_t_mat_jac_prod(call, None, (grad,), value)
         if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call):
             if not rule.hessian_is_diagonal(call):
@@ -369,4 +381,5 @@ class MatProdFlow(ChainFlow):
 
     def check(self, plan: Plan) -> None:
         super().check(plan)
-        refuse_coupled(plan, self.quantity)
+        if Curvature.require_residual(self.curvature):
+            refuse_coupled(plan, self.quantity)

@@ -144,17 +144,24 @@ class KroneckerRule(Rule):
         rule = use.call.derivatives
         if not isinstance(rule, AffineDerivatives):
             columns = apply_to_all(use.value, lambda mat: rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False))
-            return self.at_leaf(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
+            return _without_structure(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
         outputs = apply_to_all(use.value, lambda mat: add_rows(rule.rows(use.call, mat).sum(-1), use.layout))
         if name == "bias":
-            return self.at_leaf(outputs)
+            return _without_structure(outputs)
         x = rule.columns(use.call)
         rows, samples = x.shape[0], max(use.layout.samples, 1)
         x = x.mean(0, keepdim=True) if self._mean_input else x
         return KroneckerState(second_moment(x) * (rows / samples), outputs)
 
     def at_leaf(self, columns: Columns) -> KroneckerState:
-        return KroneckerState(None, {source: c.reshape(*c.shape[:2], 1, -1) for source, c in columns.items()})
+        shape = next(iter(columns.values())).shape[2:]
+        if sum(size > 1 for size in shape) > 1:
+            raise UnsupportedError(
+                f"Kronecker factors of a parameter of shape {list(shape)} that is used by an operation without a rule are not defined. "
+                "Use a diagonal "
+                "(DiagGGNExact, DiagGGNMC) for it, or set requires_grad_(False) on it."
+            )
+        return _without_structure(columns)
 
     def add(self, one: KroneckerState, other: KroneckerState) -> KroneckerState:
         if (one.inputs is None) != (other.inputs is None) or (one.inputs is not None and one.inputs.shape != other.inputs.shape):
@@ -164,6 +171,10 @@ class KroneckerRule(Rule):
             )
         inputs = None if one.inputs is None else one.inputs + other.inputs
         return KroneckerState(inputs, add_columns(one.outputs, other.outputs))
+
+
+def _without_structure(columns: Columns) -> KroneckerState:
+    return KroneckerState(None, {source: c.flatten(2).unsqueeze(2) if c.dim() > 2 else c[..., None, None] for source, c in columns.items()})
 
 
 class ValueRule(Rule):

@@ -42,7 +42,6 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         any_batch_axis: The rule stays right if the axes in front of the last are permuted, in the recorded tensors and the matrices alike, so
             that any of them may be the sample axis.
         same_jacobian: The Jacobian is the same matrix for every sample.
-        params: Names of the parameters that have a rule.
     """
 
     keeps: ClassVar[frozenset[str]] = frozenset({"input", "output"})

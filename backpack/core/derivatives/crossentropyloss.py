@@ -8,6 +8,7 @@ A position with logits ``f``, probabilities ``p = softmax(f)``, class weights ``
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from math import prod
 from typing import ClassVar
 
@@ -134,6 +135,9 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             LossValueError: If the probabilities are not finite.
         """
         flat = probs.movedim(1, -1).reshape(-1, probs.shape[1])
-        if probs.device.type != "cpu" and not flat.isfinite().all():
-            raise LossValueError("The probabilities of the classes are not finite, so that no labels can be drawn.")
-        return torch.multinomial(flat, mc_samples, replacement=True).T.reshape(mc_samples, probs.shape[0], *probs.shape[2:])
+        # on a CPU drawing raises by itself, elsewhere it might end the process
+        if probs.device.type == "cpu" or flat.isfinite().all():
+            with suppress(RuntimeError):
+                labels = torch.multinomial(flat, mc_samples, replacement=True)
+                return labels.T.reshape(mc_samples, probs.shape[0], *probs.shape[2:])
+        raise LossValueError("CrossEntropyLoss: the probabilities of the classes are not finite (nan or inf logits), so that no labels can be drawn.")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.carry import Flow, Use
+from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.extensions.flows import MatProdFlow
 from backpack.extensions.rules import Rule, ValueRule
@@ -45,7 +47,10 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
         use, name = state
         rule, call, output_product = use.call.derivatives, use.call, use.value
         call.keep = True
-        jacobian = rule._weight_jac_mat_prod if name == "weight" else rule._bias_jac_mat_prod
+        if isinstance(rule, GenericDerivatives):
+            jacobian = partial(rule.param_jac_mat_prod, name)
+        else:
+            jacobian = rule._weight_jac_mat_prod if name == "weight" else rule._bias_jac_mat_prod
 
         def product(mat: Tensor) -> Tensor:
             columns = output_product(jacobian(call, None, (use.grad,), mat))

@@ -115,8 +115,7 @@ class HBP(SecondOrderBackpropExtension):
         if not isinstance(rule, AffineDerivatives) or rule.groups(call) != 1 or extra_axes:
             raise UnsupportedError(
                 f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions "
-                "without groups, not for "
-                f"{call.path} ({type(call.module).__name__}.{name}, output {list(call.output.shape)}). Use KFLR or KFAC."
+                f"without groups. {call.path} ({type(call.module).__name__}, output {list(call.output.shape)}) is none of these: use KFLR or KFAC."
             )
         outputs = call.output.shape[1]
         side = use.value.unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))

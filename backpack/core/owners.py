@@ -1,0 +1,43 @@
+"""Which parameters are tracked, and what they are called."""
+
+from __future__ import annotations
+
+from weakref import ref
+
+from torch.nn import Parameter
+
+
+class _Owners:
+    """Parameters of extended modules, held weakly, and their names in the module on which ``extend`` was called."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, tuple[ref, str]] = {}
+
+    def add(self, parameter: Parameter, name: str) -> None:
+        """Track a parameter.
+
+        Args:
+            parameter: The parameter.
+            name: Its name; an earlier one is kept.
+        """
+        key = id(parameter)
+        if parameter not in self:
+            self._names[key] = (ref(parameter, lambda _: self._names.pop(key, None)), name)
+
+    def remove(self, parameter: Parameter) -> None:
+        """Track a parameter no more.
+
+        Args:
+            parameter: The parameter.
+        """
+        self._names.pop(id(parameter), None)
+
+    def __contains__(self, parameter: object) -> bool:
+        entry = self._names.get(id(parameter))
+        return entry is not None and entry[0]() is parameter
+
+    def __getitem__(self, parameter: Parameter) -> str:
+        return self._names[id(parameter)][1]
+
+
+owners = _Owners()
