@@ -172,7 +172,10 @@ class Carry:
     @staticmethod
     def _hook(run: Callable, node: Node, what: Any) -> Callable:
         def hook(grads: tuple[Tensor | None, ...]) -> None:
-            with torch.no_grad():
+            if torch.is_grad_enabled():  # with create_graph=True
+                with torch.no_grad():
+                    run(node, what, grads)
+            else:
                 run(node, what, grads)
 
         return hook

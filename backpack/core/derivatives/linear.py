@@ -26,9 +26,13 @@ class LinearDerivatives(AffineDerivatives):
 
     def columns(self, module: Linear, subsampling: Samples = None) -> Tensor:
         inputs = subsample(module.input0, subsampling=subsampling)
+        if inputs.dim() == 2:
+            return inputs[:, None, :, None]
         return inputs.reshape(inputs.shape[0], 1, prod(inputs.shape[1:-1]), inputs.shape[-1]).mT
 
     def rows(self, module: Linear, mat: Tensor) -> Tensor:
+        if mat.dim() == 3:
+            return mat[:, :, None, :, None]
         return mat.reshape(*mat.shape[:2], 1, prod(mat.shape[2:-1]), mat.shape[-1]).mT
 
     def output_from_rows(self, module: Linear, rows: Tensor) -> Tensor:
