@@ -181,7 +181,7 @@ class _CatchBackward(TorchFunctionMode):
         try:
             plan = Plan(walk, nodes, second_order, max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS))
         except (LossNotExtendedError, NotRecordedError, UnattributedError):
-            if returns:  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
+            if returns and walk.to_loss.isdisjoint(nodes):  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
                 return execute()
             raise
         if not plan.uses:
@@ -199,7 +199,7 @@ class _CatchBackward(TorchFunctionMode):
         carry = Carry(plan, flows, collector)
         handles = []
         try:
-            for node, mark, extension, chosen in collector.mapped():
+            for node, mark, extension, chosen in collector.mapped() if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
                 handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
             handles += carry.install()
             self._remove_stale(plan, extensions)

@@ -166,6 +166,7 @@ class ModuleCall:
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
         outputs: One ``Slot`` a tensor of the output.
         slope: Derivative of a random element-wise module, set when it is needed.
+        versions: How often each parameter of the module had been changed in place.
         seen: The positional arguments, as long as the module runs.
         keep: Set where somebody reads the tensors after the backward pass.
     """
@@ -185,6 +186,7 @@ class ModuleCall:
         "root",
         "seen",
         "slope",
+        "versions",
     )
 
     def __init__(self, module: Module, recorder: Any, args: Sequence[Any], seen: tuple = ()) -> None:
@@ -202,6 +204,7 @@ class ModuleCall:
             self._needs = self.derivatives.keeps
         else:
             self._needs = _NOTHING if module._modules else _BOTH
+        self.versions = tuple(p._version for p in module._parameters.values() if p is not None)
         self.seen: tuple | None = seen
         self.see(module, args)
 
@@ -325,12 +328,46 @@ class ModuleCall:
         """Compute the output again, for a rule that makes it from nothing but inputs and parameters.
 
         Returns:
-            The output; ``None`` if an input was not kept, or the module has no such rule.
+            The output; ``None`` if an input was not kept, a parameter has changed, or the module has no such rule.
         """
-        if self.derivatives is None or "input" not in self.derivatives.keeps:
+        if self.derivatives is None or "input" not in self.derivatives.keeps or self._changed:
             return None
         with torch.no_grad():
             return type(self.module).forward(self.module, *(self.tensor(f"input{i}") for i in range(len(self.inputs))))
+
+    def recover(self, name: str) -> Any:
+        """Compute a tensor that was not kept, where that is possible.
+
+        Args:
+            name: ``"output"`` or ``"input{i}"``.
+
+        Returns:
+            The tensor, or ``None``.
+        """
+        if name == "output":
+            return self.replay()
+        slot = self.inputs[int(name[5:])]
+        edge = slot.edge if isinstance(slot, Slot) else None
+        for mark in edge[0].metadata.get(KEY, ()) if edge is not None else ():
+            if mark.nr == edge[1] and not mark.base and mark.call is not self:
+                return mark.call.replay()
+        return None
+
+    @property
+    def _changed(self) -> bool:
+        return self.versions != tuple(p._version for p in self.module._parameters.values() if p is not None)
+
+    def refuse_changed(self) -> None:
+        """Refuse to go on if a parameter of the module was changed in place since.
+
+        Raises:
+            OverwrittenError: If one was.
+        """
+        if self._changed:
+            raise OverwrittenError(
+                f"The parameters of {self.path} were changed after the forward pass, so that a product with a curvature matrix there is not "
+                "defined any more. Multiply before the optimizer's step, or run forward and backward again."
+            )
 
     def __repr__(self) -> str:
         return self.path
@@ -342,20 +379,6 @@ class ModuleCall:
             return slot.like() if value is None and isinstance(slot, Slot) else value
         # not self.module: where that raises an AttributeError, Python would come back here
         return getattr(ModuleCall.module.fget(self), name)
-
-
-class BatchFirst:
-    """A call whose sample axis, of inputs and output, is moved to the front."""
-
-    __slots__ = ("_axis", "_call")
-
-    def __init__(self, call: ModuleCall, axis: int) -> None:
-        self._call, self._axis = call, axis
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._call, name)
-        moves = isinstance(value, Tensor) and (name == "output" or (name.startswith("input") and name[5:].isdigit()))
-        return value.movedim(self._axis, 0) if moves else value
 
 
 def transformed() -> bool:

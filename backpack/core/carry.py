@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import BatchFirst, Edge, Mark, ModuleCall
+from backpack.core.calls import Edge, Mark, ModuleCall
 from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
 from backpack.core.graph import SPLIT, Gap, Way, call_node, outputs_of, shape_of
 from backpack.core.plan import Plan
@@ -129,6 +129,20 @@ class Reader(ABC):
         Args:
             call: The call.
         """
+
+
+class BatchFirst:
+    """A call whose sample axis, of inputs and output, is moved to the front."""
+
+    __slots__ = ("_axis", "_call")
+
+    def __init__(self, call: ModuleCall, axis: int) -> None:
+        self._call, self._axis = call, axis
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._call, name)
+        moves = isinstance(value, Tensor) and (name == "output" or (name.startswith("input") and name[5:].isdigit()))
+        return value.movedim(self._axis, 0) if moves else value
 
 
 class Carry:

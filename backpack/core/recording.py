@@ -167,8 +167,8 @@ class _RecordedTensor:
             call = None if recorder is None else recorder.last
         registered = any(self.name in module.__dict__.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
         value = None if call is None or registered or call.released else call.tensor(self.name)
-        if value is None and call is not None and self.name == "output" and not registered and not call.released:
-            value = call.replay()
+        if value is None and call is not None and not registered and not call.released:
+            value = call.recover(self.name)
         if value is None:
             raise AttributeError(self.name)  # Module.__getattr__ takes over
         return value

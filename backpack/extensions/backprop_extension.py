@@ -144,6 +144,11 @@ class BackpropExtension(ABC):
             )
         self._module_exts[module_cls] = extension
 
+    @property
+    def has_module_exts(self) -> bool:
+        """Whether a user has said what to do for some module class."""
+        return bool(self._module_exts)
+
     def module_extension(self, module: Module) -> ModuleExtension | None:
         """Return what a user has said for the class of a module.
 

@@ -129,6 +129,7 @@ class SqrtFlow(ColumnFlow):
         mat = loss._sqrt_hessian_sampled(call, None, (grad,), mc_samples=self.mc_samples, subsampling=sampling)
         if chosen is None:
             return mat
+        chosen = tuple(index % call.inputs[0].shape[0] for index in chosen)
         rounds = repetitions(chosen)
         full = mat.new_zeros(1 + max(rounds, default=0), mat.shape[0], *call.inputs[0].shape)
         for position, (sample, turn) in enumerate(zip(chosen, rounds, strict=True)):
@@ -363,6 +364,7 @@ class MatProdFlow(ChainFlow):
             residual = self._residual(call, grad)
 
         def product(mat: Tensor) -> Tensor:
+            call.refuse_changed()
             out = rule._jac_t_mat_prod(call, None, (grad,), value(rule._jac_mat_prod(call, None, (grad,), mat)))
             return out if residual is None else out + residual(mat)
 

@@ -20,7 +20,8 @@ from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 class CurvatureMatrixProduct(SecondOrderBackpropExtension):
     """Saves a function that multiplies ``[V, *parameter]`` (or a bare ``[*parameter]``) with a diagonal block of a curvature matrix.
 
-    The function reads the recorded tensors of the modules, which therefore live as long as it does. Sequences of modules only.
+    The function reads the recorded tensors of the modules, which therefore live as long as it does, and their parameters: it refuses to go on when
+    these have changed since the forward pass. Sequences of modules only.
     """
 
     def __init__(self, savefield: str, curv_type: str) -> None:
@@ -53,6 +54,7 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
             jacobian = rule._weight_jac_mat_prod if name == "weight" else rule._bias_jac_mat_prod
 
         def product(mat: Tensor) -> Tensor:
+            call.refuse_changed()
             columns = output_product(jacobian(call, None, (use.grad,), mat))
             return rule._param_mjp(name, call, None, (use.grad,), columns)
 
