@@ -24,17 +24,27 @@ LEAF = "torch::autograd::AccumulateGrad"
 LINEAR = frozenset(
     """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
     Split SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Movedim
-    Narrow Unfold Scatter SliceScatter AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding NativeDropout""".split()
+    Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding NativeDropout""".split()
 )
 """Operations that are linear."""
 PIECEWISE_LINEAR = frozenset(
-    "Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices MaskedFill".split()
+    "Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split()
 )
 """Operations that are linear almost everywhere."""
 PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
 """Operations that are linear in each of their factors."""
 # operations that are carried to their inputs by shapes and settings alone, whatever the data
-_STATIC = (LINEAR | PIECEWISE_LINEAR | PRODUCTS) - {"Index", "IndexSelect", "Gather", "AsStrided", "Scatter", "Embedding", "Max", "Min"} | frozenset(
+_STATIC = (LINEAR | PIECEWISE_LINEAR | PRODUCTS) - {
+    "Index",
+    "IndexSelect",
+    "Gather",
+    "AsStrided",
+    "MaskedSelect",
+    "Scatter",
+    "Embedding",
+    "Max",
+    "Min",
+} | frozenset(
     """Div DivScalar Gelu Silu Tanh Sigmoid Softmax LogSoftmax Pow Exp Log Sqrt Rsqrt Elu Softplus NativeLayerNorm NativeGroupNorm NativeBatchNorm
     Square Erf Cos Sin Mish ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention FusedRmsNorm""".split()
 )

@@ -113,11 +113,13 @@ def decode(columns: Tensor, samples: int, prefer: int) -> tuple[Layout | None, b
         The layout, ``None`` where samples mix; and whether every row along its axis has told its sample.
     """
     u, parts = columns[0], columns[1:]
-    size = u.abs()
-    known = size > size.max() * (1e-8 if u.dtype == torch.float64 else 1e-4) if u.numel() else size > 0
+    size, precision = u.abs(), torch.finfo(u.dtype).eps ** 0.5
+    known = size > size.max() * precision if u.numel() else size > 0
     ratio = parts / torch.where(known, u, 1)
-    ones = (ratio - 1).abs() < 1e-2
-    if samples > 1 and not ((ones | (ratio.abs() < 1e-2)) | ~known).all():
+    # a part holds all of an entry or nothing; half precision needs more room for its rounding
+    tolerance = max(1e-2, 2 * precision)
+    ones = (ratio - 1).abs() < tolerance
+    if samples > 1 and not ((ones | (ratio.abs() < tolerance)) | ~known).all():
         return None, True
     labels = sum(ones[b].long() << b for b in range(len(parts)))
     layout = layout_of(labels, known, samples, prefer)
