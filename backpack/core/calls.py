@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,6 +22,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.errors import NotRecordedError, OverwrittenError
+from backpack.utils.nested import tensors_in
 
 KEY = "backpack"
 """Key of the calls in the metadata of a graph node."""
@@ -29,7 +31,8 @@ Edge = tuple[Node, int]
 """Where a tensor comes from: (graph node, which of its outputs)."""
 
 _ORDER = count()
-_RANDOM = RecordedSlopeDerivatives()
+RANDOM = RecordedSlopeDerivatives()
+"""Rule of element-wise modules that are random."""
 _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
 
 
@@ -46,8 +49,16 @@ class _Recording(threading.local):
 recording = _Recording()
 
 
-undisturbed = torch._C.DisableTorchFunction
-"""Context in which modes for torch functions, ours included, do not see what happens."""
+_QUIET = nullcontext()
+
+
+def undisturbed() -> AbstractContextManager:
+    """Keep modes for torch functions, ours included, from seeing what happens.
+
+    Returns:
+        A context.
+    """
+    return torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else _QUIET
 
 
 class Slot:
@@ -56,12 +67,15 @@ class Slot:
     __slots__ = ("base_edge", "device", "dtype", "edge", "ref", "shape", "value", "version")
 
     def __init__(self, tensor: Tensor, keep: bool, clone: bool = False) -> None:
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.edge: Edge | None = None
         self.base_edge: Edge | None = None
-        self.value = (tensor.detach().clone() if clone else tensor.detach()) if keep else None
-        self.version = (self.value if clone else tensor)._version
-        self.ref = None if keep else ref(tensor)
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        if keep:
+            self.ref = None
+            self.value = tensor.detach().clone() if clone else tensor.detach()
+            self.version = self.value._version
+        else:
+            self.ref, self.value, self.version = ref(tensor), None, tensor._version
 
     def locate(self, tensor: Tensor) -> Node:
         """Note where the tensor comes from; for a view, also where its base does, to which an operation in place would lead.
@@ -126,22 +140,8 @@ def same_data(tensor: Tensor) -> Tensor | None:
     return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    """Return the tensors in the output of a module.
-
-    Args:
-        output: A tensor, or tensors nested in tuples, lists, mappings and data classes.
-
-    Returns:
-        The tensors in order.
-    """
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, dict):
-        output = list(output.values())
-    elif hasattr(output, "__dataclass_fields__"):
-        output = [getattr(output, name) for name in output.__dataclass_fields__]
-    return [tensor for part in output for tensor in _tensors(part)] if isinstance(output, (tuple, list)) else []
+def _versions(module: Module) -> list[int]:
+    return [p._version for p in module._parameters.values() if p is not None] if module._parameters else []
 
 
 class Mark(NamedTuple):
@@ -204,7 +204,7 @@ class ModuleCall:
             self._needs = self.derivatives.keeps
         else:
             self._needs = _NOTHING if module._modules else _BOTH
-        self.versions = tuple(p._version for p in module._parameters.values() if p is not None)
+        self.versions = _versions(module)
         self.seen: tuple | None = seen
         self.see(module, args)
 
@@ -216,12 +216,16 @@ class ModuleCall:
             args: Its arguments, in the order of the signature.
         """
         keep = "input" in self._needs
-        clone = keep and getattr(module, "inplace", False) is True
-        self.inputs = [Slot(arg, keep, clone) if isinstance(arg, Tensor) else arg for arg in args]
-        self._sources = set()
-        for slot, arg in zip(self.inputs, args, strict=True):
-            if isinstance(slot, Slot) and arg.requires_grad:
-                self._sources.add(slot.locate(arg))
+        clone = keep and vars(module).get("inplace") is True
+        self.inputs, self._sources = [], set()
+        for arg in args:
+            if isinstance(arg, Tensor):
+                slot = Slot(arg, keep, clone)
+                self.inputs.append(slot)
+                if arg.requires_grad:
+                    self._sources.add(slot.locate(arg))
+            else:
+                self.inputs.append(arg)
 
     @property
     def path(self) -> str:
@@ -266,7 +270,7 @@ class ModuleCall:
         """
         keep, sources = "output" in self._needs, self._sources
         self.seen = None
-        tensors = [output] if isinstance(output, Tensor) else _tensors(output)
+        tensors = [output] if isinstance(output, Tensor) else tensors_in(output)
         for index, tensor in enumerate(tensors):
             node = tensor.grad_fn
             self.outputs.append(Slot(tensor, keep))
@@ -282,7 +286,7 @@ class ModuleCall:
                 node.register_hook(self._on_executed)
         rule = self.derivatives
         if rule is not None and type(rule).applies is not BaseDerivatives.applies and tensors and not rule.applies(self):
-            self.derivatives = _RANDOM if isinstance(rule, ElementwiseDerivatives) else None
+            self.derivatives = RANDOM if isinstance(rule, ElementwiseDerivatives) else None
 
     def _on_executed(self, *_: Any) -> None:
         if not (self.keep or torch._C._autograd._get_current_graph_task_keep_graph()):
@@ -355,7 +359,7 @@ class ModuleCall:
 
     @property
     def _changed(self) -> bool:
-        return self.versions != tuple(p._version for p in self.module._parameters.values() if p is not None)
+        return self.versions != _versions(self.module)
 
     def refuse_changed(self) -> None:
         """Refuse to go on if a parameter of the module was changed in place since.
@@ -387,4 +391,4 @@ def transformed() -> bool:
     Returns:
         Whether to record nothing.
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_compiling()
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_dynamo_compiling()

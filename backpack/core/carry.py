@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import Edge, Mark, ModuleCall
-from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
+from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall
 from backpack.core.graph import SPLIT, Gap, Way, call_node, outputs_of, shape_of
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
@@ -224,7 +223,7 @@ class Carry:
         grad = grads[unit.nr]
         if grad is None:
             grad = torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
-        if isinstance(call.derivatives, RecordedSlopeDerivatives) and unit.below is not None:
+        if call.derivatives is RANDOM and unit.below is not None:
             call.slope = self._slope(node, unit)
         view = BatchFirst(call, axis) if axis else call
         arranged = grad.reshape(slot.shape).movedim(axis, 0) if unit.base or axis else grad

@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import Edge, Mark, ModuleCall, Slot
+from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.elementwise import RecordedSlopeDerivatives
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, SPLIT, Gap, State, Way, checkpointed, operation, refuse_checkpointed, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis, seen_through_reshape
@@ -233,7 +232,7 @@ class Plan:
                 unit.below = needed[0][1]
                 shape = shape_of(unit.below)
                 unit.arrives = layout if shape == call.inputs[0].shape else seen_through_reshape(layout, call.inputs[0].shape, shape)
-                if unit.arrives is None or (isinstance(rule, RecordedSlopeDerivatives) and not piece.is_chain):
+                if unit.arrives is None or (rule is RANDOM and not piece.is_chain):
                     continue
                 unit.couples = any(self.walk.reach[unit.below[0]] & self.walk.bits[id(p)] for p in unit.parameters.values())
                 self._arrive(unit.below, unit.arrives, node in self._above, layout.samples)

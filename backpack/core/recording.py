@@ -101,7 +101,7 @@ class Recorder:
                 with undisturbed():
                     if args is not call.seen:  # a hook that ran after ours has given the module something else
                         call.see(module, _positional(module, args, kwargs))
-                        if getattr(module, "inplace", False) is True:
+                        if vars(module).get("inplace") is True:
                             call.derivatives = None  # what it was given has been overwritten since
                     call.attach(output)
                 self._last = ref(call)

@@ -30,9 +30,12 @@ class FirstOrderBackpropExtension(BackpropExtension):
         return False
 
 
+_GRADIENT = GradientFlow()
+
+
 class GradientExtension(FirstOrderBackpropExtension):
     """One of the library's own first-order quantities: a function of the per-sample gradients of a parameter."""
 
     @property
     def flow(self) -> Flow:
-        return GradientFlow()
+        return _GRADIENT

@@ -41,13 +41,13 @@ class GGNExtension(SecondOrderBackpropExtension):
         if self.sampled and (not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1):
             raise ArgumentError(f"{type(self).__name__}: mc_samples must be a positive integer, got {mc_samples!r}.")
         self._mc_samples = mc_samples
+        # other samples are drawn for a subset than for the mini-batch, hence a flow of its own
+        chosen = None if self._subsampling is None else tuple(self._subsampling)
+        self._flow = SqrtFlow(mc_samples, chosen) if self.sampled else SqrtFlow()
 
     @property
     def flow(self) -> Flow:
-        if not self.sampled:
-            return SqrtFlow()
-        # other samples are drawn for a subset than for the mini-batch, hence a flow of its own
-        return SqrtFlow(self._mc_samples, None if self._subsampling is None else tuple(self._subsampling))
+        return self._flow
 
     def get_num_mc_samples(self) -> int:
         """Return the number of Monte-Carlo samples.

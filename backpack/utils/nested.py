@@ -1,0 +1,25 @@
+"""Tensors in what a module returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def tensors_in(output: Any) -> list[Tensor]:
+    """Return the tensors in the output of a module.
+
+    Args:
+        output: A tensor, or tensors nested in tuples, lists, mappings and data classes.
+
+    Returns:
+        The tensors in order.
+    """
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, dict):
+        output = list(output.values())
+    elif hasattr(output, "__dataclass_fields__"):
+        output = [getattr(output, name) for name in output.__dataclass_fields__]
+    return [tensor for part in output for tensor in tensors_in(part)] if isinstance(output, (tuple, list)) else []
