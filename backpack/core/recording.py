@@ -72,7 +72,7 @@ class Recorder:
                 owners.add(parameter, f"{self.path}.{name}" if self.path else name)
 
     def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Begin a call: read where the inputs come from, before the module may change them in place.
+        """Begin a call of a module that contains others, or that changes its input in place: read where the input comes from before it does.
 
         Args:
             module: The module.
@@ -80,14 +80,12 @@ class Recorder:
             kwargs: Its keyword arguments.
         """
         if recording.on and torch.is_grad_enabled() and not transformed():
-            if not (module._parameters or module._modules or kwargs) and not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
-                return  # no gradient will pass here
             with undisturbed():
                 self.know(module)
                 recording.open.append(ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, args))
 
     def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-        """End a call; also reached, without an output, where the forward pass raises.
+        """End a call that has begun; also reached, without an output, where the forward pass raises.
 
         Args:
             module: The module.
@@ -106,7 +104,26 @@ class Recorder:
                     call.attach(output)
                 self._last = ref(call)
 
-    def install(self, module: Module) -> tuple[RemovableHandle, RemovableHandle]:
+    def at_once(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Record a call when it is over.
+
+        Args:
+            module: The module.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            output: What it returned.
+        """
+        if not recording.on or transformed() or (isinstance(output, Tensor) and not output.requires_grad):
+            return
+        with undisturbed():
+            self.know(module)
+            call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
+            if vars(module).get("inplace") is True:
+                call.derivatives = None  # switched on after extend()
+            call.attach(output)
+        self._last = ref(call)
+
+    def install(self, module: Module) -> tuple[RemovableHandle, ...]:
         """Install the hooks.
 
         Args:
@@ -115,6 +132,8 @@ class Recorder:
         Returns:
             Handles that remove them.
         """
+        if not module._modules and vars(module).get("inplace") is not True:
+            return (module.register_forward_hook(self.at_once, with_kwargs=True, prepend=True),)
         return (
             module.register_forward_pre_hook(self.before, with_kwargs=True),
             module.register_forward_hook(self.after, with_kwargs=True, always_call=True, prepend=True),
@@ -142,7 +161,7 @@ def recorder_of(module: Module) -> Recorder | None:
     Returns:
         ``None`` if the module is not extended.
     """
-    for hook in module._forward_pre_hooks.values():
+    for hook in module._forward_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, Recorder):
             return owner
