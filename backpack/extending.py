@@ -51,7 +51,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         if debug:
             print(f"[DEBUG] Extending {path or type(module).__name__}: {type(child).__name__}")
         if (child is module or not is_no_op(child)) and not getattr(child, FLAG, False):
-            recorder = Recorder(path)
+            recorder = Recorder(path, type(child).__name__)
             recorder.install(child)
             CTX.add_extended(child)
             setattr(child, FLAG, True)

@@ -64,27 +64,36 @@ def undisturbed() -> AbstractContextManager:
 class Slot:
     """One tensor of a call: kept (detached), or only its shape and a weak reference."""
 
-    __slots__ = ("base_edge", "device", "dtype", "edge", "ref", "shape", "value", "version")
+    # defaults live in the class, since writing seven attributes for each tensor of each call would be felt
+    edge: Edge | None = None
+    base_edge: Edge | None = None
+    ref: Any = None
+    value: Tensor | None = None
 
     def __init__(self, tensor: Tensor, keep: bool, clone: bool = False) -> None:
-        self.edge: Edge | None = None
-        self.base_edge: Edge | None = None
-        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+        self.shape = tensor.shape
         if keep:
-            self.ref = None
             self.value = tensor.detach().clone() if clone else tensor.detach()
             self.version = self.value._version
         else:
-            self.ref, self.value, self.version = ref(tensor), None, tensor._version
+            self.ref, self._kind = ref(tensor), (tensor.dtype, tensor.device)
+            self.version = tensor._version
 
-    def locate(self, tensor: Tensor) -> Node:
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the tensor."""
+        return self._kind[0] if self.value is None else self.value.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensor."""
+        return self._kind[1] if self.value is None else self.value.device
+
+    def locate(self, tensor: Tensor) -> None:
         """Note where the tensor comes from; for a view, also where its base does, to which an operation in place would lead.
 
         Args:
             tensor: The tensor, which requires a gradient.
-
-        Returns:
-            The node that made it.
         """
         node = tensor.grad_fn
         node = get_gradient_edge(tensor).node if node is None else node
@@ -92,7 +101,6 @@ class Slot:
         base = same_data(tensor)
         if base is not None and base.grad_fn is not None:
             self.base_edge = base.grad_fn, base.output_nr
-        return node
 
     def read(self, what: str) -> Tensor | None:
         """Return the recorded tensor, detached.
@@ -141,7 +149,7 @@ def same_data(tensor: Tensor) -> Tensor | None:
 
 
 def _versions(module: Module) -> list[int]:
-    return [p._version for p in module._parameters.values() if p is not None] if module._parameters else []
+    return [p._version for p in module._parameters.values() if p is not None]
 
 
 class Mark(NamedTuple):
@@ -171,41 +179,26 @@ class ModuleCall:
         keep: Set where somebody reads the tensors after the backward pass.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_kind",
-        "_module",
-        "_needs",
-        "_sources",
-        "derivatives",
-        "inputs",
-        "keep",
-        "order",
-        "outputs",
-        "recorder",
-        "root",
-        "seen",
-        "slope",
-        "versions",
-    )
+    keep: bool = False
+    slope: Tensor | None = None
+    seen: tuple | None = None
+    versions: Sequence[int] = ()
 
-    def __init__(self, module: Module, recorder: Any, args: Sequence[Any], seen: tuple = ()) -> None:
-        self.derivatives: BaseDerivatives | None = derivatives_for(module)
+    def __init__(self, module: Module, recorder: Any, args: Sequence[Any]) -> None:
+        rule = derivatives_for(module)
+        self.derivatives: BaseDerivatives | None = rule
         self.recorder = recorder
-        self._kind = type(module).__name__
         self.order = next(_ORDER)
         self.root = not recording.open
-        self.keep = False
-        self.slope: Tensor | None = None
         self.outputs: list[Slot] = []
         # torch's own losses are often temporary objects, `extend(MSELoss())(...)`, and never store what they return: held strongly
-        self._module = module if self.is_loss and type(module).__module__.startswith("torch.nn") else ref(module)
-        if self.derivatives is not None:
-            self._needs = self.derivatives.keeps
+        self._module = module if rule is not None and rule.is_loss and type(module).__module__.startswith("torch.nn") else ref(module)
+        if rule is not None:
+            self._needs = rule.keeps
         else:
             self._needs = _NOTHING if module._modules else _BOTH
-        self.versions = _versions(module)
-        self.seen: tuple | None = seen
+        if module._parameters:
+            self.versions = _versions(module)
         self.see(module, args)
 
     def see(self, module: Module, args: Sequence[Any]) -> None:
@@ -217,20 +210,17 @@ class ModuleCall:
         """
         keep = "input" in self._needs
         clone = keep and vars(module).get("inplace") is True
-        self.inputs, self._sources = [], set()
-        for arg in args:
+        self.inputs = list(args)
+        for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
-                slot = Slot(arg, keep, clone)
-                self.inputs.append(slot)
+                self.inputs[i] = slot = Slot(arg, keep, clone)
                 if arg.requires_grad:
-                    self._sources.add(slot.locate(arg))
-            else:
-                self.inputs.append(arg)
+                    slot.locate(arg)
 
     @property
     def path(self) -> str:
         """Name of the module, for messages."""
-        return self.recorder.path or self._kind
+        return self.recorder.path or self.recorder.kind
 
     @property
     def is_loss(self) -> bool:
@@ -268,8 +258,8 @@ class ModuleCall:
         Args:
             output: What the module returned.
         """
-        keep, sources = "output" in self._needs, self._sources
-        self.seen = None
+        keep = "output" in self._needs
+        sources = [slot.edge[0] for slot in self.inputs if isinstance(slot, Slot) and slot.edge is not None]
         tensors = [output] if isinstance(output, Tensor) else tensors_in(output)
         for index, tensor in enumerate(tensors):
             node = tensor.grad_fn
@@ -359,7 +349,7 @@ class ModuleCall:
 
     @property
     def _changed(self) -> bool:
-        return self.versions != _versions(self.module)
+        return list(self.versions) != _versions(self.module)
 
     def refuse_changed(self) -> None:
         """Refuse to go on if a parameter of the module was changed in place since.

@@ -41,14 +41,14 @@ def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any
 class Recorder:
     """The two forward hooks of one extended module."""
 
-    __slots__ = ("_last", "path")
+    __slots__ = ("_last", "kind", "path")
 
-    def __init__(self, path: str) -> None:
-        self.path = path
+    def __init__(self, path: str, kind: str) -> None:
+        self.path, self.kind = path, kind
         self._last: ref | None = None
 
     def __reduce__(self) -> tuple:
-        return Recorder, (self.path,)
+        return Recorder, (self.path, self.kind)
 
     @property
     def last(self) -> ModuleCall | None:
@@ -82,7 +82,9 @@ class Recorder:
         if recording.on and torch.is_grad_enabled() and not transformed():
             with undisturbed():
                 self.know(module)
-                recording.open.append(ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, args))
+                call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
+                call.seen = args
+                recording.open.append(call)
 
     def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """End a call that has begun; also reached, without an output, where the forward pass raises.
@@ -101,6 +103,7 @@ class Recorder:
                         call.see(module, _positional(module, args, kwargs))
                         if vars(module).get("inplace") is True:
                             call.derivatives = None  # what it was given has been overwritten since
+                    call.seen = None
                     call.attach(output)
                 self._last = ref(call)
 
