@@ -153,49 +153,16 @@ class _CatchBackward(TorchFunctionMode):
 
         Returns:
             What the original call returns.
-
-        Raises:
-            LossNotExtendedError: If a second-order quantity is asked for and a path to a parameter has no extended loss.
-            LossValueError: If a second-order quantity is asked for and a root is not a scalar.
-            NotRecordedError: If no forward pass of an extended module was recorded.
-            UnattributedError: If a parameter is used where nothing has samples.
-            UnsupportedError: If the graph contains derivatives of derivatives, or parameters are complex.
         """
         extensions = CTX.get_active_exts()
-        second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
-        nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-        nodes = [node for node in nodes if node is not None]
-        walk = Walk(nodes)
-        if walk.double and not returns:
-            raise UnsupportedError(
-                "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
-                "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
-            )
-        if walk.foreign and not walk.parameters and any(call.is_loss for call in walk.calls):
-            raise NotRecordedError(
-                f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
-                "`model = extend(model)` before the forward pass."
-            )
-        if walk.double or not walk.parameters:
+        plan = _plan(roots, extensions, returns)
+        if plan is None:
             return execute()
-        try:
-            plan = Plan(walk, nodes, second_order, max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS))
-        except (LossNotExtendedError, NotRecordedError, UnattributedError):
-            if returns and walk.to_loss.isdisjoint(nodes):  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
-                return execute()
-            raise
-        if not plan.uses:
-            return execute()
-        if second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
-            shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
-            raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
-        if unreal := [owners[parameter] for parameter in plan.uses if parameter.is_complex()]:
-            raise UnsupportedError(f"{', '.join(unreal)}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex.")
         hook = CTX.get_extension_hook()
         collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph, CTX.get_debug())
         flows = collector.flows
-        for flow in flows:
-            flow.check(plan)
+        for checking in (*flows, *extensions):
+            checking.check(plan)
         carry = Carry(plan, flows, collector)
         handles = []
         try:
@@ -234,6 +201,57 @@ class _CatchBackward(TorchFunctionMode):
                     for field in fields:
                         if field in carried and (parameter in plan.uses or (id(parameter), field) not in self.written):
                             del carried[field]
+
+
+def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: bool) -> Plan | None:
+    """Plan a pass, or refuse it.
+
+    Args:
+        roots: Tensors, or graph edges, on which autograd is called.
+        extensions: Active extensions.
+        returns: Whether gradients are returned instead of accumulated (``torch.autograd.grad``).
+
+    Returns:
+        The plan; ``None`` where there is nothing to be computed.
+
+    Raises:
+        LossNotExtendedError: If a second-order quantity is asked for and a path to a parameter has no extended loss.
+        LossValueError: If a second-order quantity is asked for and a root is not a scalar.
+        NotRecordedError: If no forward pass of an extended module was recorded.
+        UnattributedError: If a parameter is used where nothing has samples.
+        UnsupportedError: If the graph contains derivatives of derivatives, or parameters are complex.
+    """
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    nodes = [node for node in nodes if node is not None]
+    walk = Walk(nodes)
+    if walk.double and not returns:
+        raise UnsupportedError(
+            "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
+            "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
+        )
+    if walk.foreign and not walk.parameters and any(call.is_loss for call in walk.calls):
+        raise NotRecordedError(
+            f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
+            "`model = extend(model)` before the forward pass."
+        )
+    if walk.double or not walk.parameters:
+        return None
+    second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
+    need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
+    try:
+        plan = Plan(walk, nodes, second_order, need)
+    except (LossNotExtendedError, NotRecordedError, UnattributedError):
+        if returns and walk.to_loss.isdisjoint(nodes):  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
+            return None
+        raise
+    if not plan.uses:
+        return None
+    if second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
+        shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
+        raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
+    if unreal := [owners[parameter] for parameter in plan.uses if parameter.is_complex()]:
+        raise UnsupportedError(f"{', '.join(unreal)}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex.")
+    return plan
 
 
 def _mapped_hook(carry: Carry, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:

@@ -37,6 +37,7 @@ class Plan:
         gaps: Node to gap, for all gaps from which something needed is reached.
         states: Node to output number to state.
         uses: Parameter to number of uses (units and edges of gaps).
+        loose: Parameters that are used outside of all units.
         arrivals: Edge to number of consumers that hand columns to it.
     """
 
@@ -47,6 +48,7 @@ class Plan:
         self.gaps: dict[Node, Gap] = {}
         self.states: dict[Node, dict[int, State]] = {}
         self.uses: dict[Parameter, int] = {}
+        self.loose: list[Parameter] = []
         self.arrivals: dict[Edge, int] = {}
         self._samples_at: dict[Node, int] = {}
         self._samples_of: dict[Parameter, int] = {}
@@ -337,6 +339,7 @@ class Plan:
             if id(self.walk.leaves[node]) not in self.walk.recorded:
                 self._refuse_unrecorded(node)
             self._refuse_uncovered(node)
+            self.loose.append(self.walk.leaves[node])
             self._count(node.variable, loose, self._samples_at[node])
 
     def _count(self, parameter: Parameter, uses: int, samples: int) -> None:

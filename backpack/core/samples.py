@@ -242,19 +242,6 @@ def keeps_samples(layout: Layout, full: torch.Size, shape: torch.Size) -> int | 
     return axis if axis >= 0 and shape[axis] == full[layout.axis] else None
 
 
-def gather_samples(columns: Tensor, layout: Layout) -> Tensor:
-    """Bring the sample axis to the front and add the rows of each sample.
-
-    Args:
-        columns: ``[V, *shape]`` with samples as in ``layout``.
-        layout: Where the samples lie.
-
-    Returns:
-        ``[V, N, *rest]``.
-    """
-    return add_rows(columns.movedim(1 + layout.axis, 1), layout)
-
-
 def add_rows(columns: Tensor, layout: Layout) -> Tensor:
     """Add the rows that belong to the same sample.
 

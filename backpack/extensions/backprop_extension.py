@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.carry import Flow
+from backpack.core.plan import Plan
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
 from backpack.utils.errors import ArgumentError, UnsupportedError
@@ -95,6 +96,13 @@ class BackpropExtension(ABC):
             A hashable value.
         """
         return (self.flow, None if self._subsampling is None else tuple(self._subsampling))
+
+    def check(self, plan: Plan) -> None:  # noqa: B027  the default accepts all
+        """Refuse a plan in which the quantity is not defined. The default accepts all.
+
+        Args:
+            plan: The plan.
+        """
 
     def finish(self, state: Any, parameter: Parameter) -> Any:
         """Make the quantity from the linear part, added over all uses of the parameter.

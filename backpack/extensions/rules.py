@@ -154,13 +154,6 @@ class KroneckerRule(Rule):
         return KroneckerState(second_moment(x) * (rows / samples), outputs)
 
     def at_leaf(self, columns: Columns) -> KroneckerState:
-        shape = next(iter(columns.values())).shape[2:]
-        if sum(size > 1 for size in shape) > 1:
-            raise UnsupportedError(
-                f"Kronecker factors of a parameter of shape {list(shape)} that is used by an operation without a rule are not defined. "
-                "Use a diagonal "
-                "(DiagGGNExact, DiagGGNMC) for it, or set requires_grad_(False) on it."
-            )
         return _without_structure(columns)
 
     def add(self, one: KroneckerState, other: KroneckerState) -> KroneckerState:

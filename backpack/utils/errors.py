@@ -22,7 +22,7 @@ class BackpackError(Exception):
         Returns:
             The message.
         """
-        return f"{super().__str__()} [backpack:{self.code}]"
+        return f"{self.args[0] if self.args else type(self).__name__} [backpack:{self.code}]"
 
 
 class ArgumentError(BackpackError, ValueError):

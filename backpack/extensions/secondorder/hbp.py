@@ -14,6 +14,8 @@ from torch.nn import Parameter
 from backpack.core.carry import Flow
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.owners import owners
+from backpack.core.plan import Plan
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import AverageFlow, SqrtFlow
 from backpack.extensions.rules import KroneckerRule, Rule, ValueRule, stack
@@ -74,6 +76,14 @@ class HBP(SecondOrderBackpropExtension):
 
     def rule_key(self) -> Any:
         return ("kronecker", self.flow, self._ea_strategy)
+
+    def check(self, plan: Plan) -> None:
+        for parameter in plan.loose:
+            if sum(size > 1 for size in parameter.shape) > 1:
+                raise UnsupportedError(
+                    f"{self.savefield}: {owners[parameter]} of shape {list(parameter.shape)} is used by an operation or a layer without a rule for "
+                    f"Kronecker factors. Use a diagonal (DiagGGNExact, DiagGGNMC), or freeze it: {owners[parameter]}.requires_grad_(False)."
+                )
 
     def finish(self, state: Any, parameter: Parameter) -> Factors:
         if self._averages:
