@@ -5,6 +5,7 @@ A flow is a value: extensions that need the same one share a single propagation 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -146,7 +147,12 @@ def repetitions(indices: tuple[int, ...]) -> list[int]:
     Returns:
         One number an index.
     """
-    return [indices[:position].count(index) for position, index in enumerate(indices)]
+    seen: Counter[int] = Counter()
+    result = []
+    for index in indices:
+        result.append(seen[index])
+        seen[index] += 1
+    return result
 
 
 @dataclass(frozen=True)
@@ -365,8 +371,10 @@ class MatProdFlow(ChainFlow):
 
         def product(mat: Tensor) -> Tensor:
             call.refuse_changed()
-            out = rule._jac_t_mat_prod(call, None, (grad,), value(rule._jac_mat_prod(call, None, (grad,), mat)))
-            return out if residual is None else out + residual(mat)
+            # an operation in place on a view acts on the view's base: the module that made the view, Flatten say, is not called then
+            columns = mat.reshape(mat.shape[0], *call.inputs[0].shape)
+            out = rule._jac_t_mat_prod(call, None, (grad,), value(rule._jac_mat_prod(call, None, (grad,), columns)))
+            return (out if residual is None else out + residual(columns)).reshape(mat.shape)
 
         return product
 

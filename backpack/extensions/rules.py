@@ -148,10 +148,13 @@ class KroneckerRule(Rule):
         outputs = apply_to_all(use.value, lambda mat: add_rows(rule.rows(use.call, mat).sum(-1), use.layout))
         if name == "bias":
             return _without_structure(outputs)
-        x = rule.columns(use.call)
-        rows, samples = x.shape[0], max(use.layout.samples, 1)
-        x = x.mean(0, keepdim=True) if self._mean_input else x
-        return KroneckerState(second_moment(x) * (rows / samples), outputs)
+        x, samples = rule.columns(use.call), max(use.layout.samples, 1)
+        if not self._mean_input:
+            return KroneckerState(second_moment(x) * (x.shape[0] / samples), outputs)
+        turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
+        positions = int(turns.max()) + 1 if len(turns) else 1
+        mean = x.new_zeros(positions, *x.shape[1:]).index_add_(0, turns, x) / samples  # rows of one sample are positions
+        return KroneckerState(second_moment(mean) * positions, outputs)
 
     def at_leaf(self, columns: Columns) -> KroneckerState:
         return _without_structure(columns)
