@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module
-from torch.overrides import TorchFunctionMode
 
 from backpack.context import CTX
-from backpack.core.calls import Mark, recording
+from backpack.core.calls import Mark, recording, transformed
 from backpack.core.carry import Carry
+from backpack.core.graph import unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.walk import Need, Walk
@@ -87,17 +86,16 @@ class backpack:  # noqa: N801
     def __enter__(self) -> None:
         recording.open.clear()  # calls that were interrupted, by a key, say
         before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph())
-        mode = _CatchBackward()
-        _entered.contexts.append((before, mode))
+        _entered.contexts.append((before, set()))
         CTX.set_active_exts(self.exts)
         CTX.set_debug(self.debug)
         CTX.set_extension_hook(self.extension_hook)
         CTX.set_retain_graph(self.retain_graph)
-        mode.__enter__()
+        watch(_on_backward)
 
     def __exit__(self, *exc: Any) -> None:
-        (exts, debug, hook, retain_graph), mode = _entered.contexts.pop()
-        mode.__exit__(*exc)
+        unwatch()
+        (exts, debug, hook, retain_graph), _ = _entered.contexts.pop()
         CTX.set_active_exts(exts)
         CTX.set_debug(debug)
         CTX.set_extension_hook(hook)
@@ -105,102 +103,106 @@ class backpack:  # noqa: N801
 
 
 class _Entered(threading.local):
-    """Contexts that a thread has entered: settings before, and what catches calls of autograd."""
+    """Contexts that a thread has entered: settings before, and (id of parameter, field) of what passes under them have written.
+
+    Attributes:
+        contexts: One entry a context.
+        running: Whether a pass is running: calls of autograd inside of it are none of ours.
+    """
+
+    running = False
 
     def __init__(self) -> None:
-        self.contexts: list[tuple[tuple, _CatchBackward]] = []
+        self.contexts: list[tuple[tuple, set[tuple[int, str]]]] = []
 
 
 _entered = _Entered()
-_BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-_PARAMETERS = {function: tuple(inspect.signature(function).parameters) for function in _BACKWARD}
 
 
-class _CatchBackward(TorchFunctionMode):
-    """Sees calls of autograd while a context is active.
+def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool, create_graph: bool, retain: bool) -> Any:
+    """Run a call of autograd, with quantities if the calling thread has asked for some.
 
-    Attributes:
-        written: (id of parameter, field) of what passes under this context have written.
+    Args:
+        execute: The original call.
+        roots: Tensors, or graph edges, on which it is made.
+        returns: Whether it returns gradients instead of accumulating them (``torch.autograd.grad``).
+        create_graph: Whether its result is to be differentiated again.
+        retain: Whether the graph stays.
+
+    Returns:
+        What the original call returns.
     """
+    if _entered.running or not CTX.get_active_exts() or not _entered.contexts or transformed():
+        return execute()
+    _entered.running = True
+    try:
+        return _run(execute, list(roots), returns, create_graph, retain)
+    finally:
+        _entered.running = False
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.written: set[tuple[int, str]] = set()
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in _PARAMETERS or not CTX.get_active_exts() or _entered.contexts[-1][1] is not self:
-            return func(*args, **kwargs)
-        names = _PARAMETERS[func]
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if given.get("is_grads_batched"):
-            return func(*args, **kwargs)
-        outputs = given[names[0]]
-        roots = [outputs] if isinstance(outputs, (Tensor, GradientEdge)) else list(outputs)
-        create_graph, retain = bool(given.get("create_graph")), given.get("retain_graph")
-        retain = create_graph if retain is None else retain
-        return self._run(lambda: func(*args, **kwargs), roots, func is torch.autograd.grad, create_graph, retain)
+def _run(execute: Callable[[], Any], roots: list[Any], returns: bool, create_graph: bool, retain: bool) -> Any:
+    """Run autograd with hooks on the nodes at which something is to be read.
 
-    def _run(self, execute: Callable[[], Any], roots: list[Any], returns: bool, create_graph: bool, retain: bool) -> Any:
-        """Run autograd with hooks on the nodes at which something is to be read.
+    Args:
+        execute: The original call.
+        roots: Tensors, or graph edges, on which it is made.
+        returns: Whether it returns gradients instead of accumulating them (``torch.autograd.grad``).
+        create_graph: Whether its result is to be differentiated again.
+        retain: Whether the graph stays.
 
-        Args:
-            execute: The original call.
-            roots: Tensors, or graph edges, on which it is made.
-            returns: Whether it returns gradients instead of accumulating them (``torch.autograd.grad``).
-            create_graph: Whether its result is to be differentiated again.
-            retain: Whether the graph stays.
+    Returns:
+        What the original call returns.
+    """
+    extensions, written = CTX.get_active_exts(), _entered.contexts[-1][1]
+    plan = _plan(roots, extensions, returns)
+    if plan is None:
+        return execute()
+    hook = CTX.get_extension_hook()
+    collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph, CTX.get_debug())
+    flows = collector.flows
+    for checking in (*flows, *extensions):
+        checking.check(plan)
+    carry = Carry(plan, flows, collector)
+    handles = []
+    try:
+        for node, mark, extension, chosen in collector.mapped() if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
+            handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
+        handles += carry.install()
+        _remove_stale(plan, extensions, written)
+        result = execute()
+        written |= collector.end()
+    except BaseException:
+        collector.take_back()
+        raise
+    finally:
+        for handle in handles:
+            handle.remove()
+        if not (retain or CTX.get_retain_graph() or CTX.is_extension_active(HMP, GGNMP, PCHMP)):
+            for call in plan.walk.calls:
+                call.release()
+    return result
 
-        Returns:
-            What the original call returns.
-        """
-        extensions = CTX.get_active_exts()
-        plan = _plan(roots, extensions, returns)
-        if plan is None:
-            return execute()
-        hook = CTX.get_extension_hook()
-        collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph, CTX.get_debug())
-        flows = collector.flows
-        for checking in (*flows, *extensions):
-            checking.check(plan)
-        carry = Carry(plan, flows, collector)
-        handles = []
-        try:
-            for node, mark, extension, chosen in collector.mapped() if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
-                handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
-            handles += carry.install()
-            self._remove_stale(plan, extensions)
-            result = execute()
-            self.written |= collector.end()
-        except BaseException:
-            collector.take_back()
-            raise
-        finally:
-            for handle in handles:
-                handle.remove()
-            if not (retain or CTX.get_retain_graph() or CTX.is_extension_active(HMP, GGNMP, PCHMP)):
-                for call in plan.walk.calls:
-                    call.release()
-        return result
 
-    def _remove_stale(self, plan: Plan, extensions: Iterable[BackpropExtension]) -> None:
-        """Delete results of earlier contexts that this pass will not overwrite.
+def _remove_stale(plan: Plan, extensions: Iterable[BackpropExtension], written: set[tuple[int, str]]) -> None:
+    """Delete results of earlier contexts that this pass will not overwrite.
 
-        Args:
-            plan: The plan.
-            extensions: Active extensions.
-        """
-        fields = [extension.savefield for extension in extensions]
-        for call in plan.walk.calls:
-            modules = [call.module] if call.root else []
-            while modules:
-                module = modules.pop()
-                modules.extend(child for child in module._modules.values() if child is not None)
-                for parameter in module._parameters.values():
-                    carried = () if parameter is None else vars(parameter)
-                    for field in fields:
-                        if field in carried and (parameter in plan.uses or (id(parameter), field) not in self.written):
-                            del carried[field]
+    Args:
+        plan: The plan.
+        extensions: Active extensions.
+        written: What passes under this context have written.
+    """
+    fields = [extension.savefield for extension in extensions]
+    for call in plan.walk.calls:
+        modules = [call.module] if call.root else []
+        while modules:
+            module = modules.pop()
+            modules.extend(child for child in module._modules.values() if child is not None)
+            for parameter in module._parameters.values():
+                carried = () if parameter is None else vars(parameter)
+                for field in fields:
+                    if field in carried and (parameter in plan.uses or (id(parameter), field) not in written):
+                        del carried[field]
 
 
 def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: bool) -> Plan | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
@@ -47,18 +46,6 @@ class _Recording(threading.local):
 
 
 recording = _Recording()
-
-
-_QUIET = nullcontext()
-
-
-def undisturbed() -> AbstractContextManager:
-    """Keep modes for torch functions, ours included, from seeing what happens.
-
-    Returns:
-        A context.
-    """
-    return torch._C.DisableTorchFunction() if torch._C._len_torch_function_stack() else _QUIET
 
 
 class Slot:

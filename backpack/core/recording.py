@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.calls import ModuleCall, recording, transformed, undisturbed
+from backpack.core.calls import ModuleCall, recording, transformed
 from backpack.core.owners import owners
 
 
@@ -80,11 +80,10 @@ class Recorder:
             kwargs: Its keyword arguments.
         """
         if recording.on and torch.is_grad_enabled() and not transformed():
-            with undisturbed():
-                self.know(module)
-                call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
-                call.seen = args
-                recording.open.append(call)
+            self.know(module)
+            call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
+            call.seen = args
+            recording.open.append(call)
 
     def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """End a call that has begun; also reached, without an output, where the forward pass raises.
@@ -98,13 +97,12 @@ class Recorder:
         if recording.open and recording.open[-1].recorder is self:
             call = recording.open.pop()
             if output is not None:
-                with undisturbed():
-                    if args is not call.seen:  # a hook that ran after ours has given the module something else
-                        call.see(module, _positional(module, args, kwargs))
-                        if vars(module).get("inplace") is True:
-                            call.derivatives = None  # what it was given has been overwritten since
-                    call.seen = None
-                    call.attach(output)
+                if args is not call.seen:  # a hook that ran after ours has given the module something else
+                    call.see(module, _positional(module, args, kwargs))
+                    if vars(module).get("inplace") is True:
+                        call.derivatives = None  # what it was given has been overwritten since
+                call.seen = None
+                call.attach(output)
                 self._last = ref(call)
 
     def at_once(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
@@ -118,12 +116,11 @@ class Recorder:
         """
         if not recording.on or transformed() or (isinstance(output, Tensor) and not output.requires_grad):
             return
-        with undisturbed():
-            self.know(module)
-            call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
-            if vars(module).get("inplace") is True:
-                call.derivatives = None  # switched on after extend()
-            call.attach(output)
+        self.know(module)
+        call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
+        if vars(module).get("inplace") is True:
+            call.derivatives = None  # switched on after extend()
+        call.attach(output)
         self._last = ref(call)
 
     def install(self, module: Module) -> tuple[RemovableHandle, ...]:

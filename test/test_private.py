@@ -1,0 +1,80 @@
+"""Each private symbol of torch that the library uses does what the library takes it to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable, grad
+from torch.utils.checkpoint import checkpoint
+
+from backpack import backpack, extend
+from backpack.core.graph import checkpointed, outputs_of, shape_of
+from backpack.extensions import BatchGrad
+
+
+def test_input_metadata_are_shapes_of_outputs() -> None:
+    parts = torch.rand(5, 3, requires_grad=True).split([2, 3])
+    assert outputs_of(parts[0].grad_fn) == 2
+    assert [shape_of((parts[0].grad_fn, nr)) for nr in (0, 1)] == [(2, 3), (3, 3)]
+    leaf = torch.autograd.graph.get_gradient_edge(torch.rand(4, 2, requires_grad=True))
+    assert shape_of((leaf.node, leaf.output_nr)) == (4, 2)
+
+
+def test_base_and_version_of_views() -> None:
+    x = torch.rand(2, 3, requires_grad=True) * 1
+    view = x.view(6)
+    assert view._is_view()
+    assert view._base is x
+    before = x.detach()._version
+    view.add_(1)
+    assert x.detach()._version == x._version == before + 1
+
+
+def test_raw_saved_tensors_show_checkpoints() -> None:
+    x = torch.rand(3, requires_grad=True)
+    assert checkpointed(checkpoint(torch.tanh, x, use_reentrant=False).grad_fn)
+    assert not checkpointed(torch.tanh(x).grad_fn)
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_keep_graph_is_known_in_hooks(retain: bool) -> None:
+    seen = []
+    out = torch.rand(3, requires_grad=True).sin().sum()
+    out.grad_fn.register_prehook(lambda _: seen.append(torch._C._autograd._get_current_graph_task_keep_graph()))
+    out.backward(retain_graph=retain)
+    assert seen == [retain]
+
+
+def test_interpreter_stack_shows_transformations() -> None:
+    seen = []
+
+    def f(x: Tensor) -> Tensor:
+        seen.append(torch._C._functorch.peek_interpreter_stack() is not None)
+        return x.sin()
+
+    torch.vmap(f)(torch.rand(3))
+    f(torch.rand(3))
+    assert seen == [True, False]
+
+
+def test_engine_is_watched_inside_contexts_only() -> None:
+    """However a function of autograd was imported, it passes through the engine; outside, the engine is torch's own object."""
+    engine = Variable._execution_engine
+    model, x = extend(nn.Linear(3, 2)), torch.rand(4, 3)
+    with backpack(BatchGrad()):
+        assert Variable._execution_engine is not engine
+        with backpack(BatchGrad()):
+            (weight, _) = grad(model(x).sum(), tuple(model.parameters()))
+        assert Variable._execution_engine is not engine
+    assert Variable._execution_engine is engine
+    torch.testing.assert_close(model.weight.grad_batch.sum(0), weight)
+
+
+def test_legacy_batched_gradients_pass_by() -> None:
+    model, x = extend(nn.Linear(3, 2)), torch.rand(4, 3)
+    out = model(x)
+    with backpack(BatchGrad()):
+        rows = torch.autograd.grad(out.sum(0), model.weight, torch.eye(2), is_grads_batched=True)[0]
+    assert not hasattr(model.weight, "grad_batch")
+    torch.testing.assert_close(rows[0, 0], x.sum(0))
