@@ -234,6 +234,12 @@ add(
     "chain",
     "extra axes",
 )
+add(
+    "flatten, then in place",
+    lambda N: classify(Sequential(Linear(3, 2), Flatten(), nn.SiLU(inplace=True), Linear(4, 4)), randn(N, 2, 3)),
+    "chain",
+    "extra axes",
+)
 add("linear twice, in sequence", lambda N: classify(twice(), randn(N, 3)), "chain", "reused", "nested")
 
 ACTIVATIONS: dict[str, Callable[[], Module]] = {
@@ -580,7 +586,11 @@ def sequence_first(net: Net, x: Tensor) -> Tensor:  # noqa: D103
 
 def folded(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     h = net.tanh(net.a(x.reshape(-1, 3)))
-    return net.b(h.view(len(x), -1, 2)).sum(1)
+    return net.b(h.view(*x.shape[:2], -1)).sum(1)
+
+
+def different_sizes(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    return net.a(net.tanh((x * 1e-3 ** torch.arange(len(x))[:, None]) @ net.matrix))
 
 
 def class_token(net: Net, x: Tensor) -> Tensor:  # noqa: D103
@@ -704,6 +714,7 @@ graph(
 graph(
     "bare matrix", lambda net, x: net.a(net.tanh(x @ net.matrix)), layers(3, 4, tanh=Tanh, matrix=parameter(3, 3)), (3,), "nested", "other parameters"
 )
+graph("samples of different size", different_sizes, layers(3, 4, tanh=Tanh, matrix=parameter(3, 3)), (3,), "nested", "other parameters")
 graph("transpose between squares", lambda net, x: net.b(net.a(x).transpose(1, 2)).mean(1), layers(3, 3, 4), (3, 3))
 graph(
     "view and permute",
@@ -725,6 +736,7 @@ graph("fused attention", fused_attention, lambda: {"qkv": Linear(3, 12), "out": 
 graph("samples second", sequence_first, layers(3, 3, 4, tanh=Tanh), (2, 3))
 graph("samples second, square", sequence_first, layers(3, 3, 4, tanh=Tanh), (3, 3))
 graph("samples folded", folded, layers(3, 2, 4, tanh=Tanh), (2, 3))
+graph("samples folded, one feature", folded, layers(3, 1, 4, tanh=Tanh), (2, 3))
 graph("custom function", lambda net, x: net.b(Cube.apply(net.a(x))), layers(3, 3, 4), (3,), "curved")
 graph("own layer", lambda net, x: net.b(net.own(net.tanh(net.a(x)))), layers(3, 3, 4, tanh=Tanh, own=Quadratic), (3,), "nested", "other parameters")
 graph(
