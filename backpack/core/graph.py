@@ -36,21 +36,8 @@ PIECEWISE_LINEAR = frozenset(
 """Operations that are linear almost everywhere."""
 PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
 """Operations that are linear in each of their factors."""
-# operations that are carried to their inputs by shapes and settings alone, whatever the data
-_STATIC = (LINEAR | PIECEWISE_LINEAR | PRODUCTS) - {
-    "Index",
-    "IndexSelect",
-    "Gather",
-    "AsStrided",
-    "MaskedSelect",
-    "Scatter",
-    "Embedding",
-    "Max",
-    "Min",
-} | frozenset(
-    """Div DivScalar Gelu Silu Tanh Sigmoid Softmax LogSoftmax Pow Exp Log Sqrt Rsqrt Elu Softplus NativeLayerNorm NativeGroupNorm NativeBatchNorm
-    Square Erf Cos Sin Mish ScaledDotProductFlashAttentionForCpu ScaledDotProductEfficientAttention FusedRmsNorm""".split()
-)
+# operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
+_STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Embedding"}
 _ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
     Erf Sin Cos Neg Clone ToCopy Mul Div Add Sub NativeDropout Clamp""".split()

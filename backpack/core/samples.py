@@ -81,7 +81,7 @@ def along(values: Tensor, axis: int, ndim: int) -> Tensor:
 
 
 def probe(shape: torch.Size, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return columns from which ``decode`` can tell the samples: a random one, and its parts whose sample number has bit ``b`` set.
+    """Return columns from which ``decode`` can tell the samples: for each bit, random numbers at samples whose number has it, and at the others.
 
     Args:
         shape: Shape of the tensor.
@@ -90,38 +90,34 @@ def probe(shape: torch.Size, layout: Layout, dtype: torch.dtype, device: torch.d
         device: Of the columns.
 
     Returns:
-        ``[1 + bits, *shape]``.
+        ``[2 * bits, *shape]``.
     """
     # a generator of its own: the user's random numbers must not notice
     generator = torch.Generator(device).manual_seed(0)
     u = torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype) + 0.5
     bits = torch.arange(max(1, (layout.samples - 1).bit_length()), device=device)
-    labels = label_tensor(layout.labels, device)
-    masks = along((labels >> bits[:, None]) & 1, layout.axis, len(shape)).to(dtype)
-    return torch.cat([u[None], u * masks])
+    masks = along((label_tensor(layout.labels, device) >> bits[:, None]) & 1, layout.axis, len(shape)).to(dtype)
+    return torch.cat([u * masks, u * (1 - masks)])
 
 
 def decode(columns: Tensor, samples: int, prefer: int) -> tuple[Layout | None, bool]:
     """Read where the samples lie from probing columns that have passed an operation.
 
+    Numbers are compared with exact zeros: a sample that is small beside others is a sample all the same.
+
     Args:
-        columns: ``[1 + bits, *shape]``.
+        columns: ``[2 * bits, *shape]``.
         samples: Number of samples.
         prefer: The axis to try first.
 
     Returns:
         The layout, ``None`` where samples mix; and whether every row along its axis has told its sample.
     """
-    u, parts = columns[0], columns[1:]
-    size, precision = u.abs(), torch.finfo(u.dtype).eps ** 0.5
-    known = size > size.max() * precision if u.numel() else size > 0
-    ratio = parts / torch.where(known, u, 1)
-    # a part holds all of an entry or nothing; half precision needs more room for its rounding
-    tolerance = max(1e-2, 2 * precision)
-    ones = (ratio - 1).abs() < tolerance
-    if samples > 1 and not ((ones | (ratio.abs() < tolerance)) | ~known).all():
+    ones, zeros = columns.nan_to_num(0.0, 0.0, 0.0).ne(0).chunk(2)
+    known = (ones | zeros).any(0)
+    if samples > 1 and ((ones & zeros).any() or not ((ones | zeros).all(0) | ~known).all()):
         return None, True
-    labels = sum(ones[b].long() << b for b in range(len(parts)))
+    labels = sum(ones[b].long() << b for b in range(len(ones)))
     layout = layout_of(labels, known, samples, prefer)
     return layout, layout is not None and bool(known.movedim(layout.axis, 0).flatten(1).any(1).all() if known.dim() > 1 else known.all())
 
@@ -141,7 +137,8 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
     shape = labels.shape
     axes = sorted(range(len(shape)), key=lambda axis: (axis != prefer, axis))
     if samples == 1:
-        axis = next((axis for axis in axes if shape[axis] == 1), 0)
+        # any axis will do; one that is certainly not that of features is the better choice
+        axis = next((axis for axis in axes if shape[axis] == 1 and (axis < len(shape) - 1 or len(shape) == 1)), 0)
         return Layout(axis, (0,) * shape[axis], 1) if shape else None
     for axis in axes:
         length = shape[axis]
