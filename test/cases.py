@@ -735,6 +735,8 @@ graph("attention", attention, lambda: {"q": Linear(3, 2), "k": Linear(3, 2), "v"
 graph("fused attention", fused_attention, lambda: {"qkv": Linear(3, 12), "out": Linear(4, 4)}, (3, 3), "curved")
 graph("samples second", sequence_first, layers(3, 3, 4, tanh=Tanh), (2, 3))
 graph("samples second, square", sequence_first, layers(3, 3, 4, tanh=Tanh), (3, 3))
+graph("samples second, dropout", sequence_first, layers(3, 3, 4, tanh=lambda: nn.Dropout(0.4)), (2, 3))
+graph("samples second, square, dropout", sequence_first, layers(3, 3, 4, tanh=lambda: nn.Dropout(0.4)), (3, 3))
 graph("samples folded", folded, layers(3, 2, 4, tanh=Tanh), (2, 3))
 graph("samples folded, one feature", folded, layers(3, 1, 4, tanh=Tanh), (2, 3))
 graph("custom function", lambda net, x: net.b(Cube.apply(net.a(x))), layers(3, 3, 4), (3,), "curved")

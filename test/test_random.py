@@ -449,8 +449,8 @@ GROUPS = {
     "products": ("HMP", "GGNMP"),
 }
 MODULE_STEPS = {"linear", "flatten", "unflatten", "fit", "dropout"}
-STRAIGHT_STEPS = {"permute", "slice", "flip", "new axis", "repeat", "reduce", "reshape", "residual", "cat", "choice", "detached"} | STRAIGHT
-COUPLING_STEPS = {"used again", "tied", "transposed"}
+STRAIGHT_STEPS = {"slice", "flip", "repeat", "reduce", "reshape", "residual", "cat", "detached"} | STRAIGHT
+"""Steps that do not bend, and after which the samples do not lie on the last axis."""
 
 
 def must_be_exact(group: str, names: set[str]) -> bool:
