@@ -113,6 +113,7 @@ class PiecewiseLinearDerivatives(ActivationDerivatives):
 class RecordedSlopeDerivatives(ElementwiseDerivatives):
     """An element-wise, piecewise linear map that is random (dropout in training mode): the graph knows its slope, and the call carries it."""
 
+    any_batch_axis = False  # the slope lies as the call's tensors do
     keeps = frozenset()
 
     def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
