@@ -136,28 +136,27 @@ def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool
         return execute()
     _entered.running = True
     try:
-        return _run(execute, list(roots), returns, create_graph, retain)
+        extensions = CTX.get_active_exts()
+        plan = _plan(list(roots), extensions, returns)
+        return execute() if plan is None else _run(execute, plan, extensions, create_graph, retain)
     finally:
         _entered.running = False
 
 
-def _run(execute: Callable[[], Any], roots: list[Any], returns: bool, create_graph: bool, retain: bool) -> Any:
+def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExtension, ...], create_graph: bool, retain: bool) -> Any:
     """Run autograd with hooks on the nodes at which something is to be read.
 
     Args:
         execute: The original call.
-        roots: Tensors, or graph edges, on which it is made.
-        returns: Whether it returns gradients instead of accumulating them (``torch.autograd.grad``).
-        create_graph: Whether its result is to be differentiated again.
+        plan: What is to be read where.
+        extensions: Active extensions.
+        create_graph: Whether the result is to be differentiated again.
         retain: Whether the graph stays.
 
     Returns:
         What the original call returns.
     """
-    extensions, written = CTX.get_active_exts(), _entered.contexts[-1][1]
-    plan = _plan(roots, extensions, returns)
-    if plan is None:
-        return execute()
+    written = _entered.contexts[-1][1]
     hook = CTX.get_extension_hook()
     collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph, CTX.get_debug())
     flows = collector.flows
