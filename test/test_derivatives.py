@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
+from cases import LAYERS
+from table import layer
 from torch import Tensor, einsum, nn, rand, randn
 from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
@@ -32,13 +33,6 @@ DOUBLE = torch.float64
 V = 4
 SUBSAMPLING = [2, 0, 2]
 KINKS = [0.0, -0.0, 1.0, -1.0, 2.0, -2.0, 3.0, -3.0, 6.0, 0.5, -0.5, 40.0, -40.0, 1e-3, -1e-3]
-
-
-class Case(NamedTuple):
-    """A module and the shape of one sample of its input."""
-
-    make: Callable[[], Module]
-    shape: tuple[int, ...]
 
 
 VECTOR, IMAGE = (17,), (2, 3, 3)  # of an activation: long enough for all kinks
@@ -73,51 +67,53 @@ ACTIVATIONS: dict[str, Callable[[], Module]] = {
     "GELU": nn.GELU,
     "GELU, tanh": lambda: nn.GELU(approximate="tanh"),
 }
-CASES: dict[str, Case] = {
-    **{f"{name} {list(shape)}": Case(make, shape) for name, make in ACTIVATIONS.items() for shape in (VECTOR, IMAGE)},
-    "ReLU scalar": Case(nn.ReLU, ()),
-    "PReLU scalar": Case(nn.PReLU, ()),
-    "PReLU, channels": Case(lambda: nn.PReLU(2), (2,)),
-    "PReLU, channels of images": Case(lambda: nn.PReLU(2), (2, 3, 3)),
-    "Linear": Case(lambda: nn.Linear(4, 3), (4,)),
-    "Linear, no bias": Case(lambda: nn.Linear(4, 3, bias=False), (4,)),
-    "Linear, one output": Case(lambda: nn.Linear(4, 1), (4,)),
-    "Linear, extra axis": Case(lambda: nn.Linear(4, 3), (2, 4)),
-    "Linear, extra axes": Case(lambda: nn.Linear(4, 3), (2, 3, 4)),
-    "Linear, extra axis of length 1": Case(lambda: nn.Linear(4, 3), (1, 4)),
-    "Softmax": Case(lambda: nn.Softmax(1), (4,)),
-    "Softmax, last": Case(lambda: nn.Softmax(-1), (3, 4)),
-    "Softmax, middle": Case(lambda: nn.Softmax(1), (3, 4)),
-    "LogSoftmax": Case(lambda: nn.LogSoftmax(1), (4,)),
-    "LogSoftmax, middle": Case(lambda: nn.LogSoftmax(-2), (3, 2, 2)),
-    "Softmin": Case(lambda: nn.Softmin(-1), (2, 4)),
-    "Softmax2d": Case(nn.Softmax2d, (3, 2, 2)),
-    "Identity": Case(nn.Identity, (2, 3)),
-    "Flatten": Case(nn.Flatten, (2, 3, 2)),
-    "Flatten, nothing to do": Case(nn.Flatten, (3,)),
-    "Flatten, partly": Case(lambda: nn.Flatten(-2), (2, 3, 2)),
-    "Unflatten": Case(lambda: nn.Unflatten(1, (2, 3)), (6, 2)),
-    "Permute": Case(lambda: Permute(0, 3, 1, 2), (2, 3, 4)),
-    "Permute, transpose": Case(lambda: Permute(-1, -2, init_transpose=True), (2, 3, 4)),
-    "ScaleModule": Case(lambda: ScaleModule(-1.5), (2, 3)),
-    "SumModule": Case(SumModule, (2, 3)),
-    "Slicing": Case(lambda: Slicing((slice(None), slice(0, 3, 2), 1)), (4, 3)),
-    "Slicing, repeated": Case(lambda: Slicing((slice(None), [0, 2, 2], None)), (4, 3)),
-    "Pad": Case(lambda: Pad((1, 2, 0, 1)), (3, 2)),
-    "Pad, value": Case(lambda: Pad((1, 2), value=-float("inf")), (3, 2)),
-    "Pad, cut": Case(lambda: Pad((1, -1)), (3, 2)),
-    "Pad, reflect": Case(lambda: Pad((1, 2), mode="reflect"), (2, 4)),
-    "Pad, circular": Case(lambda: Pad((1, 2), mode="circular"), (2, 4)),
-    "Dropout": Case(nn.Dropout, (2, 3)),
-    "Dropout1d": Case(nn.Dropout1d, (2, 3)),
-    "Dropout2d": Case(nn.Dropout2d, (2, 3, 2)),
-    "Dropout3d": Case(nn.Dropout3d, (2, 1, 3, 2)),
-    "AlphaDropout": Case(nn.AlphaDropout, (2, 3)),
-    "FeatureAlphaDropout": Case(nn.FeatureAlphaDropout, (2, 3, 2)),
+ROWS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
+    **{f"{name} {list(shape)}": (make, shape) for name, make in ACTIVATIONS.items() for shape in (VECTOR, IMAGE)},
+    "ReLU scalar": (nn.ReLU, ()),
+    "PReLU scalar": (nn.PReLU, ()),
+    "PReLU, channels": (lambda: nn.PReLU(2), (2,)),
+    "PReLU, channels of images": (lambda: nn.PReLU(2), (2, 3, 3)),
+    "Linear": (lambda: nn.Linear(4, 3), (4,)),
+    "Linear, no bias": (lambda: nn.Linear(4, 3, bias=False), (4,)),
+    "Linear, one output": (lambda: nn.Linear(4, 1), (4,)),
+    "Linear, extra axis": (lambda: nn.Linear(4, 3), (2, 4)),
+    "Linear, extra axes": (lambda: nn.Linear(4, 3), (2, 3, 4)),
+    "Linear, extra axis of length 1": (lambda: nn.Linear(4, 3), (1, 4)),
+    "Softmax": (lambda: nn.Softmax(1), (4,)),
+    "Softmax, last": (lambda: nn.Softmax(-1), (3, 4)),
+    "Softmax, middle": (lambda: nn.Softmax(1), (3, 4)),
+    "LogSoftmax": (lambda: nn.LogSoftmax(1), (4,)),
+    "LogSoftmax, middle": (lambda: nn.LogSoftmax(-2), (3, 2, 2)),
+    "Softmin": (lambda: nn.Softmin(-1), (2, 4)),
+    "Softmax2d": (nn.Softmax2d, (3, 2, 2)),
+    "Identity": (nn.Identity, (2, 3)),
+    "Flatten": (nn.Flatten, (2, 3, 2)),
+    "Flatten, nothing to do": (nn.Flatten, (3,)),
+    "Flatten, partly": (lambda: nn.Flatten(-2), (2, 3, 2)),
+    "Unflatten": (lambda: nn.Unflatten(1, (2, 3)), (6, 2)),
+    "Permute": (lambda: Permute(0, 3, 1, 2), (2, 3, 4)),
+    "Permute, transpose": (lambda: Permute(-1, -2, init_transpose=True), (2, 3, 4)),
+    "ScaleModule": (lambda: ScaleModule(-1.5), (2, 3)),
+    "SumModule": (SumModule, (2, 3)),
+    "Slicing": (lambda: Slicing((slice(None), slice(0, 3, 2), 1)), (4, 3)),
+    "Slicing, repeated": (lambda: Slicing((slice(None), [0, 2, 2], None)), (4, 3)),
+    "Pad": (lambda: Pad((1, 2, 0, 1)), (3, 2)),
+    "Pad, value": (lambda: Pad((1, 2), value=-float("inf")), (3, 2)),
+    "Pad, cut": (lambda: Pad((1, -1)), (3, 2)),
+    "Pad, reflect": (lambda: Pad((1, 2), mode="reflect"), (2, 4)),
+    "Pad, circular": (lambda: Pad((1, 2), mode="circular"), (2, 4)),
+    "Dropout": (nn.Dropout, (2, 3)),
+    "Dropout1d": (nn.Dropout1d, (2, 3)),
+    "Dropout2d": (nn.Dropout2d, (2, 3, 2)),
+    "Dropout3d": (nn.Dropout3d, (2, 1, 3, 2)),
+    "AlphaDropout": (nn.AlphaDropout, (2, 3)),
+    "FeatureAlphaDropout": (nn.FeatureAlphaDropout, (2, 3, 2)),
 }
+for _name, (_make, _shape) in ROWS.items():
+    layer(_name, _make, _shape)
 # torch's second derivative is missing (Hardsigmoid), or takes the other side at a kink than the first (PReLU)
-ONCE_ONLY = {name for name in CASES if name.startswith(("Hardsigmoid", "PReLU"))}
-BATCHES = [(name, size) for name in CASES for size in (1, 3)]
+ONCE_ONLY = {name for name in LAYERS if name.startswith(("Hardsigmoid", "PReLU"))}
+BATCHES = [(name, size) for name in LAYERS for size in (1, 3)]
 
 
 class Call:
@@ -179,8 +175,8 @@ class Recorded:
 
 
 def setup(name: str, batch_size: int) -> tuple[BaseDerivatives, Recorded]:
-    module = CASES[name].make().to(DOUBLE).eval()
-    x = 2 * randn(batch_size, *CASES[name].shape, dtype=DOUBLE)
+    module = LAYERS[name].make().to(DOUBLE).eval()
+    x = 2 * randn(batch_size, *LAYERS[name].shape, dtype=DOUBLE)
     kinks = torch.tensor(KINKS, dtype=DOUBLE)[: x[0].numel()]
     x.view(batch_size, -1)[-1, : len(kinks)] = kinks  # exact kinks in the last sample
     return derivatives_for(module), Recorded(module, x)
@@ -203,7 +199,7 @@ def test_jac_mat_prod(name: str, batch_size: int) -> None:
 
 
 @pytest.mark.parametrize("subsampling", [None, SUBSAMPLING, [1]], ids=str)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYERS)
 def test_jac_t_mat_prod(name: str, subsampling: list[int] | None) -> None:
     for batch_size in (1, 3) if subsampling is None else (3,):
         derivatives, recorded = setup(name, batch_size)
@@ -249,7 +245,7 @@ def test_second_derivatives(name: str, batch_size: int) -> None:
         close(rule.residual_mat_prod(module, None, g_out, mat[2]), product[2])
 
 
-WITH_PARAMETERS = [name for name, case in CASES.items() if list(case.make().parameters())]
+WITH_PARAMETERS = [name for name, case in LAYERS.items() if list(case.make().parameters())]
 
 
 @pytest.mark.parametrize("subsampling", [None, SUBSAMPLING, [1]], ids=str)
@@ -286,10 +282,10 @@ def test_every_registered_class_has_a_case() -> None:
     modules = {
         cls for cls, rule in registered().items() if cls.__module__.startswith(("torch.", "backpack.")) and not isinstance(rule, BaseLossDerivatives)
     }
-    assert {type(case.make()) for case in CASES.values()} == modules
+    assert {type(case.make()) for case in LAYERS.values()} == modules
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", LAYERS)
 def test_only_what_a_rule_keeps_is_read(name: str) -> None:
     """Products are the same for a record whose tensors that are not kept exist by shape and dtype only."""
     derivatives, recorded = setup(name, 3)
@@ -311,7 +307,7 @@ def test_only_what_a_rule_keeps_is_read(name: str) -> None:
     assert derivatives.applies(call)
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if len(case.shape) > 1 and derivatives_for(case.make()).any_batch_axis])
+@pytest.mark.parametrize("name", [name for name, case in LAYERS.items() if len(case.shape) > 1 and derivatives_for(case.make()).any_batch_axis])
 def test_any_batch_axis(name: str) -> None:
     """Moving an axis of input, output and matrices to the front commutes with the products."""
     derivatives, recorded = setup(name, 3)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from cases import CASES, Net, classify, default_dtype, layers, parameter
+from cases import CASES
+from cases_nets import Net, layers, parameter
 from oracle import Oracle, Problem, Term
+from table import classify, default_dtype
 from test_extensions import QUANTITIES, close, collect, run
 from torch import Tensor, nn
 from torch.nn import CrossEntropyLoss, Linear, Module, Sequential, Tanh

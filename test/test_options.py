@@ -7,8 +7,9 @@ from itertools import product
 
 import pytest
 import torch
-from cases import CASES, classify, default_dtype
+from cases import CASES
 from oracle import LinearUses, Oracle, Problem, clip, identity
+from table import classify, default_dtype
 from test_extensions import QUANTITIES, all_close, all_factors_close, close, collect, grams, oracle_of, run, total_width
 from torch import Tensor, einsum, nn, randn
 from torch.nn import Flatten, Linear, Parameter, Sequential, Sigmoid, Tanh

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from cases import CASES, default_dtype
+from cases import CASES
 from oracle import Oracle, Problem, Term, clip, identity
+from table import default_dtype
 from torch import Tensor, einsum, nn, randn
 
 N = 5

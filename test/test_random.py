@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ACTIVATIONS, default_dtype
+from cases_nets import ACTIVATIONS
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from oracle import Oracle, Problem, Term
+from table import default_dtype
 from test_extensions import QUANTITIES, all_close, collect, run
 from torch import Tensor, nn, randn
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Linear, Module, MSELoss, Parameter
