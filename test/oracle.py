@@ -13,15 +13,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
 from math import sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import grad
+from torch.autograd.graph import GradientEdge
 from torch.distributions import Binomial, Categorical, Normal
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Hardsigmoid, Module, MSELoss, Parameter
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 
 
 @dataclass
@@ -117,21 +118,38 @@ class Problem:
         return total
 
 
-class LinearUses(TorchFunctionMode):
-    """Records each ``F.linear`` (``nn.Linear`` calls it, too): input, weight, bias, output. Later in-place operations act on a copy."""
+class Product(NamedTuple):
+    """One product of an input with a matrix, or of a stack: input, parameter, whether its input side comes first, edge of the output."""
 
-    def __init__(self) -> None:
-        """Start with an empty record."""
-        super().__init__()
-        self.uses: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
+    x: Tensor
+    weight: Tensor
+    transposed: bool
+    out: GradientEdge
 
-    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:  # noqa: D105
-        out = func(*args, **(kwargs or {}))
-        if func is not F.linear:
-            return out
-        x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
-        self.uses.append((x.detach().clone(), weight, bias, out))
-        return out.clone()
+
+def products(root: Tensor) -> list[Product]:
+    """Find the products of inputs with parameters in a graph, whoever computes them: ``F.linear``, ``x @ W``, recurrent and attention layers.
+
+    Args:
+        root: End of the graph.
+
+    Returns:
+        One entry a product with a parameter that requires a gradient.
+    """
+    found, seen, stack = [], set(), [root.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [upstream for upstream, _ in node.next_functions]
+        left = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "BmmBackward0": "_saved_self"}.get(node.name())
+        leaf = node.next_functions[-1][0] if left is not None else None
+        turned = leaf is not None and leaf.name() in ("TBackward0", "TransposeBackward0")
+        leaf = leaf.next_functions[0][0] if turned else leaf
+        if hasattr(leaf, "variable"):
+            found.append(Product(getattr(node, left), leaf.variable, not turned, GradientEdge(node, 0)))
+    return found
 
 
 class TwiceDifferentiableHardsigmoid(Module):
@@ -165,18 +183,22 @@ def flatten_heads(outputs: list[Tensor]) -> Tensor:
     return torch.cat([out.reshape(out.shape[0], -1) for out in outputs], dim=1)
 
 
-def jacobian(flat: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+def jacobian(flat: Tensor, tensors: list[Tensor] | list[GradientEdge]) -> list[Tensor]:
     """Differentiate every entry of a matrix w.r.t. tensors of its graph.
 
     Args:
         flat: ``[N, D]``.
-        tensors: Tensors of the graph.
+        tensors: Tensors, or edges, of the graph.
 
     Returns:
         For each tensor the Jacobian ``[N, D, numel]``.
     """
-    entries = [grad(entry, tensors, retain_graph=True, allow_unused=True, materialize_grads=True) for entry in flat.flatten()]
-    return [torch.stack([g.flatten() for g in column]).reshape(*flat.shape, -1) for column in zip(*entries, strict=True)]
+    entries = [grad(entry, tensors, retain_graph=True, allow_unused=True) for entry in flat.flatten()]
+    jacobians = []
+    for tensor, column in zip(tensors, zip(*entries, strict=True), strict=True):
+        zeros = torch.zeros_like(tensor if isinstance(tensor, Tensor) else next(g for g in column if g is not None))
+        jacobians.append(torch.stack([(zeros if g is None else g).flatten() for g in column]).reshape(*flat.shape, -1))
+    return jacobians
 
 
 def identity(residual: Tensor) -> Tensor:
@@ -442,8 +464,9 @@ class Oracle:
     def kronecker(self, hessian: Tensor) -> dict[str, list[Tensor]]:
         """Kronecker factors of KFAC (sampled ``H_n``) and KFLR (exact ``H_n``).
 
-        Weights of ``F.linear`` have ``[B, A]`` with ``A = 1/N sum x x^T`` over all rows of all uses and ``B = sum_n T_n^T H_n T_n``, where
-        ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. Any other parameter has its exact block.
+        Weights ``W`` of ``x W^T`` have ``[B, A]``, matrices ``W`` of ``x @ W`` have ``[A, B]``, with ``A = 1/N sum x x^T`` over all rows of all
+        uses and ``B = sum_n T_n^T H_n T_n``, where ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. A
+        stack of matrices has one such list a matrix. Any other parameter has its exact block.
 
         Args:
             hessian: ``H_n`` or an estimate, ``[N, D, D]``.
@@ -451,17 +474,18 @@ class Oracle:
         Returns:
             List of factors each.
         """
-        with LinearUses() as mode:
-            flat = flatten_heads(self._forward())
-        assert torch.equal(flat, self._flat)
+        uses_of_all = products(self._flat)
         factors = {name: [block] for name, block in self.ggn_blocks(hessian).items()}
         for name, param in self.params.items():
-            uses = [(x, z) for x, weight, _, z in mode.uses if weight is param]
+            uses = [use for use in uses_of_all if use.weight is param]
             if uses:
-                tracked = jacobian(flat, [z for _, z in uses])
-                T = sum(jac.reshape(*jac.shape[:2], -1, z.shape[-1]).sum(2) for jac, (_, z) in zip(tracked, uses, strict=True))
-                inputs = torch.cat([x.flatten(0, -2) for x, _ in uses])
-                factors[name] = [torch.einsum("ndp,nde,neq->pq", T, hessian, T), inputs.T @ inputs / self.N]
+                jacobians = zip(uses, jacobian(self._flat, [use.out for use in uses]), strict=True)
+                T = sum(jac.reshape(*self._flat.shape, *use.x.shape[:-1], -1).sum(-2) for use, jac in jacobians)
+                inputs = torch.cat([use.x for use in uses], dim=-2)
+                outer = torch.einsum("nd...p,nde,ne...q->...pq", T, hessian, T)
+                pair = [outer, inputs.mT @ inputs / self.N]
+                pair = pair[::-1] if uses[0].transposed else pair
+                factors[name] = pair if param.dim() == 2 else [list(one) for one in zip(*pair, strict=True)]
         return factors
 
     # --- recursions along a chain of modules ------------------------------------------------------------------------------------------

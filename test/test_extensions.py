@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES
 from oracle import Oracle, Problem, clip, identity
-from torch import Tensor, einsum, nn
+from torch import Tensor, einsum
 
 from backpack import backpack, extend, extensions
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -49,22 +49,22 @@ def factors(expected: Callable[[Oracle], dict[str, list[Tensor]]]) -> Check:
     return lambda oracle, values: all_factors_close(values, expected(oracle))
 
 
-def all_factors_close(values: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:
+def all_factors_close(values: dict[str, list], expected: dict[str, list]) -> None:
     assert values.keys() == expected.keys()
     for name, value in values.items():
-        assert type(value) is list
-        for actual, factor in zip(value, expected[name], strict=True):
-            close(actual, factor)
+        factors_close(value, expected[name])
+
+
+def factors_close(value: list, expected: list) -> None:
+    """Compare factors, or one list of factors a group."""
+    assert type(value) is list
+    for actual, factor in zip(value, expected, strict=True):
+        factors_close(actual, factor) if isinstance(factor, list) else close(actual, factor)
 
 
 def kronecker_close(oracle: Oracle, values: dict[str, list[Tensor]], hessian: Tensor) -> None:
-    """Two factors for weights of layers; the exact block for parameters of functional operations."""
-    expected, blocks = oracle.kronecker(hessian), oracle.ggn_blocks(hessian)
-    layers = {id(module.weight) for module in oracle.problem.model.modules() if isinstance(module, nn.Linear)}
-    for name, param in oracle.params.items():
-        if id(param) not in layers:
-            expected[name] = [blocks[name]]
-    all_factors_close(values, expected)
+    """Two factors for matrices that inputs are multiplied with; the exact block for other parameters."""
+    all_factors_close(values, oracle.kronecker(hessian))
 
 
 def products(expected: Callable[[Oracle], dict[str, Tensor]]) -> Check:

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from cases import CASES
-from oracle import LinearUses, Oracle, Problem, clip, identity
+from oracle import Oracle, Problem, clip, flatten_heads, identity, products
 from table import classify, default_dtype
 from test_extensions import QUANTITIES, all_close, all_factors_close, close, collect, grams, oracle_of, run, total_width
 from torch import Tensor, einsum, nn, randn
@@ -204,11 +204,9 @@ def mean_inputs(problem: Problem) -> dict[str, Tensor]:
 
     Positions (extra axes, rows of a sample in a folded batch, further uses) are summed over, as in the factors of the mean of outer products.
     """
-    with LinearUses() as mode:
-        problem.outputs()
     names = {param: name for name, param in problem.model.named_parameters()}
     factors: dict[str, Tensor] = {}
-    for x, weight, _, _ in mode.uses:
+    for x, weight, _, _ in products(flatten_heads(problem.outputs())):
         means = x.reshape(len(problem.x), -1, x.shape[-1]).mean(0)
         factors[names[weight]] = factors.get(names[weight], 0) + means.T @ means
     return factors

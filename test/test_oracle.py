@@ -147,8 +147,8 @@ def test_bias_factor_is_exact_block(name: str) -> None:
         if len(factors) == 1:
             close(factors[0], blocks[parameter])
         else:
-            B, A = factors
-            assert B.shape[0] * A.shape[0] == blocks[parameter].shape[0]
+            pairs = factors if isinstance(factors[0], list) else [factors]
+            assert sum(B.shape[0] * A.shape[0] for B, A in pairs) == blocks[parameter].shape[0]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ What the columns are is the business of a ``Flow``; what is read off at paramete
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -16,132 +15,12 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall
+from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
 from backpack.core.graph import SPLIT, Gap, Way, call_node, outputs_of, shape_of
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
-from backpack.core.walk import Need, Unit
+from backpack.core.walk import Unit
 from backpack.utils.errors import NotRecordedError
-
-Columns = dict[Hashable, Tensor]
-"""Columns of each source, ``[V, ...]``. Columns of one source add where branches meet; those of different sources stand side by side."""
-
-
-class Flow(ABC):
-    """What travels backward beside the gradient."""
-
-    crosses_gaps: bool = True
-    is_gradient: bool = False
-    needs: Need = Need.COLUMNS
-
-    @abstractmethod
-    def start(self, call: ModuleCall, grad: Tensor) -> Any:
-        """Return the value at the input of a loss.
-
-        Args:
-            call: The loss call.
-            grad: Gradient that arrives at the loss value.
-        """
-
-    @abstractmethod
-    def through(self, call: ModuleCall, value: Any, grad: Tensor, layout: Layout) -> Any:
-        """Map a value from the output of a module to its input.
-
-        Args:
-            call: The module call, samples first.
-            value: Value at the output, samples first.
-            grad: Gradient that arrives at the output ``[R, *out]``.
-            layout: Says to which sample each of the ``R`` rows belongs.
-        """
-
-    def merge(self, old: Any, new: Any) -> Any:
-        """Unite values that arrive from two consumers.
-
-        Args:
-            old: Value that arrived before.
-            new: Value that arrives now.
-
-        Returns:
-            Columns added source by source.
-        """
-        return {**old, **{source: old[source] + c if source in old else c for source, c in new.items()}}
-
-    @abstractmethod
-    def check(self, plan: Plan) -> None:
-        """Refuse a plan that the flow cannot follow exactly.
-
-        Args:
-            plan: The plan.
-        """
-
-
-class Use:
-    """One use of parameters by a module call, samples first.
-
-    Attributes:
-        call: The call.
-        parameters: Name to parameter.
-        value: What the flow carries at the output: for columns ``{source: [V, R, *out]}``.
-        grad: Gradient at the output ``[R, *out]``.
-        layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
-    """
-
-    __slots__ = ("call", "grad", "layout", "parameters", "value")
-
-    def __init__(self, call: ModuleCall, parameters: dict[str, Parameter], value: Any, grad: Tensor, layout: Layout) -> None:
-        self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
-
-
-class Reader(ABC):
-    """Reads quantities off at parameters."""
-
-    @abstractmethod
-    def at_call(self, flow: Flow, use: Use) -> None:
-        """Take note of a use by a module call.
-
-        Args:
-            flow: The flow.
-            use: The use.
-        """
-
-    @abstractmethod
-    def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
-        """Take note of a use outside all rules.
-
-        Args:
-            flow: The flow.
-            parameter: The parameter.
-            columns: ``{source: [V, N, *parameter]}``.
-        """
-
-    @abstractmethod
-    def finish(self, parameter: Parameter) -> None:
-        """Write the quantities of a parameter whose last use has been noted.
-
-        Args:
-            parameter: The parameter.
-        """
-
-    @abstractmethod
-    def after_call(self, call: ModuleCall) -> None:
-        """Take note that everything at a call is done.
-
-        Args:
-            call: The call.
-        """
-
-
-class BatchFirst:
-    """A call whose sample axis, of inputs and output, is moved to the front."""
-
-    __slots__ = ("_axis", "_call")
-
-    def __init__(self, call: ModuleCall, axis: int) -> None:
-        self._call, self._axis = call, axis
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._call, name)
-        moves = isinstance(value, Tensor) and (name == "output" or (name.startswith("input") and name[5:].isdigit()))
-        return value.movedim(self._axis, 0) if moves else value
 
 
 class Carry:
@@ -217,34 +96,57 @@ class Carry:
         self._reader.after_call(call)
 
     def _at_unit(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
-        call, layout = unit.call, unit.layout
+        call, turn = unit.call, unit.arrangement
         self._refuse_released(call)
-        edge, slot, axis = (node, unit.nr), call.outputs[0], layout.axis
+        edge, slot = (node, unit.nr), call.outputs[0]
         grad = grads[unit.nr]
         if grad is None:
             grad = torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
         if call.derivatives is RANDOM and unit.below is not None:
             call.slope = self._slope(node, unit)
-        view = BatchFirst(call, axis) if axis else call
-        arranged = grad.reshape(slot.shape).movedim(axis, 0) if unit.base or axis else grad
+        view = call if turn is None else BatchFirst(call, turn)
+        grad = grad.reshape(slot.shape) if unit.base else grad
+        grad = grad if turn is None else turn.front(grad)
         for flow in self._flows:
-            value = {0: arranged[None]} if flow.is_gradient else self._data.pop((flow, edge), None)
+            value = {0: grad[None]} if flow.is_gradient else self._data.pop((flow, edge), None)
             if value is None:
                 continue
-            if not flow.is_gradient and flow.crosses_gaps and (unit.base or axis):
-                value = {s: c.reshape(len(c), *slot.shape).movedim(1 + axis, 1) for s, c in value.items()}
-            self._reader.at_call(flow, Use(view, unit.parameters, value, arranged, layout))
+            if not flow.is_gradient and flow.crosses_gaps and (unit.base or turn is not None):
+                value = {s: c.reshape(len(c), *slot.shape) for s, c in value.items()}
+                value = value if turn is None else {s: turn.front(c, 1) for s, c in value.items()}
+            use = Use(view, unit.parameters, value, grad, unit.layout)
+            if unit.parameters:
+                self._reader.at_call(flow, use)
+            for name, upstream in unit.split.items():
+                self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
             below = unit.below
             if below is None or (flow.is_gradient and not self._explicit(below)):
                 continue
-            value = flow.through(view, value, arranged, layout)
+            value = flow.through(view, value, grad, unit.layout)
             if flow.crosses_gaps:
                 shape = shape_of(below)
-                value = {s: c.movedim(1, 1 + axis).reshape(len(c), *shape) for s, c in value.items()}
+                value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
+                value = {s: c.reshape(len(c), *shape) for s, c in value.items()}
             self._deposit(flow, below, Way.DATA, value, unit.arrives)
         for parameter in unit.parameters.values():
             self._used(parameter)
         self._reader.after_call(call)
+
+    @staticmethod
+    def _per_sample(use: Use, name: str, shape: torch.Size) -> Columns:
+        """Return the columns of each sample at a factor that is computed from parameters.
+
+        Args:
+            use: The use.
+            name: Name of the factor.
+            shape: Its shape.
+
+        Returns:
+            ``{source: [V, N, *shape]}``.
+        """
+        rule = use.call.derivatives
+        columns = {s: rule._param_mjp(name, use.call, None, (use.grad,), c, sum_batch=False) for s, c in use.value.items()}
+        return {s: add_rows(c, use.layout).reshape(*c.shape[:1], use.layout.samples, *shape) for s, c in columns.items()}
 
     @staticmethod
     def _slope(node: Node, unit: Unit) -> Tensor:

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from backpack.core.calls import Edge
-from backpack.core.samples import Layout, decode, keeps_samples, probe
+from backpack.core.samples import Layout, decode, keeps_samples, probe, settle
 from backpack.utils.errors import UnsupportedError
 
 LEAF = "torch::autograd::AccumulateGrad"
@@ -112,6 +112,31 @@ def shape_of(edge: Edge) -> torch.Size:
         Shape.
     """
     return torch.Size(edge[0]._input_metadata[edge[1]].shape)
+
+
+def tensor_at(edge: Edge) -> Any:
+    """Return what is known of the tensor that an edge stands for.
+
+    Args:
+        edge: Node and output number.
+
+    Returns:
+        Object with ``shape``, ``dtype`` and ``device``.
+    """
+    return edge[0]._input_metadata[edge[1]]
+
+
+def saved(node: Node, name: str) -> Any:
+    """Return a tensor, or a setting, that a node has saved for its backward pass.
+
+    Args:
+        node: The node.
+        name: Under which name.
+
+    Returns:
+        The value.
+    """
+    return getattr(node, f"_saved_{name}")
 
 
 def outputs_of(node: Node) -> int:
@@ -255,9 +280,9 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
             continue
         kept = keeps_samples(layout, returned.shape[1:], shape)
         if kept is None:
-            crossings.append(Crossing(Way.SPLIT, layout, None))
+            crossings.append(Crossing(Way.SPLIT, settle(layout), None))
         else:
-            crossings.append(Crossing(Way.DATA, layout, Layout(kept, layout.labels, samples)))
+            crossings.append(Crossing(Way.DATA, settle(layout), Layout(kept, layout.labels, samples)))
     if key is not None and settled:
         if len(_CROSSINGS) > 10_000:
             _CROSSINGS.clear()

@@ -14,15 +14,13 @@ from torch.nn import Parameter
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, SPLIT, Gap, State, Way, checkpointed, operation, refuse_checkpointed, shape_of
+from backpack.core.node_calls import read
 from backpack.core.owners import owners
-from backpack.core.samples import Layout, first_axis, seen_through_reshape
+from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_uncovered, refuse_unrecorded, refuse_use
+from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
 from backpack.utils.errors import (
-    LossNotExtendedError,
     LossValueError,
-    MixedSamplesError,
-    NotRecordedError,
-    UnattributedError,
     UnsupportedError,
 )
 
@@ -56,9 +54,10 @@ class Plan:
         self._bare: set[Node] = set()
         self._covered: set[Node] = set()
         self._claimed: set[ModuleCall] = set()
+        self._passed: set[Node] = set()
         self._second_order, self._need = second_order, need
         if not walk.marks:
-            self._refuse_unrecorded(next(node for node, bits in walk.reach.items() if bits))
+            refuse_unrecorded(self.walk, next(node for node, bits in walk.reach.items() if bits))
         self._follow(roots)
 
     def _follow(self, roots: list[Node]) -> None:
@@ -83,12 +82,15 @@ class Plan:
                 self._start_at_output(node, mark)
             states = self.states.get(node)
             if states is None:
-                self._pass_without_samples(node)
+                if node in self._bare or node not in self._passed:
+                    self._pass_without_samples(node)
                 continue
+            for nr, state in states.items():
+                if isinstance(state, Layout):
+                    states[nr] = settle(state)
             for mark in marks if SPLIT in states.values() else ():
                 self._check_split_call(node, mark)
-            unit = self._choose_unit(node, states, marks)
-            if unit is None:
+            if not (self._choose_unit(node, states, marks) or self._choose_node(node, states)):
                 self._cross(node, states)
 
     def _start_at_loss(self, node: Node, mark: Mark) -> bool:
@@ -165,7 +167,7 @@ class Plan:
         for slot in mark.call.tensor_inputs if samples > 1 else ():
             batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
             if batched and (slot.edge is None or slot.edge[0] in self.walk.has_data):
-                self._refuse_mixing(node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
+                refuse_mixing(self.walk, node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
 
     def _pass_without_samples(self, node: Node) -> None:
         """Go on above the place where the samples start: between the root and a loss, or along a path that no loss or module covers.
@@ -199,7 +201,7 @@ class Plan:
                 "for weighted sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss."
             )
 
-    def _choose_unit(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> Unit | None:
+    def _choose_unit(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> bool:
         """Choose the outermost call at a node whose rule can stand for its piece of the graph.
 
         Args:
@@ -208,7 +210,7 @@ class Plan:
             marks: Its marks, innermost first.
 
         Returns:
-            The unit; ``None`` for a gap.
+            Whether there is one.
         """
         for mark in reversed(list(marks)):
             call, state = mark.call, states.get(mark.nr)
@@ -218,7 +220,8 @@ class Plan:
             if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < rule.least_axes:
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
-            if layout is None or (layout.axis != 0 and not (rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1)):
+            free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1
+            if layout is None or (layout.axis != 0 and not free):
                 continue
             piece = self.walk.piece(node, call)
             if piece is None or not (set(piece.parameters) <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
@@ -229,7 +232,7 @@ class Plan:
             if len(needed) > 1 or (needed and needed[0][0] != 0):
                 continue
             unit = Unit(mark, piece.inside, {name: p for name, p in piece.parameters.items() if p in owners})
-            unit.layout = layout
+            unit.arrangement, unit.layout = arrangement(layout) if free else (None, layout)
             if needed:
                 unit.below = needed[0][1]
                 shape = shape_of(unit.below)
@@ -241,12 +244,42 @@ class Plan:
             call.derivatives = rule
             self._claimed.add(call)
             self._covered |= piece.inside
-            self.units[node] = unit
-            self._refuse_uncovered(node)
-            for parameter in unit.parameters.values():
-                self._count(parameter, 1, layout.samples)
-            return unit
-        return None
+            self._add_unit(node, unit)
+            return True
+        return False
+
+    def _choose_node(self, node: Node, states: dict[int, State]) -> bool:
+        """Cover a node by a rule where it is read like the call of a module, for example a product with a matrix.
+
+        Args:
+            node: The node.
+            states: States of its outputs.
+
+        Returns:
+            Whether there is such a rule.
+        """
+        layout = states.get(0)
+        if self._need is Need.MODULES or len(states) > 1 or not isinstance(layout, Layout) or node in self._bare:
+            return False
+        unit, passed = read(node, layout, self.walk)
+        if unit is None:
+            return False
+        if unit.below is not None:
+            self._arrive(unit.below, layout, node in self._above, layout.samples)
+        for edge in unit.split.values():
+            self._arrive(edge, SPLIT, node in self._above, layout.samples)
+        self._passed.update(passed)
+        for leaf in passed:
+            if leaf in self.walk.leaves and id(self.walk.leaves[leaf]) not in self.walk.recorded:
+                refuse_unrecorded(self.walk, leaf)
+        self._add_unit(node, unit)
+        return True
+
+    def _add_unit(self, node: Node, unit: Unit) -> None:
+        self.units[node] = unit
+        self._refuse_uncovered(node)
+        for parameter in unit.parameters.values():
+            self._count(parameter, 1, unit.layout.samples)
 
     def _rule(self, call: ModuleCall) -> BaseDerivatives | None:
         """Return the rule of a call, or the generic one where the graph's own nodes do not suffice.
@@ -276,7 +309,7 @@ class Plan:
         gap = self.gaps[node] = Gap(node, states, nexts)
         self._refuse_uncovered(node)
         if node in self._bare and SPLIT in states.values():
-            self._refuse_use(node)
+            refuse_use(self.walk, node)
         if self._second_order and checkpointed(node):
             refuse_checkpointed(node)
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
@@ -284,7 +317,7 @@ class Plan:
                 continue
             if crossing.way is Way.MASKED and upstream[0] in self.walk.has_data:
                 shapes = [list(shape_of((node, nr))) for nr in states]
-                self._refuse_mixing(upstream[0], f"{node.name()} mixes them (outputs {shapes}, input {list(upstream[2])})")
+                refuse_mixing(self.walk, upstream[0], f"{node.name()} mixes them (outputs {shapes}, input {list(upstream[2])})")
             self._arrive(upstream[:2], crossing.arrives or SPLIT, node in self._above, self._samples_at[node])
 
     def _arrive(self, edge: Edge, state: State, above: bool, samples: int) -> None:
@@ -315,14 +348,14 @@ class Plan:
             states[nr] = SPLIT
             layout = state if known is SPLIT else known
             if layout is not SPLIT and layout.samples > 1 and node in self.walk.has_data:
-                self._refuse_mixing(node, f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too")
-        elif known is not state and known != state and not known.samples == state.samples == 1:
-            raise UnsupportedError(
-                f"The samples lie on axis {known.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis "
-                f"{state.axis} for "
-                f"another ({known.samples} and {state.samples} samples): per-sample quantities of "
-                f"{self.walk.names(self.walk.reach[node])} are ambiguous."
-            )
+                refuse_mixing(
+                    self.walk, node, f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
+                )
+        elif known is not state:
+            united = unite(known, state)
+            if united is None:
+                refuse_ambiguous(self.walk, edge, known, state)
+            states[nr] = united
 
     def _use_at_leaf(self, node: Node) -> None:
         """Count the uses of a parameter outside all units, and refuse those that cannot be attributed.
@@ -333,11 +366,11 @@ class Plan:
         if not self.walk.reach[node]:
             return
         if node in self._bare:
-            self._refuse_use(node)
+            refuse_use(self.walk, node)
         loose = self.arrivals.get((node, 0), 0)
         if loose:
             if id(self.walk.leaves[node]) not in self.walk.recorded:
-                self._refuse_unrecorded(node)
+                refuse_unrecorded(self.walk, node)
             self._refuse_uncovered(node)
             self.loose.append(self.walk.leaves[node])
             self._count(node.variable, loose, self._samples_at[node])
@@ -362,34 +395,6 @@ class Plan:
                 "is not known. Call backward for each of them."
             )
 
-    def _refuse_mixing(self, node: Node, how: str) -> None:
-        raise MixedSamplesError(
-            f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for "
-            f"{self.walk.names(self.walk.reach[node])}. Use an "
-            "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm), "
-            "and inputs that "
-            "have a batch axis."
-        )
-
-    def _refuse_unrecorded(self, node: Node) -> None:
-        raise NotRecordedError(
-            f"No forward pass of an extended module was recorded for {self.walk.names(self.walk.reach[node])}. It ran before extend(), "
-            "under disable() or "
-            "under no_grad(): run it again after extend()."
-        )
-
-    def _refuse_use(self, node: Node) -> None:
-        raise UnattributedError(
-            f"{self.walk.names(self.walk.reach[node])} is used outside of everything that has samples (for example a penalty on the "
-            "parameters), so that its "
-            "gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
-            "`loss = loss + backpack.leave_out(penalty)`."
-        )
-
     def _refuse_uncovered(self, node: Node) -> None:
         if self._second_order and node in self._above:
-            raise LossNotExtendedError(
-                "No extended loss lies on a path from the tensor on which backward was called to "
-                f"{self.walk.names(self.walk.reach[node])}. Second-order quantities start at the loss: write "
-                "`lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` for a term to be ignored."
-            )
+            refuse_uncovered(self.walk, node)

@@ -119,7 +119,7 @@ def decode(columns: Tensor, samples: int, prefer: int) -> tuple[Layout | None, b
         return None, True
     labels = sum(ones[b].long() << b for b in range(len(ones)))
     layout = layout_of(labels, known, samples, prefer)
-    return layout, layout is not None and bool(known.movedim(layout.axis, 0).flatten(1).any(1).all() if known.dim() > 1 else known.all())
+    return layout, layout is not None and -1 not in layout.labels
 
 
 def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layout | None:
@@ -132,7 +132,7 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
         prefer: The axis to try first.
 
     Returns:
-        The layout; ``None`` if there is no such axis.
+        The layout, with label -1 for rows of which nothing is known; ``None`` if there is no such axis.
     """
     shape = labels.shape
     axes = sorted(range(len(shape)), key=lambda axis: (axis != prefer, axis))
@@ -143,23 +143,57 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
         # any axis will do; one that is certainly not that of features is the better choice
         axis = next((axis for axis in axes if shape[axis] == 1 and (axis < len(shape) - 1 or len(shape) == 1)), 0)
         return Layout(axis, (0,) * shape[axis], 1) if shape else None
+    found: Layout | None = None
     for axis in axes:
-        length = shape[axis]
-        rows, seen = (t.movedim(axis, 0).reshape(length, -1) for t in (labels, known))
+        rows, seen = (t.movedim(axis, 0).reshape(shape[axis], -1) for t in (labels, known))
         if rows.numel() == 0:
             continue
         low = torch.where(seen, rows, samples).amin(1)
         high = torch.where(seen, rows, -1).amax(1)
         alive = high >= 0
-        if not (low[alive] == high[alive]).all():
-            continue
-        for pattern in _patterns(length, samples):  # also settles rows in which nothing is known
-            guess = torch.tensor(pattern, device=labels.device)
-            if (guess[alive] == high[alive]).all():
-                return Layout(axis, pattern, samples)
-        if alive.all():
-            return Layout(axis, tuple(high.tolist()), samples)
-    return None
+        if (low[alive] == high[alive]).all():
+            layout = Layout(axis, tuple(high.tolist()), samples)
+            if (seen.all(1) == alive).all():  # nothing has to be guessed along this axis
+                return layout
+            found = found or layout
+    return found
+
+
+def settle(layout: Layout) -> Layout:
+    """Give rows whose sample is not known, because nothing arrives there, to the sample that a usual pattern suggests.
+
+    Args:
+        layout: Where the samples lie; the label of such a row is -1.
+
+    Returns:
+        Layout without such labels.
+    """
+    axis, labels, samples = layout
+    if -1 not in labels:
+        return layout
+    for pattern in _patterns(len(labels), samples):
+        if all(label in (-1, guess) for label, guess in zip(labels, pattern, strict=True)):
+            return Layout(axis, pattern, samples)
+    return Layout(axis, tuple(max(label, 0) for label in labels), samples)
+
+
+def unite(one: Layout, other: Layout) -> Layout | None:
+    """Put together what two consumers of a tensor know of its samples.
+
+    Args:
+        one: What one knows.
+        other: What the other one knows.
+
+    Returns:
+        What both know; ``None`` if they contradict each other.
+    """
+    if one == other or one.samples == other.samples == 1:
+        return one
+    if (one.axis, one.samples) != (other.axis, other.samples) or any(
+        a != b and -1 not in (a, b) for a, b in zip(one.labels, other.labels, strict=True)
+    ):
+        return None
+    return Layout(one.axis, tuple(map(max, one.labels, other.labels)), one.samples)
 
 
 def _patterns(length: int, samples: int) -> list[tuple[int, ...]]:
@@ -178,6 +212,66 @@ def _patterns(length: int, samples: int) -> list[tuple[int, ...]]:
         return []
     rows = length // samples
     return [tuple(i // rows for i in range(length)), tuple(i % samples for i in range(length))]
+
+
+class Arrangement(NamedTuple):
+    """How a tensor is turned so that its samples come first, and back.
+
+    Attributes:
+        axis: The axis along which samples lie.
+        parts: Lengths into which the axis is cut; its own length alone if it holds every sample once.
+        place: Which of the parts counts samples.
+    """
+
+    axis: int
+    parts: tuple[int, ...]
+    place: int
+
+    def front(self, tensor: Tensor, lead: int = 0) -> Tensor:
+        """Turn the samples to the front.
+
+        Args:
+            tensor: ``[*lead axes, *shape]``.
+            lead: Number of leading axes that are none of the tensor's.
+
+        Returns:
+            ``[*lead axes, N, *rest]``; positions of one sample stay where the samples were.
+        """
+        at = lead + self.axis
+        return (tensor if len(self.parts) == 1 else tensor.unflatten(at, self.parts)).movedim(at + self.place, lead)
+
+    def back(self, tensor: Tensor, lead: int = 0) -> Tensor:
+        """Undo ``front``.
+
+        Args:
+            tensor: ``[*lead axes, N, *rest]``.
+            lead: Number of leading axes that are none of the tensor's.
+
+        Returns:
+            ``[*lead axes, *shape]``.
+        """
+        at = lead + self.axis
+        tensor = tensor.movedim(lead, at + self.place)
+        return tensor if len(self.parts) == 1 else tensor.flatten(at, at + 1)
+
+
+def arrangement(layout: Layout) -> tuple[Arrangement | None, Layout]:
+    """Find out how to turn the samples to the front.
+
+    Args:
+        layout: Where they lie.
+
+    Returns:
+        The arrangement, ``None`` if there is nothing to do; and the layout afterwards.
+    """
+    axis, labels, samples = layout
+    if layout.plain:
+        return (Arrangement(axis, (samples,), 0), first_axis(samples)) if axis else (None, layout)
+    rows = len(labels) // samples if samples else 0
+    for place, pattern in enumerate(_patterns(len(labels), samples)):
+        if labels == pattern:
+            return Arrangement(axis, (samples, rows) if place == 0 else (rows, samples), place), first_axis(samples)
+    return (Arrangement(axis, (len(labels),), 0) if axis else None), Layout(0, labels, samples)
 
 
 def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> Layout | None:

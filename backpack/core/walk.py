@@ -14,7 +14,7 @@ from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF
 from backpack.core.owners import owners
-from backpack.core.samples import Layout
+from backpack.core.samples import Arrangement, Layout
 from backpack.utils.errors import UnsupportedError
 
 LEFT_OUT = "backpack.left_out"
@@ -57,18 +57,22 @@ class Unit:
         inside: Nodes of the piece.
         below: Where input 0 comes from, if something there is needed.
         arrives: Where the samples lie there.
-        layout: Where the samples lie in the output.
+        arrangement: How the samples of the output are turned to the front, ``None`` if there is nothing to do.
+        layout: To which sample each row on axis 0 belongs then.
+        split: Name to edge, of factors that are no parameters themselves but computed from some.
         couples: Whether a parameter of the module is also used upstream of it.
     """
 
-    __slots__ = ("arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters")
+    __slots__ = ("arrangement", "arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters", "split")
 
     def __init__(self, mark: Mark, inside: set[Node], parameters: dict[str, Parameter]) -> None:
         self.call, self.nr, self.base = mark.call, mark.nr, mark.base
         self.inside, self.parameters = inside, parameters
         self.below: Edge | None = None
         self.arrives: Layout | None = None
+        self.arrangement: Arrangement | None = None
         self.layout: Layout | None = None
+        self.split: dict[str, Edge] = {}
         self.couples = False
 
 

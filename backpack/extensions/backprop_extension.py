@@ -10,7 +10,7 @@ from warnings import warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.core.carry import Flow
+from backpack.core.flow import Flow
 from backpack.core.plan import Plan
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule

@@ -11,7 +11,7 @@ from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
 from backpack.core.calls import Edge, Mark, ModuleCall
-from backpack.core.carry import Columns, Flow, Reader, Use
+from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import reading, recorder_of

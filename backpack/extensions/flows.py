@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.calls import ModuleCall
-from backpack.core.carry import Columns, Flow
+from backpack.core.flow import Columns, Flow
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, Gap, operation
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout
@@ -183,7 +183,7 @@ class SignedSqrtFlow(ColumnFlow):
             return result
         if rule.hessian_is_diagonal(call):
             residual = rule.hessian_diagonal(call, None, (grad,))
-            flat = residual.flatten(1)
+            flat = residual.reshape(len(residual), residual.shape[1:].numel())
             mat = torch.diag_embed(flat.abs().sqrt()).movedim(-1, 0).reshape(flat.shape[1], *residual.shape)
             signs = flat.sign().T
         else:
@@ -304,8 +304,8 @@ class ChainFlow(Flow):
         for unit in plan.units.values():
             if any(plan.uses[p] > 1 for p in unit.parameters.values()):
                 raise BranchingError(f"{self.quantity} of {unit.call.path}: a parameter is used more than once, for which no exact rule exists.")
-            if not unit.layout.plain or unit.layout.axis:
-                raise UnsupportedError(f"{self.quantity} of {unit.call.path} needs the samples on axis 0 of its output, found {unit.layout}.")
+            if unit.arrangement is not None or not unit.layout.plain:
+                raise UnsupportedError(f"{self.quantity} of {unit.call.path} needs the samples on axis 0 of its output, one row each.")
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack.core.carry import Columns, Use
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.flow import Columns, Use
 from backpack.core.samples import add_rows
 from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
 from backpack.utils.errors import UnsupportedError
@@ -121,12 +121,13 @@ class KroneckerState:
     Attributes:
         inputs: Input-side factor of each group ``[G, K, K]``, or ``None`` for a bias.
         outputs: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened.
+        transposed: Whether the input side comes first in the parameter.
     """
 
-    __slots__ = ("inputs", "outputs")
+    __slots__ = ("inputs", "outputs", "transposed")
 
-    def __init__(self, inputs: Tensor | None, outputs: Columns) -> None:
-        self.inputs, self.outputs = inputs, outputs
+    def __init__(self, inputs: Tensor | None, outputs: Columns, transposed: bool = False) -> None:
+        self.inputs, self.outputs, self.transposed = inputs, outputs, transposed
 
 
 class KroneckerRule(Rule):
@@ -150,23 +151,24 @@ class KroneckerRule(Rule):
             return _without_structure(outputs)
         x, samples = rule.columns(use.call), max(use.layout.samples, 1)
         if not self._mean_input:
-            return KroneckerState(second_moment(x) * (x.shape[0] / samples), outputs)
+            return KroneckerState(second_moment(x) * (x.shape[0] / samples), outputs, rule.transposed)
         turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
         positions = int(turns.max()) + 1 if len(turns) else 1
         mean = x.new_zeros(positions, *x.shape[1:]).index_add_(0, turns, x) / samples  # rows of one sample are positions
-        return KroneckerState(second_moment(mean) * positions, outputs)
+        return KroneckerState(second_moment(mean) * positions, outputs, rule.transposed)
 
     def at_leaf(self, columns: Columns) -> KroneckerState:
         return _without_structure(columns)
 
     def add(self, one: KroneckerState, other: KroneckerState) -> KroneckerState:
-        if (one.inputs is None) != (other.inputs is None) or (one.inputs is not None and one.inputs.shape != other.inputs.shape):
+        shapes = [None if state.inputs is None else state.inputs.shape for state in (one, other)]
+        if shapes[0] != shapes[1] or one.transposed != other.transposed:
             raise UnsupportedError(
                 "Kronecker factors of a parameter that is used in two ways (for example as weight of a layer and in a functional operation, or "
                 "transposed) are not defined. Use a diagonal (DiagGGNExact, DiagGGNMC) for it."
             )
         inputs = None if one.inputs is None else one.inputs + other.inputs
-        return KroneckerState(inputs, add_columns(one.outputs, other.outputs))
+        return KroneckerState(inputs, add_columns(one.outputs, other.outputs), one.transposed)
 
 
 def _without_structure(columns: Columns) -> KroneckerState:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from math import prod
+from typing import ClassVar
 
 from torch import Tensor, einsum
 from torch.nn import Module
@@ -17,9 +18,14 @@ from backpack.core.derivatives.kinds import ConstantJacobianDerivatives
 
 
 class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
-    """A layer that multiplies by its weight and adds its bias."""
+    """A layer that multiplies by its weight and adds its bias.
+
+    Attributes:
+        transposed: The input side of the weight comes before the output side.
+    """
 
     keeps = frozenset({"input"})
+    transposed: ClassVar[bool] = False
 
     @abstractmethod
     def columns(self, module: Module, subsampling: Samples = None) -> Tensor:

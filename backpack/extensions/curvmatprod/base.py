@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.carry import Flow, Use
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.shape_check import apply_checked
+from backpack.core.flow import Flow, Use
 from backpack.extensions.flows import MatProdFlow
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension

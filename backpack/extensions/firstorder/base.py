@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.nn import Module
 
-from backpack.core.carry import Flow
+from backpack.core.flow import Flow
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
 from backpack.extensions.flows import GradientFlow
 from backpack.extensions.module_extension import ModuleExtension

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.carry import Columns
+from backpack.core.flow import Columns
 from backpack.extensions.firstorder.base import GradientExtension
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.carry import Columns, Use
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.flow import Columns, Use
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import affine_views, faster
 from backpack.utils.moments import sum_of_squares

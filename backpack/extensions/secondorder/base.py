@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from backpack.core.carry import Flow
+from backpack.core.flow import Flow
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.flows import SqrtFlow
 from backpack.utils.errors import ArgumentError

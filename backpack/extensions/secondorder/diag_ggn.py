@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.carry import Columns, Use
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.flow import Columns, Use
 from backpack.extensions.rules import affine_views, faster, stack
 from backpack.extensions.secondorder.base import GGNExtension
 from backpack.utils.moments import squares_per_sample, sum_of_squares

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, einsum
 from torch.nn import Parameter
 
-from backpack.core.carry import Columns, Flow, Use
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.flow import Columns, Flow, Use
 from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.rules import affine_views, faster, signs_of, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from backpack.core.carry import Flow
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.flow import Flow
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.extensions.curvature import Curvature
@@ -100,7 +100,7 @@ class HBP(SecondOrderBackpropExtension):
         sides = flat.transpose(1, 2) @ flat
         if state.inputs is None:
             return [sides[0]]
-        pairs = [[output, given] for output, given in zip(sides, state.inputs, strict=True)]
+        pairs = [[given, output] if state.transposed else [output, given] for output, given in zip(sides, state.inputs, strict=True)]
         return pairs[0] if len(pairs) == 1 else pairs
 
     @property

@@ -1,0 +1,136 @@
+"""What is carried backward, and who reads it: flows and readers are handed to the engine from above."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.calls import ModuleCall
+from backpack.core.plan import Plan
+from backpack.core.samples import Arrangement, Layout
+from backpack.core.walk import Need
+
+Columns = dict[Hashable, Tensor]
+"""Columns of each source, ``[V, ...]``. Columns of one source add where branches meet; those of different sources stand side by side."""
+
+
+class Flow(ABC):
+    """What travels backward beside the gradient."""
+
+    crosses_gaps: bool = True
+    is_gradient: bool = False
+    needs: Need = Need.COLUMNS
+
+    @abstractmethod
+    def start(self, call: ModuleCall, grad: Tensor) -> Any:
+        """Return the value at the input of a loss.
+
+        Args:
+            call: The loss call.
+            grad: Gradient that arrives at the loss value.
+        """
+
+    @abstractmethod
+    def through(self, call: ModuleCall, value: Any, grad: Tensor, layout: Layout) -> Any:
+        """Map a value from the output of a module to its input.
+
+        Args:
+            call: The module call, samples first.
+            value: Value at the output, samples first.
+            grad: Gradient that arrives at the output ``[R, *out]``.
+            layout: Says to which sample each of the ``R`` rows belongs.
+        """
+
+    def merge(self, old: Any, new: Any) -> Any:
+        """Unite values that arrive from two consumers.
+
+        Args:
+            old: Value that arrived before.
+            new: Value that arrives now.
+
+        Returns:
+            Columns added source by source.
+        """
+        return {**old, **{source: old[source] + c if source in old else c for source, c in new.items()}}
+
+    @abstractmethod
+    def check(self, plan: Plan) -> None:
+        """Refuse a plan that the flow cannot follow exactly.
+
+        Args:
+            plan: The plan.
+        """
+
+
+class Use:
+    """One use of parameters by a module call, samples first.
+
+    Attributes:
+        call: The call.
+        parameters: Name to parameter.
+        value: What the flow carries at the output: for columns ``{source: [V, R, *out]}``.
+        grad: Gradient at the output ``[R, *out]``.
+        layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
+    """
+
+    __slots__ = ("call", "grad", "layout", "parameters", "value")
+
+    def __init__(self, call: ModuleCall, parameters: dict[str, Parameter], value: Any, grad: Tensor, layout: Layout) -> None:
+        self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
+
+
+class Reader(ABC):
+    """Reads quantities off at parameters."""
+
+    @abstractmethod
+    def at_call(self, flow: Flow, use: Use) -> None:
+        """Take note of a use by a module call.
+
+        Args:
+            flow: The flow.
+            use: The use.
+        """
+
+    @abstractmethod
+    def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
+        """Take note of a use outside all rules.
+
+        Args:
+            flow: The flow.
+            parameter: The parameter.
+            columns: ``{source: [V, N, *parameter]}``.
+        """
+
+    @abstractmethod
+    def finish(self, parameter: Parameter) -> None:
+        """Write the quantities of a parameter whose last use has been noted.
+
+        Args:
+            parameter: The parameter.
+        """
+
+    @abstractmethod
+    def after_call(self, call: ModuleCall) -> None:
+        """Take note that everything at a call is done.
+
+        Args:
+            call: The call.
+        """
+
+
+class BatchFirst:
+    """A call with the samples, of inputs and output, turned to the front."""
+
+    __slots__ = ("_arrangement", "_call")
+
+    def __init__(self, call: ModuleCall, arrangement: Arrangement) -> None:
+        self._call, self._arrangement = call, arrangement
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._call, name)
+        turns = isinstance(value, Tensor) and (name == "output" or (name.startswith("input") and name[5:].isdigit()))
+        return self._arrangement.front(value) if turns else value

@@ -1,0 +1,100 @@
+"""Refusals of a plan: what is wrong, where, and the way out."""
+
+from __future__ import annotations
+
+from torch.autograd.graph import Node
+
+from backpack.core.calls import Edge
+from backpack.core.graph import shape_of
+from backpack.core.samples import Layout
+from backpack.core.walk import Walk
+from backpack.utils.errors import LossNotExtendedError, MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
+
+
+def refuse_mixing(walk: Walk, node: Node, how: str) -> None:
+    """Refuse samples that influence one another.
+
+    Args:
+        walk: The graph.
+        node: Node upstream of which the parameters lie.
+        how: In which way.
+
+    Raises:
+        MixedSamplesError: Always.
+    """
+    raise MixedSamplesError(
+        f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for "
+        f"{walk.names(walk.reach[node])}. Use an "
+        "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm), "
+        "and inputs that "
+        "have a batch axis."
+    )
+
+
+def refuse_unrecorded(walk: Walk, node: Node) -> None:
+    """Refuse parameters of modules that were not recorded.
+
+    Args:
+        walk: The graph.
+        node: Node upstream of which the parameters lie.
+
+    Raises:
+        NotRecordedError: Always.
+    """
+    raise NotRecordedError(
+        f"No forward pass of an extended module was recorded for {walk.names(walk.reach[node])}. It ran before extend(), "
+        "under disable() or under no_grad(): run it again after extend()."
+    )
+
+
+def refuse_use(walk: Walk, node: Node) -> None:
+    """Refuse a use of parameters that belongs to no sample.
+
+    Args:
+        walk: The graph.
+        node: Node upstream of which the parameters lie.
+
+    Raises:
+        UnattributedError: Always.
+    """
+    raise UnattributedError(
+        f"{walk.names(walk.reach[node])} is used outside of everything that has samples (for example a penalty on the "
+        "parameters), so that its "
+        "gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
+        "`loss = loss + backpack.leave_out(penalty)`."
+    )
+
+
+def refuse_uncovered(walk: Walk, node: Node) -> None:
+    """Refuse parameters on a path without a loss.
+
+    Args:
+        walk: The graph.
+        node: Node upstream of which the parameters lie.
+
+    Raises:
+        LossNotExtendedError: Always.
+    """
+    raise LossNotExtendedError(
+        f"No extended loss lies on a path from the tensor on which backward was called to {walk.names(walk.reach[node])}. Second-order "
+        "quantities start at the loss: write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` for a term to be "
+        "ignored."
+    )
+
+
+def refuse_ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> None:
+    """Refuse a tensor whose samples lie differently for two of its consumers.
+
+    Args:
+        walk: The graph.
+        edge: Edge of the tensor.
+        one: Where they lie for one consumer.
+        other: Where they lie for another one.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"The samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {other.axis} for "
+        f"another ({one.samples} and {other.samples} samples): per-sample quantities of {walk.names(walk.reach[edge[0]])} are ambiguous."
+    )

@@ -1,0 +1,250 @@
+"""Rows of the table of cases: products with matrices, attention, transformers, recurrent networks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from cases_nets import Net, graph, layers, parameter
+from oracle import Problem
+from table import add, classify
+from torch import Tensor, nn, randn
+from torch.nn import Linear, Module, Tanh
+from torch.nn import functional as F
+
+# --- products with matrices -------------------------------------------------------------------------------------------------------------------
+
+BOTH = ("nested", "other parameters")
+graph("matrix on positions", lambda net, x: net.a(net.tanh(x @ net.matrix).mean(1)), layers(2, 4, tanh=Tanh, matrix=parameter(3, 2)), (2, 3), *BOTH)
+graph(
+    "matrix on folded positions",
+    lambda net, x: net.a(net.tanh((x.reshape(-1, 3) @ net.matrix + net.bias).reshape(len(x), -1))),
+    layers(4, 4, tanh=Tanh, matrix=parameter(3, 2), bias=parameter(2)),
+    (2, 3),
+    *BOTH,
+)
+graph(
+    "matrix, samples second",
+    lambda net, x: net.a(net.tanh(x.transpose(0, 1) @ net.matrix).mean(0)),
+    layers(2, 4, tanh=Tanh, matrix=parameter(3, 2)),
+    (2, 3),
+    *BOTH,
+)
+graph(
+    "stack of matrices",
+    lambda net, x: net.a(net.tanh(torch.bmm(x.transpose(0, 1), net.stack)).sum(0)),
+    layers(2, 4, tanh=Tanh, stack=parameter(2, 3, 2)),
+    (2, 3),
+    *BOTH,
+)
+graph(
+    "stack of matrices on positions",
+    lambda net, x: net.a(net.tanh(torch.bmm(net.b(x).permute(2, 0, 1).reshape(2, -1, 1), net.stack)).reshape(2, len(x), 2, 2).sum((0, 2))),
+    lambda: {"a": Linear(2, 4), "b": Linear(3, 2), "tanh": Tanh(), "stack": parameter(2, 1, 2)()},
+    (2, 3),
+    *BOTH,
+)
+graph(
+    "matrix that is computed",
+    lambda net, x: net.a(net.tanh(F.linear(x, net.matrix * net.scale, net.bias.exp()))),
+    layers(2, 4, tanh=Tanh, matrix=parameter(2, 3), scale=parameter(2, 1), bias=parameter(2)),
+    (3,),
+    *BOTH,
+)
+graph(
+    "matrix of low rank",
+    lambda net, x: net.a(x) + net.tanh(x) @ (net.down @ net.up),
+    layers(3, 4, tanh=Tanh, down=parameter(3, 2), up=parameter(2, 4)),
+    (3,),
+    *BOTH,
+)
+graph(
+    "rows of a matrix",
+    lambda net, x: net.a(net.tanh(F.linear(x, net.matrix[:2]) + F.linear(x.flip(1), net.matrix[1:]))),
+    layers(2, 4, tanh=Tanh, matrix=parameter(3, 3)),
+    (3,),
+    *BOTH,
+)
+graph(
+    "square matrix, as it is and transposed",
+    lambda net, x: net.a(net.tanh(x @ net.matrix) @ net.matrix.T),
+    layers(3, 4, tanh=Tanh, matrix=parameter(3, 3)),
+    (3,),
+    "reused",
+    "nested",
+    "two orientations",
+)
+graph(
+    "transposed matrix used twice",
+    lambda net, x: net.a(twice(net, x, net.matrix.T)),
+    layers(3, 4, tanh=Tanh, matrix=parameter(3, 3)),
+    (3,),
+    "reused",
+    *BOTH,
+)
+graph(
+    "einsum",
+    lambda net, x: net.a(net.tanh(torch.einsum("nti,oi->no", x, net.matrix))),
+    layers(2, 4, tanh=Tanh, matrix=parameter(2, 3)),
+    (2, 3),
+    *BOTH,
+)
+
+
+def twice(net: Net, x: Tensor, matrix: Tensor) -> Tensor:  # noqa: D103
+    return net.tanh(x @ matrix) @ matrix
+
+
+# --- attention and transformers ---------------------------------------------------------------------------------------------------------------
+
+
+class SelfAttention(Module):
+    """Multi-head attention of a sequence to itself."""
+
+    def __init__(self, **options: object) -> None:
+        """Make the attention.
+
+        Args:
+            options: Passed on.
+        """
+        super().__init__()
+        self.need_weights = options.pop("need_weights", False)
+        self.attention = nn.MultiheadAttention(4, 2, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend.
+
+        Args:
+            x: ``[N, T, 4]``, or ``[T, N, 4]``.
+
+        Returns:
+            Tensor of the same shape.
+        """
+        return self.attention(x, x, x, need_weights=self.need_weights)[0]
+
+
+def sequence(make: Callable[[], Module], N: int, T: int = 2, batch_first: bool = True, features: int = 2) -> Problem:
+    """Put a module between two layers, and the mean over positions behind.
+
+    Args:
+        make: Makes a module that maps sequences to sequences.
+        N: Batch size.
+        T: Length of the sequences.
+        batch_first: Whether the samples lie on axis 0 inside.
+        features: Number of features of the sequences.
+
+    Returns:
+        Problem.
+    """
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        h = net.a(x)
+        h = net.own(h if batch_first else h.transpose(0, 1))
+        h = h[0] if isinstance(h, tuple) else h
+        return net.b(h.mean(1 if batch_first else 0))
+
+    return classify(Net(forward, a=Linear(3, features), own=make(), b=Linear(features, 4)), randn(N, T, 3))
+
+
+TRANSFORMER = {"d_model": 4, "nhead": 2, "dim_feedforward": 3}
+for _name, _make, _first in (
+    ("attention", partial(SelfAttention, batch_first=True), True),
+    ("attention, sequence first", SelfAttention, False),
+    ("attention, weights", partial(SelfAttention, batch_first=True, need_weights=True), True),
+    ("attention, no bias", partial(SelfAttention, batch_first=True, bias=False), True),
+    ("attention, more keys", partial(SelfAttention, batch_first=True, add_bias_kv=True, add_zero_attn=True), True),
+    ("encoder layer", partial(nn.TransformerEncoderLayer, **TRANSFORMER, dropout=0.0, batch_first=True), True),
+    ("encoder layer, dropout", partial(nn.TransformerEncoderLayer, **TRANSFORMER, dropout=0.2, batch_first=True, activation="gelu"), True),
+    (
+        "encoder layer, norm first",
+        partial(nn.TransformerEncoderLayer, **TRANSFORMER, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"),
+        True,
+    ),
+    ("encoder layer, sequence first", partial(nn.TransformerEncoderLayer, **TRANSFORMER, dropout=0.0), False),
+):
+    add(f"transformer: {_name}", lambda N, make=_make, first=_first: sequence(make, N, 2, first, 4), "graph", "curved", "other parameters")
+
+
+def translate(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    h = net.a(x)
+    return net.b(net.own(h, net.tanh(h[:, :2])).mean(1))
+
+
+for _name, _make in (
+    ("decoder layer", partial(nn.TransformerDecoderLayer, **TRANSFORMER, dropout=0.0, batch_first=True)),
+    (
+        "encoder and decoder",
+        partial(nn.Transformer, 4, 2, num_encoder_layers=1, num_decoder_layers=1, dim_feedforward=3, dropout=0.0, batch_first=True),
+    ),
+):
+    graph(
+        f"transformer: {_name}",
+        translate,
+        lambda make=_make: {"a": Linear(3, 4), "own": make(), "tanh": Tanh(), "b": Linear(4, 4)},
+        (3, 3),
+        "curved",
+        "other parameters",
+    )
+
+# --- recurrent networks -----------------------------------------------------------------------------------------------------------------------
+
+for _name, _make, _first in (
+    ("RNN", partial(nn.RNN, 2, 2, batch_first=True), True),
+    ("RNN, relu, sequence first", partial(nn.RNN, 2, 2, nonlinearity="relu"), False),
+    ("RNN, two layers", partial(nn.RNN, 2, 2, num_layers=2, batch_first=True), True),
+    ("LSTM", partial(nn.LSTM, 2, 2, batch_first=True), True),
+    ("LSTM, sequence first, no bias", partial(nn.LSTM, 2, 2, bias=False), False),
+    ("LSTM, both directions", partial(nn.LSTM, 2, 1, bidirectional=True, batch_first=True), True),
+    ("LSTM, two layers, dropout", partial(nn.LSTM, 2, 2, num_layers=2, dropout=0.4, batch_first=True), True),
+    ("LSTM, projection", partial(nn.LSTM, 2, 3, proj_size=2, batch_first=True), True),
+    ("GRU", partial(nn.GRU, 2, 2, batch_first=True), True),
+    ("GRU, both directions, sequence first", partial(nn.GRU, 2, 1, bidirectional=True), False),
+):
+    add(f"recurrent: {_name}", lambda N, make=_make, first=_first: sequence(make, N, 3, first), "graph", "reused", "nested", "other parameters")
+
+
+def given_states(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    h = net.a(x)
+    first = h.mean(1)[None]
+    return net.b(net.own(h, (first, first.tanh()))[0][:, -1])
+
+
+def own_loop(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    state = x.new_zeros(len(x), 2)
+    for row in net.a(x).unbind(1):
+        state = net.own(row, state)
+        state = state[0] if isinstance(state, tuple) else state
+    return net.b(state)
+
+
+def own_lstm_loop(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    states = None
+    for row in net.a(x).unbind(1):
+        states = net.own(row, states)
+    return net.b(states[0] + states[1])
+
+
+def packed(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    lengths = [3, 2, 1][: len(x)]
+    out, last = net.own(nn.utils.rnn.pack_padded_sequence(net.a(x), lengths, batch_first=True))
+    padded, _ = nn.utils.rnn.pad_packed_sequence(out, batch_first=True)
+    return net.b(padded.sum(1) + last[0])
+
+
+for _name, _forward, _own in (
+    ("given states", given_states, partial(nn.LSTM, 2, 2, batch_first=True)),
+    ("RNNCell", own_loop, partial(nn.RNNCell, 2, 2)),
+    ("GRUCell", own_loop, partial(nn.GRUCell, 2, 2)),
+    ("LSTMCell", own_lstm_loop, partial(nn.LSTMCell, 2, 2)),
+    ("packed GRU", packed, partial(nn.GRU, 2, 2, batch_first=True)),
+):
+    graph(
+        f"recurrent: {_name}",
+        _forward,
+        lambda own=_own: {"a": Linear(3, 2), "own": own(), "b": Linear(2, 4)},
+        (3, 3),
+        "reused",
+        "nested",
+        "other parameters",
+    )
