@@ -23,6 +23,7 @@ LAYERS = {
     "backpack.extensions.module_extension": 4,
     "backpack.extensions.flows": 4,
     "backpack.extensions.rules": 4,
+    "backpack.extensions.positions": 4,
     "backpack.extensions.curvature": 4,
     "backpack.extensions.collector": 4,
     "backpack.extensions.short_names": 4,

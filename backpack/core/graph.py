@@ -40,7 +40,14 @@ PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Con
 _STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Embedding"}
 _ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
-    Erf Sin Cos Neg Clone ToCopy Mul Div Add Sub NativeDropout Clamp""".split()
+    Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp""".split()
+)
+# the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
+_BROADCASTING = frozenset("Mul Div Add Sub".split())
+# these work on the last two axes, and on each entry of the axes in front alike
+_STACKED = frozenset(
+    """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
+    ScaledDotProductCudnnAttention""".split()
 )
 
 
@@ -192,10 +199,6 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
     return [None if none else next(found) for none in missing]
 
 
-def _as_list(shape: torch.Size | None) -> list[int] | None:
-    return None if shape is None else list(shape)
-
-
 @cache
 def _saved_tensors(cls: type) -> tuple[str, ...]:
     return tuple(name for name in dir(cls) if name.startswith("_raw_saved_"))
@@ -240,6 +243,35 @@ def _static_attributes(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
 
 
+def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples where that follows from what it is: they stay on their axis.
+
+    Args:
+        node: The node.
+        layout: Where they lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it has to be found out.
+    """
+    name, full = operation(node), shape_of((node, 0))
+    if name in _BROADCASTING:
+        kept = [None if shape is None else keeps_samples(layout, full, shape) for shape in shapes]
+        return [
+            None if shape is None else Crossing(Way.SPLIT, layout, None) if axis is None else Crossing(Way.DATA, layout, layout._replace(axis=axis))
+            for shape, axis in zip(shapes, kept, strict=True)
+        ]
+    if name in _STACKED:
+        stays = layout.axis < len(full) - 2
+    elif name in ("Softmax", "LogSoftmax"):
+        dim = saved(node, "dim")  # torch reports negative numbers as unsigned ones
+        stays = layout.axis != (dim - 2**64 if dim >= 2**63 else dim) % len(full)
+    else:
+        stays = name in _ELEMENTWISE
+    same = all(shape is None or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
+    return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
+
+
 _CROSSINGS: dict[Any, list[Crossing | None]] = {}
 
 
@@ -255,9 +287,10 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         The crossing of each needed input.
     """
     metadata, key = node._input_metadata, None
-    if operation(node) in _ELEMENTWISE and all(shape in (None, metadata[0].shape) for shape in map(_as_list, shapes)):
-        layout = states[0]
-        return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes]
+    if len(states) == 1 and 0 in states:
+        known = _same_axis(node, states[0], shapes)
+        if known is not None:
+            return known
     if checkpointed(node):
         refuse_checkpointed(node)
     if operation(node) in _STATIC:

@@ -11,12 +11,14 @@ from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
 from backpack.core.calls import Edge, Mark, ModuleCall
+from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import reading, recorder_of
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.positions import Part, join
 from backpack.extensions.rules import Rule, find_faster, stack
 from backpack.utils.errors import DifferentiationError, LossNotExtendedError, UnsupportedError
 from backpack.utils.module_classification import is_loss, is_no_op
@@ -41,6 +43,7 @@ class Collector(Reader):
                 self._of_flow.setdefault(extension.flow, []).append(extension)
         self._rules: dict[Any, Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
+        self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
         self._carried: dict[tuple[BackpropExtension, Edge], Any] = {}
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
@@ -59,20 +62,35 @@ class Collector(Reader):
     # --------------------------------------------------------------------------------------------------------------- uses
     def at_call(self, flow: Flow, use: Use) -> None:
         for name, parameter in use.parameters.items():
-            done: set[Any] = set()
-            for extension in self._of_flow[flow]:
-                if (id(parameter), extension) in self._values:
+            if self._plan.uses[parameter] > 1 and isinstance(use.call.derivatives, AffineDerivatives) and use.layout.plain:
+                self._parts.setdefault((id(parameter), flow), []).append((Part.of(use, name), name))
+            else:
+                self._read(flow, use, name, parameter, self._plan.uses[parameter] == 1)
+
+    def _read(self, flow: Flow, use: Use, name: str, parameter: Parameter, alone: bool) -> None:
+        """Read what extensions need off a use.
+
+        Args:
+            flow: The flow.
+            use: The use.
+            name: Name of the parameter there.
+            parameter: The parameter.
+            alone: Whether there is no other use.
+        """
+        done: set[Any] = set()
+        for extension in self._of_flow[flow]:
+            if (id(parameter), extension) in self._values:
+                continue
+            if alone and extension.get_subsampling() is None and use.layout.plain:
+                function = find_faster(extension, use.call.derivatives, name)
+                value = NotImplemented if function is None else function(extension, use, name)
+                if value is not NotImplemented:
+                    self._values[id(parameter), extension] = value
                     continue
-                if self._plan.uses[parameter] == 1 and extension.get_subsampling() is None and use.layout.plain:
-                    function = find_faster(extension, use.call.derivatives, name)
-                    value = NotImplemented if function is None else function(extension, use, name)
-                    if value is not NotImplemented:
-                        self._values[id(parameter), extension] = value
-                        continue
-                rule, key = self._rule(extension, use.layout.samples)
-                if key not in done:
-                    done.add(key)
-                    self._add(parameter, rule, key, rule.at_call(use, name))
+            rule, key = self._rule(extension, use.layout.samples)
+            if key not in done:
+                done.add(key)
+                self._add(parameter, rule, key, rule.at_call(use, name))
 
     def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
         samples = next(iter(columns.values())).shape[1]
@@ -96,6 +114,10 @@ class Collector(Reader):
     # ------------------------------------------------------------------------------------------------------------- results
     def finish(self, parameter: Parameter) -> None:
         states, late = {}, len(self._late)
+        for flow in self._of_flow if self._parts else ():
+            parts = self._parts.pop((id(parameter), flow), ())
+            for use, count in join((part for part, _ in parts), parts[0][1]) if parts else ():
+                self._read(flow, use, parts[0][1], parameter, count == self._plan.uses[parameter])
         for extension in self._extensions:
             key = (id(parameter), extension)
             if key in self._values:

@@ -1,0 +1,129 @@
+"""Several uses of a parameter by affine layers are one use with more positions, so that what is fast for one use is fast for many."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.basederivatives import Samples
+from backpack.core.flow import Columns, Use
+
+
+class Part(NamedTuple):
+    """What one use contributes.
+
+    Attributes:
+        use: The use.
+        columns: View of the input ``[N, G, K, L]``; ``None`` for a bias.
+        rows: View of the columns at the output ``{source: [V, N, G, O, L]}``.
+        grad: View of the gradient ``[1, N, G, O, L]``.
+        weight: The weight as the layer sees it; ``None`` for a bias.
+    """
+
+    use: Use
+    columns: Tensor | None
+    rows: Columns
+    grad: Tensor
+    weight: Tensor | None
+
+    @classmethod
+    def of(cls, use: Use, name: str) -> Part:
+        """Read the views, which live longer than what the call has recorded.
+
+        Args:
+            use: The use.
+            name: Name of the parameter.
+
+        Returns:
+            The contribution.
+        """
+        rule, call = use.call.derivatives, use.call
+        rows = {source: rule.rows(call, mat) for source, mat in use.value.items()}
+        inputs = (None, None) if name == "bias" else (rule.columns(call), call.weight)
+        return cls(use, inputs[0], rows, rule.rows(call, use.grad[None]), inputs[1])
+
+    @property
+    def kind(self) -> tuple:
+        """What parts that go together have in common."""
+        inputs = () if self.columns is None else self.columns.shape[:3]
+        return (self.use.call.derivatives.transposed, tuple(inputs), tuple(self.grad.shape[1:4]))
+
+
+class Positions:
+    """A call that stands for all uses: what its rule reads are the views, side by side along the positions."""
+
+    def __init__(self, parts: list[Part]) -> None:
+        self.call = parts[0].use.call
+        self.derivatives = PositionDerivatives(self.call.derivatives)
+        self.weight = parts[0].weight
+        self.columns = None if parts[0].columns is None else torch.cat([part.columns for part in parts], dim=3)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.call, name)
+
+
+class PositionDerivatives(AffineDerivatives):
+    """The rule of ``Positions``: matrices of outputs are rows already."""
+
+    def __init__(self, rule: AffineDerivatives) -> None:
+        """Take over how the weight is laid out.
+
+        Args:
+            rule: Rule of each of the uses.
+        """
+        self._rule = rule
+        self.transposed = rule.transposed
+
+    def groups(self, module: Positions) -> int:
+        return self._rule.groups(module)
+
+    def columns(self, module: Positions, subsampling: Samples = None) -> Tensor:
+        return module.columns if subsampling is None else module.columns[list(subsampling)]
+
+    def rows(self, module: Positions, mat: Tensor) -> Tensor:
+        return mat
+
+    def output_from_rows(self, module: Positions, rows: Tensor) -> Tensor:
+        return rows
+
+    def weight_from_matrix(self, module: Positions, matrix: Tensor) -> Tensor:
+        return self._rule.weight_from_matrix(module, matrix)
+
+
+def join(parts: Iterable[Part], name: str) -> list[tuple[Use, int]]:
+    """Join the uses of a parameter that go together.
+
+    Args:
+        parts: One entry a use.
+        name: Name of the parameter in its layers.
+
+    Returns:
+        For each kind of use: the joint use, and how many it stands for.
+    """
+    joint = []
+    for _, same in groupby(sorted(parts, key=lambda part: part.kind), key=lambda part: part.kind):
+        group = list(same)
+        use = group[0].use
+        value = {source: _side_by_side(group, source) for source in dict.fromkeys(source for part in group for source in part.rows)}
+        grad = torch.cat([part.grad for part in group], dim=4)[0]
+        joint.append((Use(Positions(group), use.parameters, value, grad, use.layout), len(group)))
+    return joint
+
+
+def _side_by_side(parts: list[Part], source: Hashable) -> Tensor:
+    """Put the rows of one source side by side, with zeros where it has not been.
+
+    Args:
+        parts: The uses.
+        source: The source.
+
+    Returns:
+        ``[V, N, G, O, L]``.
+    """
+    width = next(len(part.rows[source]) for part in parts if source in part.rows)
+    return torch.cat([part.rows.get(source, part.grad.new_zeros(()).expand(width, *part.grad.shape[1:])) for part in parts], dim=4)
