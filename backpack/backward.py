@@ -119,13 +119,14 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
-def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool, create_graph: bool, retain: bool) -> Any:
+def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool, some: bool, create_graph: bool, retain: bool) -> Any:
     """Run a call of autograd, with quantities if the calling thread has asked for some.
 
     Args:
         execute: The original call.
         roots: Tensors, or graph edges, on which it is made.
         returns: Whether it returns gradients instead of accumulating them (``torch.autograd.grad``).
+        some: Whether only the gradients of some leaves are computed.
         create_graph: Whether its result is to be differentiated again.
         retain: Whether the graph stays.
 
@@ -138,7 +139,10 @@ def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool
     try:
         extensions = CTX.get_active_exts()
         plan = _plan(list(roots), extensions, returns)
-        return execute() if plan is None else _run(execute, plan, extensions, create_graph, retain)
+        if plan is None:
+            return execute()
+        plan.whole = not (returns or some or plan.walk.leaves_out)
+        return _run(execute, plan, extensions, create_graph, retain)
     finally:
         _entered.running = False
 
@@ -192,16 +196,18 @@ def _remove_stale(plan: Plan, extensions: Iterable[BackpropExtension], written: 
         written: What passes under this context have written.
     """
     fields = [extension.savefield for extension in extensions]
-    for call in plan.walk.calls:
-        modules = [call.module] if call.root else []
-        while modules:
-            module = modules.pop()
-            modules.extend(child for child in module._modules.values() if child is not None)
-            for parameter in module._parameters.values():
-                carried = () if parameter is None else vars(parameter)
-                for field in fields:
-                    if field in carried and (parameter in plan.uses or (id(parameter), field) not in written):
-                        del carried[field]
+    models: set[int] | None = None
+    for parameter in owners.carriers():
+        carried = vars(parameter)
+        for field in fields:
+            if field not in carried:
+                continue
+            if parameter not in plan.uses:
+                if models is None:
+                    models = {id(p) for call in plan.walk.calls if call.root for p in call.module.parameters()}
+                if id(parameter) not in models or (id(parameter), field) in written:
+                    continue
+            del carried[field]
 
 
 def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: bool) -> Plan | None:

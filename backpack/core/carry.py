@@ -47,6 +47,9 @@ class Carry:
         for node, gap in plan.gaps.items():
             if not only_gradient or any(self._explicit(n) for n in gap.nexts):
                 handles.append(node.register_prehook(self._hook(self._at_gap, node, gap)))
+        for node, leaf in plan.walk.leaves.items():
+            if leaf in plan.uses and self._reader.wants_gradient(leaf):
+                handles.append(node.register_prehook(self._hook(self._at_gradient, node, leaf)))
         return handles
 
     def peek(self, flow: Flow | None, edge: Edge) -> Any:
@@ -131,6 +134,9 @@ class Carry:
         for parameter in unit.parameters.values():
             self._used(parameter)
         self._reader.after_call(call)
+
+    def _at_gradient(self, node: Node, parameter: Parameter, grads: tuple[Tensor | None, ...]) -> None:
+        self._reader.at_gradient(parameter, grads[0])
 
     @staticmethod
     def _per_sample(use: Use, name: str, shape: torch.Size) -> Columns:

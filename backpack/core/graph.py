@@ -326,7 +326,7 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
 class _WatchedEngine:
     """Stands in for autograd's engine: the one place through which ``backward`` and ``grad`` pass, however they were imported."""
 
-    def __init__(self, engine: Any, handler: Callable[[Callable[[], Any], tuple, bool, bool, bool], Any]) -> None:
+    def __init__(self, engine: Any, handler: Callable[[Callable[[], Any], tuple, bool, bool, bool, bool], Any]) -> None:
         self._engine, self._handler = engine, handler
 
     def run_backward(self, roots: tuple, grads: tuple, keep_graph: bool, create_graph: bool, inputs: tuple, *args: Any, **kwargs: Any) -> Any:
@@ -351,7 +351,7 @@ class _WatchedEngine:
 
         if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
             return execute()  # is_grads_batched=True
-        return self._handler(execute, roots, not accumulates, create_graph, keep_graph)
+        return self._handler(execute, roots, not accumulates, bool(inputs), create_graph, keep_graph)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -361,11 +361,11 @@ _watching = threading.Lock()
 _watchers = 0
 
 
-def watch(handler: Callable[[Callable[[], Any], tuple, bool, bool, bool], Any]) -> None:
+def watch(handler: Callable[[Callable[[], Any], tuple, bool, bool, bool, bool], Any]) -> None:
     """Let a handler see all calls of autograd's engine, until as many calls of ``unwatch`` have followed.
 
     Args:
-        handler: Called with (the original call, roots, whether it returns gradients, create_graph, retain_graph).
+        handler: Called with (the original call, roots, whether it returns gradients, whether leaves were chosen, create_graph, retain_graph).
     """
     global _watchers  # noqa: PLW0603
     with _watching:

@@ -12,6 +12,7 @@ class _Owners:
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[ref, str]] = {}
+        self._carriers: dict[int, ref] = {}
 
     def add(self, parameter: Parameter, name: str) -> None:
         """Track a parameter.
@@ -31,6 +32,25 @@ class _Owners:
             parameter: The parameter.
         """
         self._names.pop(id(parameter), None)
+
+    def carry(self, parameter: Parameter) -> None:
+        """Note that a parameter carries a result.
+
+        Args:
+            parameter: The parameter.
+        """
+        key = id(parameter)
+        if key not in self._carriers:
+            self._carriers[key] = ref(parameter, lambda _: self._carriers.pop(key, None))
+
+    def carriers(self) -> list[Parameter]:
+        """List the parameters that carry results, or did.
+
+        Returns:
+            The parameters.
+        """
+        found = [reference() for reference in list(self._carriers.values())]
+        return [parameter for parameter in found if parameter is not None]
 
     def __contains__(self, parameter: object) -> bool:
         entry = self._names.get(id(parameter))

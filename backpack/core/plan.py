@@ -16,7 +16,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, SPLIT, Gap, State, Way, checkpointed, operation, refuse_checkpointed, shape_of
 from backpack.core.node_calls import read
 from backpack.core.owners import owners
-from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_uncovered, refuse_unrecorded, refuse_use
+from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_uncovered, refuse_unrecorded, refuse_use
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
 from backpack.utils.errors import (
@@ -37,7 +37,10 @@ class Plan:
         uses: Parameter to number of uses (units and edges of gaps).
         loose: Parameters that are used outside of all units.
         arrivals: Edge to number of consumers that hand columns to it.
+        whole: Whether autograd's gradients of parameters are those of all samples together, and of nothing else.
     """
+
+    whole = False
 
     def __init__(self, walk: Walk, roots: list[Node], second_order: bool, need: Need = Need.COLUMNS) -> None:
         self.walk = walk
@@ -334,11 +337,7 @@ class Plan:
         """
         node, nr = edge
         if self._samples_at.setdefault(node, samples) != samples:
-            raise UnsupportedError(
-                f"Mini-batches of {self._samples_at[node]} and of {samples} samples meet in a tensor of shape {list(shape_of(edge))}: "
-                "per-sample quantities of "
-                f"{self.walk.names(self.walk.reach[node])} are ambiguous. Call backward for each of them."
-            )
+            refuse_sizes(self.walk, edge, self._samples_at[node], samples)
         self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
         if above:
             self._above.add(node)

@@ -98,3 +98,21 @@ def refuse_ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> None
         f"The samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {other.axis} for "
         f"another ({one.samples} and {other.samples} samples): per-sample quantities of {walk.names(walk.reach[edge[0]])} are ambiguous."
     )
+
+
+def refuse_sizes(walk: Walk, edge: Edge, one: int, other: int) -> None:
+    """Refuse a tensor at which mini-batches of different size meet.
+
+    Args:
+        walk: The graph.
+        edge: Edge of the tensor.
+        one: Number of samples for one consumer.
+        other: Number of samples for another one.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"Mini-batches of {one} and of {other} samples meet in a tensor of shape {list(shape_of(edge))}: per-sample quantities of "
+        f"{walk.names(walk.reach[edge[0]])} are ambiguous. Call backward for each of them."
+    )

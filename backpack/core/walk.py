@@ -91,6 +91,7 @@ class Walk:
         to_loss: Nodes upstream of which, or at which, a loss call ends.
         foreign: Number of parameters in the graph that belong to no extended module.
         double: Whether the graph contains derivatives of derivatives.
+        leaves_out: Whether a term is left out of all quantities.
     """
 
     def __init__(self, roots: list[Node]) -> None:
@@ -141,6 +142,7 @@ class Walk:
                     if n not in nexts:
                         stack.append(n)
         order.reverse()
+        self.leaves_out = bool(left_out)
         self._check_left_out(left_out)
         return order
 

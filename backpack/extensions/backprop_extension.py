@@ -39,9 +39,11 @@ class BackpropExtension(ABC):
     Attributes:
         savefield: Name of the attribute under which parameters carry the result.
         ordered: Whether results of several losses have to be aligned, because their columns can be read.
+        wants_gradient: Whether a fast rule makes use of the gradient of the parameter.
     """
 
     ordered: ClassVar[bool] = False
+    wants_gradient: ClassVar[bool] = False
 
     def __init__(
         self,

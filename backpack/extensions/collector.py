@@ -19,7 +19,7 @@ from backpack.core.recording import reading, recorder_of
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
-from backpack.extensions.rules import Rule, find_faster, stack
+from backpack.extensions.rules import FromGradient, Rule, find_faster, stack
 from backpack.utils.errors import DifferentiationError, LossNotExtendedError, UnsupportedError
 from backpack.utils.module_classification import is_loss, is_no_op
 
@@ -46,6 +46,7 @@ class Collector(Reader):
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
         self._carried: dict[tuple[BackpropExtension, Edge], Any] = {}
+        self._waiting_for_gradient: dict[int, list[tuple[BackpropExtension, FromGradient]]] = {}
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
         self._waiting = self._dependencies() if hook is not None else {}
@@ -84,6 +85,8 @@ class Collector(Reader):
             if alone and extension.get_subsampling() is None and use.layout.plain:
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, use, name)
+                if isinstance(value, FromGradient) and not self.wants_gradient(parameter):
+                    value = value.function(use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0])
                 if value is not NotImplemented:
                     self._values[id(parameter), extension] = value
                     continue
@@ -121,7 +124,11 @@ class Collector(Reader):
         for extension in self._extensions:
             key = (id(parameter), extension)
             if key in self._values:
-                self._write(parameter, extension, self._values.pop(key))
+                value = self._values.pop(key)
+                if isinstance(value, FromGradient):
+                    self._waiting_for_gradient.setdefault(id(parameter), []).append((extension, value))
+                else:
+                    self._write(parameter, extension, value)
                 continue
             if extension.flow is None:
                 continue
@@ -135,7 +142,17 @@ class Collector(Reader):
                 self._late.append((parameter, extension, state))
             else:
                 self._write(parameter, extension, extension.finish(state, parameter))
-        if len(self._late) == late:
+        if len(self._late) == late and id(parameter) not in self._waiting_for_gradient:
+            self._happened(id(parameter))
+
+    def wants_gradient(self, parameter: Parameter) -> bool:
+        return self._plan.whole and not parameter._backward_hooks and any(extension.wants_gradient for extension in self._extensions)
+
+    def at_gradient(self, parameter: Parameter, grad: Tensor) -> None:
+        waiting = self._waiting_for_gradient.pop(id(parameter), ())
+        for extension, value in waiting:
+            self._write(parameter, extension, value.function(grad))
+        if waiting and all(late is not parameter for late, _, _ in self._late):
             self._happened(id(parameter))
 
     def _write(self, parameter: Parameter, extension: BackpropExtension, value: Any) -> None:
@@ -145,6 +162,7 @@ class Collector(Reader):
         if self._debug:
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
         setattr(parameter, extension.savefield, value)
+        owners.carry(parameter)
         self._written.append((parameter, extension.savefield))
 
     def after_call(self, call: ModuleCall) -> None:

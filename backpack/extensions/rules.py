@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,6 +214,16 @@ def in_order(sources: Iterable) -> list:
     return sources if len(sources) == 1 else sorted(sources, key=lambda source: source.order)
 
 
+class FromGradient(NamedTuple):
+    """A quantity that needs the gradient of the parameter, too, which autograd computes anyway.
+
+    Attributes:
+        function: Maps the gradient to the quantity.
+    """
+
+    function: Callable[[Tensor], Any]
+
+
 Faster = Callable[[Any, Use, str], Any]
 _FASTER: list[tuple[type, type[BaseDerivatives], frozenset[str], Faster]] = []
 _FOUND: dict[tuple[type, type, str], Faster | None] = {}
@@ -222,7 +232,8 @@ _FOUND: dict[tuple[type, type, str], Faster | None] = {}
 def faster(extension: type, derivatives: type[BaseDerivatives], *names: str) -> Callable[[Faster], Faster]:
     """Register a function that computes a quantity at once, for a parameter that is used a single time.
 
-    It is called as ``function(extension, use, name)`` and may return ``NotImplemented`` to decline.
+    It is called as ``function(extension, use, name)`` and may return ``NotImplemented`` to decline, or a ``FromGradient``, which an extension
+    announces by ``wants_gradient``.
 
     Args:
         extension: The extension class; its subclasses that keep ``finish`` use the function as well.

@@ -35,6 +35,12 @@ class LinearDerivatives(AffineDerivatives):
             return mat[:, :, None, :, None]
         return mat.reshape(*mat.shape[:2], 1, prod(mat.shape[2:-1]), mat.shape[-1]).mT
 
+    def _bias_jac_t_mat_prod(
+        self, module: Linear, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
+    ) -> Tensor:
+        mat = mat.flatten(2, -2).sum(2) if mat.dim() > 3 else mat
+        return mat.sum(1) if sum_batch else mat
+
     def output_from_rows(self, module: Linear, rows: Tensor) -> Tensor:
         return rows.mT.reshape(rows.shape[0], *module.output.shape)
 

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster
+from backpack.extensions.rules import FromGradient, affine_views, faster
 from backpack.utils.moments import sum_of_squares
 
 
@@ -18,6 +18,8 @@ class Variance(GradientExtension):
     ``1/N sum_n g_n^2 - (1/N sum_n g_n)^2``: biased, and of gradients that contain the divisor of a mean loss. Multiply by ``N^2`` for the
     variance of the gradients of the samples' own losses.
     """
+
+    wants_gradient = True
 
     def __init__(self, subsampling: list[int] | None = None) -> None:
         """Choose the samples.
@@ -33,9 +35,9 @@ class Variance(GradientExtension):
 
 
 @faster(Variance, AffineDerivatives, "weight")
-def _weight(extension: Variance, use: Use, name: str) -> Tensor:
+def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
     x, rows, _ = affine_views(use)
-    rule, samples = use.call.derivatives, max(len(x), 1)
-    mean = rule._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0] / samples
+    samples = max(len(x), 1)
+    square = use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows))
     # rounding may take the difference below zero
-    return (rule.weight_from_matrix(use.call, sum_of_squares(x, rows)) / samples - mean.square()).clamp_(min=0)
+    return FromGradient(lambda grad: (square / samples).addcmul_(grad, grad, value=-1 / samples**2).clamp_(min=0))
