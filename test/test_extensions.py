@@ -302,7 +302,10 @@ def test_all_extensions_at_once(case: str) -> None:
         quantity.check(oracle, collect(problem, quantity.field))
 
 
-@pytest.mark.parametrize("case", ["MSE, mean", "CE, mean", "BCE, mean", "residual", "samples second"])
+@pytest.mark.parametrize(
+    "case",
+    ["MSE, mean", "CE, mean", "BCE, mean", "residual", "samples second", "transformer: attention", "recurrent: LSTM", "recurrent: GRU"],
+)
 def test_single_precision(case: str) -> None:
     problem, truth = CASES[case].build(3, torch.float32), CASES[case].build(3)
     truth.model.load_state_dict(problem.model.state_dict())
@@ -310,15 +313,21 @@ def test_single_precision(case: str) -> None:
     for term, other in zip(truth.terms, problem.terms, strict=True):
         term.target = other.target.double() if other.target.is_floating_point() else other.target
     oracle = Oracle(truth)
-    run(problem, extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.DiagHessian())
-    for field, expected in (
-        ("grad_batch", oracle.grad_batch),
-        ("diag_ggn_exact", sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))),
-        ("diag_h", sum_batch(oracle.diag_h_batch)),
-    ):
-        for name, value in collect(problem, field).items():
+    quantities = ["BatchGrad", "Variance", "DiagGGNExact"]
+    quantities += ["DiagHessian"] if hessian_diagonal(CASES[case].tags) is Expect.EXACT else []
+    run(problem, *(QUANTITIES[name].make() for name in quantities))
+    expected = {
+        "grad_batch": oracle.grad_batch,
+        "variance": oracle.variance,
+        "diag_ggn_exact": sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)),
+        "diag_h": sum_batch(oracle.diag_h_batch) if "DiagHessian" in quantities else {},
+    }
+    for field, truths in expected.items():
+        values = collect(problem, field)
+        assert values.keys() == truths.keys()
+        for name, value in values.items():
             assert value.dtype == torch.float32
-            close(value.double(), expected[name], rtol=1e-4)
+            close(value.double(), truths[name], rtol=1e-4)
 
 
 @pytest.mark.parametrize("index", [[0], [2, 0], [1, 1, 2], [-1, 0]], ids=str)

@@ -146,7 +146,10 @@ class Collector(Reader):
             self._happened(id(parameter))
 
     def wants_gradient(self, parameter: Parameter) -> bool:
-        return self._plan.whole and not parameter._backward_hooks and any(extension.wants_gradient for extension in self._extensions)
+        # the extension hook may read what modules have recorded, which is given back before the gradient is there
+        if not self._plan.whole or parameter._backward_hooks or self._hook is not None:
+            return False
+        return any(extension.wants_gradient for extension in self._extensions)
 
     def at_gradient(self, parameter: Parameter, grad: Tensor) -> None:
         waiting = self._waiting_for_gradient.pop(id(parameter), ())
