@@ -118,19 +118,31 @@ class Problem:
 
 
 class LinearUses(TorchFunctionMode):
-    """Records each ``F.linear`` (``nn.Linear`` calls it, too): input, weight, bias, output. Later in-place operations act on a copy."""
+    """Records each ``F.linear`` (``nn.Linear`` calls it, too): input, weight, bias, output. Later in-place operations act on a copy.
+
+    ``F.bilinear`` is linear in the outer products of its inputs, and ``F.embedding`` in one-hot vectors, of which ``padded`` ones are constant.
+    """
 
     def __init__(self) -> None:
         """Start with an empty record."""
         super().__init__()
         self.uses: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
+        self.lookups: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:  # noqa: D105
         out = func(*args, **(kwargs or {}))
-        if func is not F.linear:
+        given = (*args, *(kwargs or {}).values(), None)
+        if func is F.linear:
+            self.uses.append((given[0].detach().clone(), *given[1:3], out))
+        elif func is F.bilinear:
+            outer = given[0].unsqueeze(-1) * given[1].unsqueeze(-2)
+            self.uses.append((outer.detach().flatten(-2), *given[2:4], out))
+        elif func is F.embedding:
+            indices, weight, padding = given[:3]
+            one_hot = F.one_hot(indices, len(weight)).to(weight.dtype)
+            self.lookups.append((one_hot if padding is None else one_hot * (indices != padding).unsqueeze(-1), weight, out))
+        else:
             return out
-        x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
-        self.uses.append((x.detach().clone(), weight, bias, out))
         return out.clone()
 
 
@@ -443,7 +455,8 @@ class Oracle:
         """Kronecker factors of KFAC (sampled ``H_n``) and KFLR (exact ``H_n``).
 
         Weights of ``F.linear`` have ``[B, A]`` with ``A = 1/N sum x x^T`` over all rows of all uses and ``B = sum_n T_n^T H_n T_n``, where
-        ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. Any other parameter has its exact block.
+        ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. Tables of embeddings have ``[diag A, B]``, of the
+        rows that are not padding. Any other parameter has its exact block.
 
         Args:
             hessian: ``H_n`` or an estimate, ``[N, D, D]``.
@@ -462,6 +475,14 @@ class Oracle:
                 T = sum(jac.reshape(*jac.shape[:2], -1, z.shape[-1]).sum(2) for jac, (_, z) in zip(tracked, uses, strict=True))
                 inputs = torch.cat([x.flatten(0, -2) for x, _ in uses])
                 factors[name] = [torch.einsum("ndp,nde,neq->pq", T, hessian, T), inputs.T @ inputs / self.N]
+            lookups = [(x.flatten(0, -2), z) for x, weight, z in mode.lookups if weight is param]
+            if lookups:
+                tracked = jacobian(flat, [z for _, z in lookups])
+                T = sum(
+                    (jac.reshape(*jac.shape[:2], *x.shape[:1], -1) * x.sum(1)[:, None]).sum(2) for jac, (x, _) in zip(tracked, lookups, strict=True)
+                )
+                inputs = torch.cat([x for x, _ in lookups])
+                factors[name] = [inputs.square().sum(0) / self.N, torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
         return factors
 
     # --- recursions along a chain of modules ------------------------------------------------------------------------------------------
@@ -472,10 +493,10 @@ class Oracle:
         calls: list[tuple[Module, Tensor, Tensor]] = []
         leaves: list[Tensor] = []
 
-        def before(_: Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor], dict]:
-            (x,) = (*args, *kwargs.values())
-            leaves.append(x.detach().clone().requires_grad_())
-            return (leaves[-1].clone(),), {}
+        def before(_: Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict]:
+            x, *data = (*args, *kwargs.values())
+            leaves.append(x.detach().clone().requires_grad_(x.is_floating_point()))
+            return (leaves[-1].clone(), *data), {}
 
         def after(module: Module, _: tuple[Tensor], output: Tensor) -> None:
             calls.append((module, leaves.pop(), output))
@@ -520,6 +541,8 @@ class Oracle:
                 else:
                     (J_param,) = jacobian(z.flatten(1), [param])
                     result[names[param]] = torch.einsum("ndp,nde,neq->pq", J_param, H, J_param)
+            if not x.is_floating_point():
+                break
             J = torch.stack([grad(column.sum(), x, retain_graph=True)[0].flatten(1) for column in z.flatten(1).T], dim=1)
             H = torch.einsum("ndi,nde,nej->nij", J, H.expand(self.N, -1, -1), J)
             H = H.mean(0, keepdim=True) if average else H

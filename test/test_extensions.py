@@ -57,10 +57,13 @@ def all_factors_close(values: dict[str, list[Tensor]], expected: dict[str, list[
             close(actual, factor)
 
 
+TWO_FACTORS = (nn.Linear, nn.Bilinear, nn.Embedding)
+
+
 def kronecker_close(oracle: Oracle, values: dict[str, list[Tensor]], hessian: Tensor) -> None:
-    """Two factors for weights of layers; the exact block for parameters of functional operations."""
+    """Two factors for weights of layers; the exact block for parameters of functional operations, and of normalisations."""
     expected, blocks = oracle.kronecker(hessian), oracle.ggn_blocks(hessian)
-    layers = {id(module.weight) for module in oracle.problem.model.modules() if isinstance(module, nn.Linear)}
+    layers = {id(module.weight) for module in oracle.problem.model.modules() if isinstance(module, TWO_FACTORS)}
     for name, param in oracle.params.items():
         if id(param) not in layers:
             expected[name] = [blocks[name]]

@@ -34,7 +34,7 @@ PIECEWISE_LINEAR = frozenset(
     "Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split()
 )
 """Operations that are linear almost everywhere."""
-PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
+PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where Trilinear".split())
 """Operations that are linear in each of their factors."""
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
 _STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Embedding"}
@@ -145,7 +145,7 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         for i, part in zip(given, parts, strict=True):
             full[i] = part
         out = apply(*full)
-        return out if isinstance(out, tuple) else (out,)
+        return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in (out if isinstance(out, tuple) else (out,)))
 
     parts = [columns[i] for i in given]
     missing: list[bool] = []
@@ -191,6 +191,18 @@ def checkpointed(node: Node) -> bool:
             if type(part.data).__module__ == checkpoint.__module__:
                 return True
     return False
+
+
+def scaled_by_frequency(node: Node) -> bool:
+    """Say whether the gradient of a table is divided by how often each of its rows was looked up, so that it is no derivative of the loss.
+
+    Args:
+        node: A graph node.
+
+    Returns:
+        Whether it is.
+    """
+    return operation(node) in ("Embedding", "EmbeddingBag") and node._saved_scale_grad_by_freq
 
 
 def refuse_checkpointed(node: Node) -> None:

@@ -13,7 +13,20 @@ from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, SPLIT, Gap, State, Way, checkpointed, operation, refuse_checkpointed, shape_of
+from backpack.core.graph import (
+    LINEAR,
+    PIECEWISE_LINEAR,
+    PRODUCTS,
+    SPLIT,
+    Gap,
+    State,
+    Way,
+    checkpointed,
+    operation,
+    refuse_checkpointed,
+    scaled_by_frequency,
+    shape_of,
+)
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis, seen_through_reshape
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
@@ -218,7 +231,9 @@ class Plan:
             if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < rule.least_axes:
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
-            if layout is None or (layout.axis != 0 and not (rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1)):
+            if layout is None or (
+                layout.axis != 0 and not (rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - rule.feature_axes(call))
+            ):
                 continue
             piece = self.walk.piece(node, call)
             if piece is None or not (set(piece.parameters) <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
@@ -259,7 +274,7 @@ class Plan:
         """
         if call.derivatives is not None or self._need is Need.COLUMNS or call.module._modules or not call.inputs:
             return call.derivatives
-        kept = isinstance(call.inputs[0], Slot) and call.inputs[0].ref is None
+        kept = all(isinstance(slot, Slot) and slot.ref is None for slot in (call.inputs[0], *call.outputs))
         return GENERIC if kept else None
 
     def _cross(self, node: Node, states: dict[int, State]) -> None:
@@ -268,6 +283,9 @@ class Plan:
         Args:
             node: The node.
             states: States of its outputs.
+
+        Raises:
+            UnsupportedError: If it scales gradients so that they are no derivatives, for second-order quantities.
         """
         # a left-out term, or a branch without parameters, is not crossed
         nexts = [(n, nr, shape_of((n, nr))) if n is not None and self.walk.reach.get(n) else None for n, nr in node.next_functions]
@@ -279,12 +297,17 @@ class Plan:
             self._refuse_use(node)
         if self._second_order and checkpointed(node):
             refuse_checkpointed(node)
+        if self._second_order and scaled_by_frequency(node):
+            raise UnsupportedError(
+                f"{self.walk.where(node)}, on the way to {self.walk.names(self.walk.reach[node])}, divides gradients by frequencies "
+                "(scale_grad_by_freq=True), so that they are not derivatives of the loss, and no second-order quantity is defined. Switch it off."
+            )
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue
             if crossing.way is Way.MASKED and upstream[0] in self.walk.has_data:
                 shapes = [list(shape_of((node, nr))) for nr in states]
-                self._refuse_mixing(upstream[0], f"{node.name()} mixes them (outputs {shapes}, input {list(upstream[2])})")
+                self._refuse_mixing(upstream[0], f"{self.walk.where(node)} mixes them (outputs {shapes}, input {list(upstream[2])})")
             self._arrive(upstream[:2], crossing.arrives or SPLIT, node in self._above, self._samples_at[node])
 
     def _arrive(self, edge: Edge, state: State, above: bool, samples: int) -> None:

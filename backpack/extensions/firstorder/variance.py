@@ -7,8 +7,9 @@ from torch.nn import Parameter
 
 from backpack.core.carry import Columns, Use
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster
+from backpack.extensions.rules import affine_views, faster, sum_at_rows
 from backpack.utils.moments import sum_of_squares
 
 
@@ -35,7 +36,16 @@ class Variance(GradientExtension):
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> Tensor:
     x, rows, _ = affine_views(use)
-    rule, samples = use.call.derivatives, max(len(x), 1)
-    mean = rule._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0] / samples
+    return _from_squares(use, name, use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows)))
+
+
+@faster(Variance, LookupDerivatives, "weight")
+def _lookup(extension: Variance, use: Use, name: str) -> Tensor:
+    return _from_squares(use, name, sum_at_rows(use))
+
+
+def _from_squares(use: Use, name: str, squares: Tensor) -> Tensor:
+    samples = max(use.layout.samples, 1)
+    mean = use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0] / samples
     # rounding may take the difference below zero
-    return (rule.weight_from_matrix(use.call, sum_of_squares(x, rows)) / samples - mean.square()).clamp_(min=0)
+    return (squares / samples - mean.square()).clamp_(min=0)
