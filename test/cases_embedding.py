@@ -77,19 +77,11 @@ def bag(mode: str, **options: object) -> dict:
     return {"bag": nn.EmbeddingBag(5, 3, mode=mode, **options), "b": Linear(3, 4)}
 
 
-def bag_of_list(net: Net, x: Tensor) -> Tensor:
-    """Hand bags of different lengths over, the first of them empty where there are several, and the last one cut short by an offset."""  # noqa: DOC201
-    sizes = torch.arange(len(x)) + (len(x) == 1)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+def bag_of_list(net: Net, x: Tensor, weighted: bool = False) -> Tensor:
+    """Hand bags of different lengths over, the last of them empty."""  # noqa: DOC201
     flat = indices(x).flatten()
-    return net.b(net.bag(flat, offsets, net.weights(x.flatten()) if hasattr(net, "weights") else None))
-
-
-class Weights(nn.Module):
-    """Weights of the entries of a bag, without parameters."""
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return x.detach().sin()
+    offsets = (5 * torch.arange(len(x) + net.bag.include_last_offset)).clamp(max=len(flat))
+    return net.b(net.bag(flat, offsets, x.flatten().sin() if weighted else None))
 
 
 graph("position table", positions, lambda: tables("token", "position"), (3,), "other parameters")
@@ -120,8 +112,8 @@ add("tied tables", tied, "reused", "nested", "two orientations", "other paramete
 graph("EmbeddingBag of lists", bag_of_list, lambda: bag("mean", include_last_offset=True), (3,), "other parameters", "chain")
 graph(
     "EmbeddingBag of lists, weights",
-    bag_of_list,
-    lambda: bag("sum", include_last_offset=True, padding_idx=0) | {"weights": Weights()},
+    partial(bag_of_list, weighted=True),
+    lambda: bag("sum", padding_idx=0),
     (3,),
     "other parameters",
     "chain",
@@ -152,7 +144,7 @@ graph(
 )
 graph(
     "Bilinear, one tensor twice",
-    lambda net, x: net.bilinear(*[net.a(x)] * 2),
+    lambda net, x: net.bilinear(*[0.1 * net.a(x)] * 2),
     lambda: {"a": Linear(3, 3), "bilinear": nn.Bilinear(3, 3, 4)},
     (3,),
     "other parameters",

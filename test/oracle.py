@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 from torch.distributions import Binomial, Categorical, Normal
-from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Hardsigmoid, Module, MSELoss, Parameter
+from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, EmbeddingBag, Hardsigmoid, Module, MSELoss, Parameter
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -139,7 +139,7 @@ class LinearUses(TorchFunctionMode):
             self.uses.append((outer.detach().flatten(-2), *given[2:4], out))
         elif func is F.embedding:
             indices, weight, padding = given[:3]
-            one_hot = F.one_hot(indices, len(weight)).to(weight.dtype)
+            one_hot = F.one_hot(indices.long(), len(weight)).to(weight.dtype)
             self.lookups.append((one_hot if padding is None else one_hot * (indices != padding).unsqueeze(-1), weight, out))
         else:
             return out
@@ -163,6 +163,45 @@ class TwiceDifferentiableHardsigmoid(Module):
             value = F.hardsigmoid(point)
             (slope,) = torch.autograd.grad(value.sum(), point)
         return value.detach() + slope * (x - point.detach())
+
+
+class LoopOverBags(Module):
+    """Equals ``nn.EmbeddingBag``, of which torch has no second derivative."""
+
+    def __init__(self, bag: EmbeddingBag) -> None:
+        """Take over weight and options.
+
+        Args:
+            bag: The module that is replaced.
+        """
+        super().__init__()
+        self.weight, self.mode, self.padding = bag.weight, bag.mode, bag.padding_idx
+        self.include_last_offset = bag.include_last_offset
+
+    def forward(self, indices: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Evaluate.
+
+        Args:
+            indices: Rows to look up, ``[N, L]``, or ``[sum of lengths]`` with offsets.
+            offsets: Where bags begin; the last one may be the end of the last bag.
+            per_sample_weights: Weight of each row that is looked up.
+
+        Returns:
+            ``[N, D]``.
+        """
+        starts = list(range(0, indices.numel(), indices.shape[1])) if offsets is None else offsets.tolist()
+        ends = [*starts[1:], indices.numel()]
+        if self.include_last_offset and offsets is not None:
+            starts, ends = starts[:-1], ends[:-1]
+        bags = []
+        for start, end in zip(starts, ends, strict=True):
+            entries = [i for i in range(start, end) if indices.flatten()[i] != self.padding]
+            rows = self.weight[indices.flatten()[entries].long()]
+            if per_sample_weights is not None:
+                rows = rows * per_sample_weights.flatten()[entries][:, None]
+            value = rows.amax(0) if self.mode == "max" else rows.sum(0)
+            bags.append(value / max(len(entries), 1) if self.mode == "mean" else value)
+        return torch.stack(bags)
 
 
 def flatten_heads(outputs: list[Tensor]) -> Tensor:
@@ -229,6 +268,8 @@ class Oracle:
             for name, child in module.named_children():
                 if isinstance(child, Hardsigmoid):
                     setattr(module, name, TwiceDifferentiableHardsigmoid())
+                elif isinstance(child, EmbeddingBag):
+                    setattr(module, name, LoopOverBags(child))
         self.outputs = self._forward()
         self._widths = [out[0].numel() for out in self.outputs]
         self._flat = flatten_heads(self.outputs)

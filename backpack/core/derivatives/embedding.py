@@ -188,20 +188,29 @@ class EmbeddingBagDerivatives(LookupDerivatives):
     """
 
     def applies(self, module: EmbeddingBag) -> bool:
-        return module.mode != "max" and not module.scale_grad_by_freq and not module.input0.is_nested
+        if module.mode == "max" or module.scale_grad_by_freq or module.input0.is_nested:
+            return False
+        # torch itself is not sure what belongs to the last bag if it does not end with the list
+        return not module.include_last_offset or module.input0.dim() == 2 or int(self._given(module)[0][-1]) == len(module.input0)
+
+    @staticmethod
+    def _given(module: EmbeddingBag) -> tuple[Tensor | None, Tensor | None]:
+        """Tell optional inputs apart by their type, since a keyword argument may have the position of the other.
+
+        Returns:
+            Offsets and weights of the entries.
+        """
+        more = [x for x in (getattr(module, name, None) for name in ("input1", "input2")) if x is not None]
+        return next((x for x in more if not x.is_floating_point()), None), next((x for x in more if x.is_floating_point()), None)
 
     def lookups(self, module: EmbeddingBag, subsampling: Samples = None) -> Lookups:
-        indices, more = module.input0, [getattr(module, name, None) for name in ("input1", "input2")]
-        # told apart by their type, since a keyword argument may stand at the place of the other
-        offsets, weights = (next((x for x in more if x is not None and x.is_floating_point() == real), None) for real in (False, True))
-        bags, entries = module.output.shape[0], torch.arange(indices.numel(), device=indices.device)
-        indices, factors = indices.reshape(-1).long(), None if weights is None else weights.reshape(-1)
+        (offsets, weights), bags = self._given(module), module.output.shape[0]
+        indices, factors = module.input0.reshape(-1).long(), None if weights is None else weights.reshape(-1)
+        entries = torch.arange(len(indices), device=indices.device)
         if offsets is None:
             samples = entries // max(module.input0.shape[1], 1)
         else:  # the last of the bags that begin here or before: others that begin here are empty
-            samples = torch.searchsorted(offsets.long(), entries, right=True) - 1
-            used = samples < bags  # an offset at the end may leave entries out
-            samples, indices, factors = samples[used], indices[used], None if factors is None else factors[used]
+            samples = torch.searchsorted(offsets[:bags].long(), entries, right=True) - 1
         if module.padding_idx is not None:
             used = indices != module.padding_idx
             factors = used if factors is None else factors * used

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from backpack.core.carry import Flow
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.bilinear import BilinearDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
@@ -125,7 +126,7 @@ class HBP(SecondOrderBackpropExtension):
         """
         rule, call = use.call.derivatives, use.call
         extra_axes = isinstance(rule, LinearDerivatives) and len(call.output.shape) > 2
-        if not isinstance(rule, AffineDerivatives) or rule.groups(call) != 1 or extra_axes:
+        if not isinstance(rule, AffineDerivatives) or isinstance(rule, BilinearDerivatives) or rule.groups(call) != 1 or extra_axes:
             raise UnsupportedError(
                 f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions "
                 f"without groups. {call.path} ({type(call.module).__name__}, output {list(call.output.shape)}) is none of these: use KFLR or KFAC."
