@@ -389,9 +389,8 @@ class Plan:
         raise MixedSamplesError(
             f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for "
             f"{self.walk.names(self.walk.reach[node])}. Use an "
-            "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm), "
-            "and inputs that "
-            "have a batch axis."
+            "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and inputs "
+            "that have a batch axis, or freeze these parameters."
         )
 
     def _refuse_unrecorded(self, node: Node) -> None:

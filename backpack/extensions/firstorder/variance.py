@@ -46,6 +46,6 @@ def _lookup(extension: Variance, use: Use, name: str) -> Tensor:
 
 def _from_squares(use: Use, name: str, squares: Tensor) -> Tensor:
     samples = max(use.layout.samples, 1)
-    mean = use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0] / samples
-    # rounding may take the difference below zero
-    return (squares / samples - mean.square()).clamp_(min=0)
+    mean = use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0].div_(samples)
+    # in place, since new memory costs more than arithmetic; rounding may take the difference below zero
+    return squares.div_(samples).sub_(mean.square_()).clamp_(min=0)
