@@ -23,7 +23,6 @@ from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.kroneckers import kfacs_to_mat
 
-
 OFFSETS, LIST = tensor([0, 0, 4]), tensor([0, 1, 1, 4, 2, 0, 0])
 LAYERS: dict[str, Callable[[], tuple[Module, tuple]]] = {
     "Embedding": lambda: (Embedding(5, 3), (randint(5, (3,)),)),

@@ -13,20 +13,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import (
-    LINEAR,
-    PIECEWISE_LINEAR,
-    PRODUCTS,
-    SPLIT,
-    Gap,
-    State,
-    Way,
-    checkpointed,
-    operation,
-    refuse_checkpointed,
-    scaled_by_frequency,
-    shape_of,
-)
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, SPLIT, Gap, State, Way, operation, refuse_second_order, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis, seen_through_reshape
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
@@ -283,9 +270,6 @@ class Plan:
         Args:
             node: The node.
             states: States of its outputs.
-
-        Raises:
-            UnsupportedError: If it scales gradients so that they are no derivatives, for second-order quantities.
         """
         # a left-out term, or a branch without parameters, is not crossed
         nexts = [(n, nr, shape_of((n, nr))) if n is not None and self.walk.reach.get(n) else None for n, nr in node.next_functions]
@@ -295,13 +279,8 @@ class Plan:
         self._refuse_uncovered(node)
         if node in self._bare and SPLIT in states.values():
             self._refuse_use(node)
-        if self._second_order and checkpointed(node):
-            refuse_checkpointed(node)
-        if self._second_order and scaled_by_frequency(node):
-            raise UnsupportedError(
-                f"{self.walk.where(node)}, on the way to {self.walk.names(self.walk.reach[node])}, divides gradients by frequencies "
-                "(scale_grad_by_freq=True), so that they are not derivatives of the loss, and no second-order quantity is defined. Switch it off."
-            )
+        if self._second_order:
+            refuse_second_order(node, self.walk.where)
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue
