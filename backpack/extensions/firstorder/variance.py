@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.carry import Columns, Use
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.embedding import LookupDerivatives
+from backpack.core.derivatives.embedding import LookupDerivatives, add_at
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster, sum_at_rows
+from backpack.extensions.rules import affine_views, faster
 from backpack.utils.moments import sum_of_squares
 
 
@@ -36,16 +37,20 @@ class Variance(GradientExtension):
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> Tensor:
     x, rows, _ = affine_views(use)
-    return _from_squares(use, name, use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows)))
+    rule = use.call.derivatives
+    gradient = rule._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0]
+    return _variance(rule.weight_from_matrix(use.call, sum_of_squares(x, rows)), gradient, len(x))
 
 
 @faster(Variance, LookupDerivatives, "weight")
 def _lookup(extension: Variance, use: Use, name: str) -> Tensor:
-    return _from_squares(use, name, sum_at_rows(use))
+    sums, _, rows = use.call.derivatives.sums_per_sample(use.call, use.grad[None])
+    found, places = torch.unique(rows, return_inverse=True)
+    gradient, squares = (add_at(part, places, len(found))[0] for part in (sums, sums.square()))
+    return gradient.new_zeros(use.call.weight.shape).index_copy_(0, found, _variance(squares, gradient, use.layout.samples))
 
 
-def _from_squares(use: Use, name: str, squares: Tensor) -> Tensor:
-    samples = max(use.layout.samples, 1)
-    mean = use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0].div_(samples)
-    # in place, since new memory costs more than arithmetic; rounding may take the difference below zero
-    return squares.div_(samples).sub_(mean.square_()).clamp_(min=0)
+def _variance(squares: Tensor, gradient: Tensor, samples: int) -> Tensor:
+    mean = gradient / max(samples, 1)
+    # rounding may take the difference below zero
+    return (squares / max(samples, 1) - mean.square()).clamp_(min=0)
