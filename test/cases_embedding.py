@@ -87,7 +87,7 @@ def bag_of_list(net: Net, x: Tensor, weighted: bool = False) -> Tensor:
 graph("position table", positions, lambda: tables("token", "position"), (3,), "other parameters")
 graph(
     "Embedding twice",
-    lambda net, x: net.b(net.tanh(net.t(indices(x[:, 0])) - net.t(indices(x[:, 1])))),
+    lambda net, x: net.b(net.tanh(net.t(indices(x[:, 0])) + net.t(indices(x[:, 1])))),
     lambda: tables("t"),
     (2,),
     "other parameters",
