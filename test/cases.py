@@ -1,6 +1,8 @@
 """All rows of the table: each family of layers has a file of its own, which is imported here."""
 
+import cases_embedding  # noqa: F401
 import cases_nets  # noqa: F401
+import cases_norm  # noqa: F401
 import cases_sequence  # noqa: F401
 from table import CASES, LAYERS
 

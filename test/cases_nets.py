@@ -600,13 +600,21 @@ graph(
     "other parameters",
 )
 graph("own module without parameters", lambda net, x: net.b(net.own(net.a(x))), layers(3, 3, 4, own=Square), (3,), "chain", "dense residual")
-graph("layer norm", lambda net, x: net.b(net.norm(net.a(x))), layers(3, 3, 4, norm=lambda: nn.LayerNorm(3)), (3,), "nested", "other parameters")
+graph(
+    "layer norm",
+    lambda net, x: net.b(net.norm(net.a(x))),
+    layers(3, 3, 4, norm=lambda: nn.LayerNorm(3)),
+    (3,),
+    "chain",
+    "dense residual",
+    "other parameters",
+)
 graph(
     "bilinear",
     lambda net, x: net.bilinear(net.tanh(net.a(x)), x),
     lambda: {"a": Linear(3, 2), "tanh": Tanh(), "bilinear": nn.Bilinear(2, 3, 4)},
     (3,),
-    "nested",
+    "chain",
     "other parameters",
 )
 graph(

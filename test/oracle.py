@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.autograd import grad
 from torch.autograd.graph import GradientEdge
 from torch.distributions import Binomial, Categorical, Normal
-from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Hardsigmoid, Module, MSELoss, Parameter
+from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, EmbeddingBag, Hardsigmoid, Module, MSELoss, Parameter
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 
 @dataclass
@@ -119,12 +120,12 @@ class Problem:
 
 
 class Product(NamedTuple):
-    """One product of an input with a matrix, or of a stack: input, parameter, whether its input side comes first, edge of the output."""
+    """One product of an input with a matrix, or of a stack: input, parameter, whether its input side comes first, output or its edge."""
 
     x: Tensor
     weight: Tensor
     transposed: bool
-    out: GradientEdge
+    out: GradientEdge | Tensor
 
 
 def products(root: Tensor) -> list[Product]:
@@ -152,6 +153,30 @@ def products(root: Tensor) -> list[Product]:
     return found
 
 
+class LayerUses(TorchFunctionMode):
+    """Records ``F.bilinear``, linear in the outer products of its inputs, and ``F.embedding``, linear in one-hot vectors (zero where padded)."""
+
+    def __init__(self) -> None:
+        """Start with an empty record."""
+        super().__init__()
+        self.products: list[Product] = []
+        self.lookups: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:  # noqa: D105
+        out = func(*args, **(kwargs or {}))
+        given = (*args, *(kwargs or {}).values(), None)
+        if func is F.bilinear:
+            outer = given[0].unsqueeze(-1) * given[1].unsqueeze(-2)
+            self.products.append(Product(outer.detach().flatten(-2).flatten(0, -2), given[2], False, out))
+        elif func is F.embedding:
+            indices, weight, padding = given[:3]
+            one_hot = F.one_hot(indices.long(), len(weight)).to(weight.dtype)
+            self.lookups.append((one_hot if padding is None else one_hot * (indices != padding).unsqueeze(-1), weight, out))
+        else:
+            return out
+        return out.clone()
+
+
 class TwiceDifferentiableHardsigmoid(Module):
     """Equals ``nn.Hardsigmoid``, of which torch has no second derivative."""
 
@@ -169,6 +194,45 @@ class TwiceDifferentiableHardsigmoid(Module):
             value = F.hardsigmoid(point)
             (slope,) = torch.autograd.grad(value.sum(), point)
         return value.detach() + slope * (x - point.detach())
+
+
+class LoopOverBags(Module):
+    """Equals ``nn.EmbeddingBag``, of which torch has no second derivative."""
+
+    def __init__(self, bag: EmbeddingBag) -> None:
+        """Take over weight and options.
+
+        Args:
+            bag: The module that is replaced.
+        """
+        super().__init__()
+        self.weight, self.mode, self.padding = bag.weight, bag.mode, bag.padding_idx
+        self.include_last_offset = bag.include_last_offset
+
+    def forward(self, indices: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Evaluate.
+
+        Args:
+            indices: Rows to look up, ``[N, L]``, or ``[sum of lengths]`` with offsets.
+            offsets: Where bags begin; the last one may be the end of the last bag.
+            per_sample_weights: Weight of each row that is looked up.
+
+        Returns:
+            ``[N, D]``.
+        """
+        starts = list(range(0, indices.numel(), indices.shape[1])) if offsets is None else offsets.tolist()
+        ends = [*starts[1:], indices.numel()]
+        if self.include_last_offset and offsets is not None:
+            starts, ends = starts[:-1], ends[:-1]
+        bags = []
+        for start, end in zip(starts, ends, strict=True):
+            entries = [i for i in range(start, end) if indices.flatten()[i] != self.padding]
+            rows = self.weight[indices.flatten()[entries].long()]
+            if per_sample_weights is not None:
+                rows = rows * per_sample_weights.flatten()[entries][:, None]
+            value = rows.amax(0) if self.mode == "max" else rows.sum(0)
+            bags.append(value / max(len(entries), 1) if self.mode == "mean" else value)
+        return torch.stack(bags)
 
 
 def flatten_heads(outputs: list[Tensor]) -> Tensor:
@@ -239,6 +303,8 @@ class Oracle:
             for name, child in module.named_children():
                 if isinstance(child, Hardsigmoid):
                     setattr(module, name, TwiceDifferentiableHardsigmoid())
+                elif isinstance(child, EmbeddingBag):
+                    setattr(module, name, LoopOverBags(child))
         self.outputs = self._forward()
         self._widths = [out[0].numel() for out in self.outputs]
         self._flat = flatten_heads(self.outputs)
@@ -466,7 +532,8 @@ class Oracle:
 
         Weights ``W`` of ``x W^T`` have ``[B, A]``, matrices ``W`` of ``x @ W`` have ``[A, B]``, with ``A = 1/N sum x x^T`` over all rows of all
         uses and ``B = sum_n T_n^T H_n T_n``, where ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. A
-        stack of matrices has one such list a matrix. Any other parameter has its exact block.
+        stack of matrices has one such list a matrix. Tables of embeddings have ``[diag A, B]``, of the rows that are not padding. Any other
+        parameter has its exact block.
 
         Args:
             hessian: ``H_n`` or an estimate, ``[N, D, D]``.
@@ -474,18 +541,29 @@ class Oracle:
         Returns:
             List of factors each.
         """
-        uses_of_all = products(self._flat)
+        with LayerUses() as mode:
+            flat = flatten_heads(self._forward())
+        assert torch.equal(flat, self._flat)
+        uses_of_all = [*products(flat), *mode.products]
         factors = {name: [block] for name, block in self.ggn_blocks(hessian).items()}
         for name, param in self.params.items():
             uses = [use for use in uses_of_all if use.weight is param]
             if uses:
-                jacobians = zip(uses, jacobian(self._flat, [use.out for use in uses]), strict=True)
-                T = sum(jac.reshape(*self._flat.shape, *use.x.shape[:-1], -1).sum(-2) for use, jac in jacobians)
+                jacobians = zip(uses, jacobian(flat, [use.out for use in uses]), strict=True)
+                T = sum(jac.reshape(*flat.shape, *use.x.shape[:-1], -1).sum(-2) for use, jac in jacobians)
                 inputs = torch.cat([use.x for use in uses], dim=-2)
                 outer = torch.einsum("nd...p,nde,ne...q->...pq", T, hessian, T)
                 pair = [outer, inputs.mT @ inputs / self.N]
                 pair = pair[::-1] if uses[0].transposed else pair
-                factors[name] = pair if param.dim() == 2 else [list(one) for one in zip(*pair, strict=True)]
+                factors[name] = pair if inputs.dim() == 2 else [list(one) for one in zip(*pair, strict=True)]
+            lookups = [(x.flatten(0, -2), z) for x, weight, z in mode.lookups if weight is param]
+            if lookups:
+                tracked = jacobian(flat, [z for _, z in lookups])
+                T = sum(
+                    (jac.reshape(*jac.shape[:2], *x.shape[:1], -1) * x.sum(1)[:, None]).sum(2) for jac, (x, _) in zip(tracked, lookups, strict=True)
+                )
+                inputs = torch.cat([x for x, _ in lookups])
+                factors[name] = [inputs.square().sum(0) / self.N, torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
         return factors
 
     # --- recursions along a chain of modules ------------------------------------------------------------------------------------------
@@ -496,10 +574,10 @@ class Oracle:
         calls: list[tuple[Module, Tensor, Tensor]] = []
         leaves: list[Tensor] = []
 
-        def before(_: Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor], dict]:
-            (x,) = (*args, *kwargs.values())
-            leaves.append(x.detach().clone().requires_grad_())
-            return (leaves[-1].clone(),), {}
+        def before(_: Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict]:
+            x, *data = (*args, *kwargs.values())
+            leaves.append(x.detach().clone().requires_grad_(x.is_floating_point()))
+            return (leaves[-1].clone(), *data), {}
 
         def after(module: Module, _: tuple[Tensor], output: Tensor) -> None:
             calls.append((module, leaves.pop(), output))
@@ -544,6 +622,8 @@ class Oracle:
                 else:
                     (J_param,) = jacobian(z.flatten(1), [param])
                     result[names[param]] = torch.einsum("ndp,nde,neq->pq", J_param, H, J_param)
+            if not x.is_floating_point():
+                break
             J = torch.stack([grad(column.sum(), x, retain_graph=True)[0].flatten(1) for column in z.flatten(1).T], dim=1)
             H = torch.einsum("ndi,nde,nej->nij", J, H.expand(self.N, -1, -1), J)
             H = H.mean(0, keepdim=True) if average else H

@@ -167,23 +167,26 @@ class Layer(NamedTuple):
     Attributes:
         make: Makes the module.
         shape: Shape of one sample of its input.
+        more: Shapes of one sample of its other inputs.
     """
 
     make: Callable[[], Module]
     shape: tuple[int, ...]
+    more: tuple[tuple[int, ...], ...] = ()
 
 
 LAYERS: dict[str, Layer] = {}
 """At least one row for each module class that has a rule, and one for each of its options that changes the rule."""
 
 
-def layer(name: str, make: Callable[[], Module], shape: tuple[int, ...]) -> None:
+def layer(name: str, make: Callable[[], Module], shape: tuple[int, ...], *more: tuple[int, ...]) -> None:
     """Add a row to the table of layers.
 
     Args:
         name: Name.
         make: Makes the module.
         shape: Shape of one sample of its input.
+        more: Shapes of one sample of its other inputs.
     """
     assert name not in LAYERS, name
-    LAYERS[name] = Layer(make, shape)
+    LAYERS[name] = Layer(make, shape, more)

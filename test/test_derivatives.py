@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import LAYERS
-from table import layer
+from table import Layer, layer
 from torch import Tensor, einsum, nn, rand, randn
 from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
@@ -179,7 +179,7 @@ def setup(name: str, batch_size: int) -> tuple[BaseDerivatives, Recorded]:
     x = 2 * randn(batch_size, *LAYERS[name].shape, dtype=DOUBLE)
     kinks = torch.tensor(KINKS, dtype=DOUBLE)[: x[0].numel()]
     x.view(batch_size, -1)[-1, : len(kinks)] = kinks  # exact kinks in the last sample
-    return derivatives_for(module), Recorded(module, x)
+    return derivatives_for(module), Recorded(module, x, *(randn(batch_size, *shape, dtype=DOUBLE) for shape in LAYERS[name].more))
 
 
 def close(result: Tensor, truth: Tensor) -> None:
@@ -282,7 +282,8 @@ def test_every_registered_class_has_a_case() -> None:
     modules = {
         cls for cls, rule in registered().items() if cls.__module__.startswith(("torch.", "backpack.")) and not isinstance(rule, BaseLossDerivatives)
     }
-    assert {type(case.make()) for case in LAYERS.values()} == modules
+    indexed = {nn.Embedding, nn.EmbeddingBag}  # their inputs are integers: test_embedding.py
+    assert {type(case.make()) for case in LAYERS.values()} == modules - indexed
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -297,9 +298,10 @@ def test_only_what_a_rule_keeps_is_read(name: str) -> None:
         return results + [derivatives._param_mjp(param, module, None, g_out, mat) for param, _ in module.named_parameters()]
 
     expected = products(recorded.module)
-    kept = {"input0": "input" in derivatives.keeps, "output": "output" in derivatives.keeps}
+    kept = {f"input{i}": "input" in derivatives.keeps for i in range(len(recorded.inputs))} | {"output": "output" in derivatives.keeps}
     tensors = {attribute: getattr(recorded.module, attribute) for attribute in kept}
-    del recorded.module.input0, recorded.module.output
+    for attribute in kept:
+        delattr(recorded.module, attribute)
     call = Call(recorded.module, **{attribute: tensor if kept[attribute] else tensor.to("meta") for attribute, tensor in tensors.items()})
     for result, truth in zip(products(call), expected, strict=True):
         close(result, truth)
@@ -307,14 +309,22 @@ def test_only_what_a_rule_keeps_is_read(name: str) -> None:
     assert derivatives.applies(call)
 
 
-@pytest.mark.parametrize("name", [name for name, case in LAYERS.items() if len(case.shape) > 1 and derivatives_for(case.make()).any_batch_axis])
+def permutable(case: Layer) -> bool:
+    module = case.make()
+    rule = derivatives_for(module)
+    return rule.any_batch_axis and len(case.shape) > rule.feature_axes(module)
+
+
+@pytest.mark.parametrize("name", [name for name, case in LAYERS.items() if permutable(case)])
 def test_any_batch_axis(name: str) -> None:
     """Moving an axis of input, output and matrices to the front commutes with the products."""
     derivatives, recorded = setup(name, 3)
     module, mat = recorded.module, recorded.like_output()
     expected = derivatives._jac_t_mat_prod(module, None, None, mat)
     params = {param: derivatives._param_mjp(param, module, None, None, mat) for param, _ in module.named_parameters()}
-    module.input0, module.output = recorded.x.movedim(1, 0), recorded.y.movedim(1, 0)
+    module.output = recorded.y.movedim(1, 0)
+    for i, value in enumerate(recorded.inputs):
+        setattr(module, f"input{i}", value.movedim(1, 0))
     close(derivatives._jac_t_mat_prod(module, None, None, mat.movedim(2, 1)), expected.movedim(2, 1))
     for param, truth in params.items():
         close(derivatives._param_mjp(param, module, None, None, mat.movedim(2, 1)), truth)

@@ -37,6 +37,13 @@ def test_raw_saved_tensors_show_checkpoints() -> None:
     assert not checkpointed(torch.tanh(x).grad_fn)
 
 
+@pytest.mark.parametrize("module", [nn.Embedding, nn.EmbeddingBag])
+def test_saved_options_of_tables(module: type[nn.Module]) -> None:
+    for scaled in (False, True):
+        out = module(3, 2, scale_grad_by_freq=scaled)(torch.tensor([[0, 1]]))
+        assert out.grad_fn._saved_scale_grad_by_freq is scaled
+
+
 @pytest.mark.parametrize("retain", [False, True])
 def test_keep_graph_is_known_in_hooks(retain: bool) -> None:
     seen = []

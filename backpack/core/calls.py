@@ -136,7 +136,7 @@ def same_data(tensor: Tensor) -> Tensor | None:
 
 
 def _versions(module: Module) -> list[int]:
-    return [p._version for p in module._parameters.values() if p is not None]
+    return [t._version for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 class Mark(NamedTuple):
@@ -161,7 +161,7 @@ class ModuleCall:
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
         outputs: One ``Slot`` a tensor of the output.
         slope: Derivative of a random element-wise module, set when it is needed.
-        versions: How often each parameter of the module had been changed in place.
+        versions: How often each parameter and buffer of the module had been changed in place.
         seen: The positional arguments, as long as the module runs.
         keep: Set where somebody reads the tensors after the backward pass.
     """
@@ -184,7 +184,7 @@ class ModuleCall:
             self._needs = rule.keeps
         else:
             self._needs = _NOTHING if module._modules else _BOTH
-        if module._parameters:
+        if module._parameters or module._buffers:
             self.versions = _versions(module)
         self.see(module, args)
 
@@ -339,15 +339,15 @@ class ModuleCall:
         return list(self.versions) != _versions(self.module)
 
     def refuse_changed(self) -> None:
-        """Refuse to go on if a parameter of the module was changed in place since.
+        """Refuse to go on if a parameter or a buffer of the module was changed in place since.
 
         Raises:
             OverwrittenError: If one was.
         """
         if self._changed:
             raise OverwrittenError(
-                f"The parameters of {self.path} were changed after the forward pass, so that a product with a curvature matrix there is not "
-                "defined any more. Multiply before the optimizer's step, or run forward and backward again."
+                f"The parameters or buffers of {self.path} were changed after the forward pass, so that a product with a curvature matrix there is "
+                "not defined any more. Multiply before the optimizer's step, or run forward and backward again."
             )
 
     def __repr__(self) -> str:

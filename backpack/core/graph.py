@@ -34,7 +34,7 @@ PIECEWISE_LINEAR = frozenset(
     "Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split()
 )
 """Operations that are linear almost everywhere."""
-PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
+PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where Trilinear".split())
 """Operations that are linear in each of their factors."""
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
 _STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Embedding"}
@@ -177,7 +177,7 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         for i, part in zip(given, parts, strict=True):
             full[i] = part
         out = apply(*full)
-        return out if isinstance(out, tuple) else (out,)
+        return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in (out if isinstance(out, tuple) else (out,)))
 
     parts = [columns[i] for i in given]
     missing: list[bool] = []
@@ -235,6 +235,25 @@ def refuse_checkpointed(node: Node) -> None:
         "quantity has to "
         "cross it. Run that part without checkpointing, use modules with a rule for all its operations, or ask for first-order quantities only."
     )
+
+
+def refuse_second_order(node: Node, where: Callable[[Node], str]) -> None:
+    """Refuse to carry second-order quantities across a node that can be called a single time, or whose gradients are none.
+
+    Args:
+        node: A graph node.
+        where: Describes it, for the message.
+
+    Raises:
+        UnsupportedError: If it is such a node.
+    """
+    if checkpointed(node):
+        refuse_checkpointed(node)
+    if operation(node) in ("Embedding", "EmbeddingBag") and node._saved_scale_grad_by_freq:
+        raise UnsupportedError(
+            f"{where(node)} divides gradients by frequencies (scale_grad_by_freq=True), so that they are not derivatives of the loss, and no "
+            "second-order quantity is defined. Switch it off."
+        )
 
 
 @cache

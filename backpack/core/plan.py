@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, SPLIT, Gap, State, Way, checkpointed, operation, refuse_checkpointed, shape_of
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, SPLIT, Gap, State, Way, operation, refuse_second_order, shape_of
 from backpack.core.node_calls import read
 from backpack.core.owners import owners
 from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_uncovered, refuse_unrecorded, refuse_use
@@ -223,7 +223,7 @@ class Plan:
             if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < rule.least_axes:
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
-            free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - 1
+            free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - rule.feature_axes(call)
             if layout is None or (layout.axis != 0 and not free):
                 continue
             piece = self.walk.piece(node, call)
@@ -295,7 +295,7 @@ class Plan:
         """
         if call.derivatives is not None or self._need is Need.COLUMNS or call.module._modules or not call.inputs:
             return call.derivatives
-        kept = isinstance(call.inputs[0], Slot) and call.inputs[0].ref is None
+        kept = all(isinstance(slot, Slot) and slot.ref is None for slot in (call.inputs[0], *call.outputs))
         return GENERIC if kept else None
 
     def _cross(self, node: Node, states: dict[int, State]) -> None:
@@ -313,14 +313,14 @@ class Plan:
         self._refuse_uncovered(node)
         if node in self._bare and SPLIT in states.values():
             refuse_use(self.walk, node)
-        if self._second_order and checkpointed(node):
-            refuse_checkpointed(node)
+        if self._second_order:
+            refuse_second_order(node, self.walk.where)
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue
             if crossing.way is Way.MASKED and upstream[0] in self.walk.has_data:
                 shapes = [list(shape_of((node, nr))) for nr in states]
-                refuse_mixing(self.walk, upstream[0], f"{node.name()} mixes them (outputs {shapes}, input {list(upstream[2])})")
+                refuse_mixing(self.walk, upstream[0], f"{self.walk.where(node)} mixes them (outputs {shapes}, input {list(upstream[2])})")
             self._arrive(upstream[:2], crossing.arrives or SPLIT, node in self._above, self._samples_at[node])
 
     def _arrive(self, edge: Edge, state: State, above: bool, samples: int) -> None:

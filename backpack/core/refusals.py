@@ -23,11 +23,9 @@ def refuse_mixing(walk: Walk, node: Node, how: str) -> None:
         MixedSamplesError: Always.
     """
     raise MixedSamplesError(
-        f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for "
-        f"{walk.names(walk.reach[node])}. Use an "
-        "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm), "
-        "and inputs that "
-        "have a batch axis."
+        f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {walk.names(walk.reach[node])}. Use an "
+        "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and inputs "
+        "that have a batch axis, or freeze these parameters."
     )
 
 

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
+from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import LEAF
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
@@ -259,8 +260,13 @@ class Walk:
         Returns:
             Its name, and that of the module which ends there.
         """
-        inside = [f"{mark.call.path} ({type(mark.call.module).__name__}, which has no rule)" for mark in self.marks.get(node, ()) if not mark.base]
-        return f"{node.name()} of {inside[0]}" if inside and not self.marks[node][0].call.module._modules else node.name()
+        calls = [mark.call for mark in self.marks.get(node, ()) if not mark.base]
+        if not calls or calls[0].module._modules:
+            return node.name()
+        module = calls[0].module
+        mode = "training" if module.training else "evaluation"
+        why = "which has no rule" if derivatives_for(module) is None else f"whose rule does not hold here, in {mode} mode"
+        return f"{node.name()} of {calls[0].path} ({type(module).__name__}, {why})"
 
     def names(self, bits: int) -> str:
         """Name parameters.

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, einsum
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.embedding import EmbeddingDerivatives, add_at
 from backpack.core.flow import Columns, Use
 from backpack.core.samples import add_rows
 from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
@@ -119,7 +120,7 @@ class KroneckerState:
     """What Kronecker factors are made of.
 
     Attributes:
-        inputs: Input-side factor of each group ``[G, K, K]``, or ``None`` for a bias.
+        inputs: Input-side factor of each group ``[G, K, K]``, ``[1, K]`` if it is diagonal (of a table), or ``None`` for a bias.
         outputs: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened.
         transposed: Whether the input side comes first in the parameter.
     """
@@ -142,14 +143,17 @@ class KroneckerRule(Rule):
         self._mean_input = mean_input
 
     def at_call(self, use: Use, name: str) -> KroneckerState:
-        rule = use.call.derivatives
+        rule, samples = use.call.derivatives, max(use.layout.samples, 1)
+        if isinstance(rule, EmbeddingDerivatives) and not self._mean_input:
+            sums = apply_to_all(use.value, lambda mat: add_rows(rule.sums_over_positions(use.call, mat), use.layout).unsqueeze(2))
+            return KroneckerState(rule.counts(use.call)[None] / samples, sums)
         if not isinstance(rule, AffineDerivatives):
             columns = apply_to_all(use.value, lambda mat: rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False))
             return _without_structure(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
         outputs = apply_to_all(use.value, lambda mat: add_rows(rule.rows(use.call, mat).sum(-1), use.layout))
         if name == "bias":
             return _without_structure(outputs)
-        x, samples = rule.columns(use.call), max(use.layout.samples, 1)
+        x = rule.columns(use.call)
         if not self._mean_input:
             return KroneckerState(second_moment(x) * (x.shape[0] / samples), outputs, rule.transposed)
         turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
@@ -285,6 +289,46 @@ def affine_views(use: Use) -> tuple[Tensor, Tensor, Tensor | None]:
     """
     rule = use.call.derivatives
     return rule.columns(use.call), rule.rows(use.call, stack(use.value)), signs_of(use.value, None)
+
+
+def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:
+    """Square the columns of each sample at those rows of a table that the sample looked up, and add over the columns, with their signs.
+
+    Args:
+        use: A use by an embedding.
+
+    Returns:
+        ``[U, D]``, and for each of the ``U`` pairs the sample and the row, ``[U]`` both.
+    """
+    sums, samples, rows = use.call.derivatives.sums_per_sample(use.call, stack(use.value))
+    signs, squares = signs_of(use.value, None), sums.square()
+    return squares.sum(0) if signs is None else einsum("vud,vu->ud", squares, signs[:, samples]), samples, rows
+
+
+def sum_at_rows(use: Use) -> Tensor:
+    """Sum the squares of lookups over all samples.
+
+    Args:
+        use: A use by an embedding.
+
+    Returns:
+        ``[K, D]``.
+    """
+    squares, _, rows = squares_of_lookups(use)
+    return add_at(squares[None], rows, use.call.weight.shape[0])[0]
+
+
+def place_at_rows(use: Use) -> Tensor:
+    """Put the squares of lookups where they belong, zeros elsewhere.
+
+    Args:
+        use: A use by an embedding.
+
+    Returns:
+        ``[N, K, D]``.
+    """
+    (squares, samples, rows), shape = squares_of_lookups(use), (use.layout.samples, *use.call.weight.shape)
+    return squares.new_zeros(shape).index_put_((samples, rows), squares)
 
 
 def signs_of(columns: Columns, subsampling: Iterable[int] | None) -> Tensor | None:

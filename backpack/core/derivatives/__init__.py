@@ -1,5 +1,33 @@
 """Derivatives of modules: products with Jacobians and Hessians. Importing the package fills the table in ``registry``."""
 
-from backpack.core.derivatives import activations, bcewithlogitsloss, crossentropyloss, dropout, linear, linear_maps, loss_generic, mseloss, softmax
+from backpack.core.derivatives import (
+    activations,
+    batchnorm_nd,
+    bcewithlogitsloss,
+    bilinear,
+    crossentropyloss,
+    dropout,
+    embedding,
+    linear,
+    linear_maps,
+    loss_generic,
+    mseloss,
+    normalization,
+    softmax,
+)
 
-__all__ = ["activations", "bcewithlogitsloss", "crossentropyloss", "dropout", "linear", "linear_maps", "loss_generic", "mseloss", "softmax"]
+__all__ = [
+    "activations",
+    "batchnorm_nd",
+    "bcewithlogitsloss",
+    "bilinear",
+    "crossentropyloss",
+    "dropout",
+    "embedding",
+    "linear",
+    "linear_maps",
+    "loss_generic",
+    "mseloss",
+    "normalization",
+    "softmax",
+]

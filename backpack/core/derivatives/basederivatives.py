@@ -39,8 +39,8 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         is_loss: Whether the module is a loss function.
         least_axes: Number of axes that a mini-batch has at least; with fewer, the module was given a single sample without a batch axis.
         params: Names of the parameters that have a rule.
-        any_batch_axis: The rule stays right if the axes in front of the last are permuted, in the recorded tensors and the matrices alike, so
-            that any of them may be the sample axis.
+        any_batch_axis: The rule stays right if the axes in front of the ``feature_axes`` (the last, by default) are permuted, in the recorded
+            tensors and the matrices alike, so that any of them may be the sample axis.
         same_jacobian: The Jacobian is the same matrix for every sample.
     """
 
@@ -58,6 +58,14 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
             ``False`` where the map is not covered by the rule, for instance a random one.
         """
         return True
+
+    def feature_axes(self, module: Module) -> int:
+        """Number of axes at the end of the output that are not to be permuted, where ``any_batch_axis`` holds.
+
+        Returns:
+            One, unless a rule says otherwise.
+        """
+        return 1
 
     def jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         """Multiply by the Jacobian of the output with respect to the input.

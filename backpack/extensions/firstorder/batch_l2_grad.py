@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster
+from backpack.extensions.rules import affine_views, faster, squares_of_lookups
 from backpack.utils.moments import squared_norms
 
 
@@ -36,3 +37,9 @@ class BatchL2Grad(GradientExtension):
 def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
     x, rows, _ = affine_views(use)
     return squared_norms(x, rows[0])
+
+
+@faster(BatchL2Grad, LookupDerivatives, "weight")
+def _lookup(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
+    squares, samples, _ = squares_of_lookups(use)
+    return squares.new_zeros(use.layout.samples).index_add_(0, samples, squares.sum(1))

@@ -6,9 +6,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster
+from backpack.extensions.rules import affine_views, faster, sum_at_rows
 from backpack.utils.moments import sum_of_squares
 
 
@@ -34,3 +35,8 @@ class SumGradSquared(GradientExtension):
 def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
     x, rows, _ = affine_views(use)
     return use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows))
+
+
+@faster(SumGradSquared, LookupDerivatives, "weight")
+def _lookup(extension: SumGradSquared, use: Use, name: str) -> Tensor:
+    return sum_at_rows(use)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.embedding import LookupDerivatives, add_at
 from backpack.core.flow import Columns, Use
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import FromGradient, affine_views, faster
@@ -37,7 +39,19 @@ class Variance(GradientExtension):
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
     x, rows, _ = affine_views(use)
-    samples = max(len(x), 1)
     square = use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows))
+    return FromGradient(lambda grad: _variance(square, grad, len(x)))
+
+
+@faster(Variance, LookupDerivatives, "weight")
+def _lookup(extension: Variance, use: Use, name: str) -> Tensor:
+    sums, _, rows = use.call.derivatives.sums_per_sample(use.call, use.grad[None])
+    found, places = torch.unique(rows, return_inverse=True)
+    gradient, squares = (add_at(part, places, len(found))[0] for part in (sums, sums.square()))
+    return gradient.new_zeros(use.call.weight.shape).index_copy_(0, found, _variance(squares, gradient, use.layout.samples))
+
+
+def _variance(squares: Tensor, gradient: Tensor, samples: int) -> Tensor:
+    samples = max(samples, 1)
     # rounding may take the difference below zero
-    return FromGradient(lambda grad: (square / samples).addcmul_(grad, grad, value=-1 / samples**2).clamp_(min=0))
+    return (squares / samples).addcmul_(gradient, gradient, value=-1 / samples**2).clamp_(min=0)

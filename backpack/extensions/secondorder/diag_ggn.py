@@ -6,8 +6,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
-from backpack.extensions.rules import affine_views, faster, stack
+from backpack.extensions.rules import affine_views, faster, place_at_rows, stack, sum_at_rows
 from backpack.extensions.secondorder.base import GGNExtension
 from backpack.utils.moments import squares_per_sample, sum_of_squares
 
@@ -99,3 +100,13 @@ def _weight(extension: DiagGGN, use: Use, name: str) -> Tensor:
 def _weight_batch(extension: BatchDiagGGN, use: Use, name: str) -> Tensor:
     x, rows, _ = affine_views(use)
     return use.call.derivatives.weight_from_matrix(use.call, squares_per_sample(x, rows))
+
+
+@faster(DiagGGN, LookupDerivatives, "weight")
+def _lookup(extension: DiagGGN, use: Use, name: str) -> Tensor:
+    return sum_at_rows(use)
+
+
+@faster(BatchDiagGGN, LookupDerivatives, "weight")
+def _lookup_batch(extension: BatchDiagGGN, use: Use, name: str) -> Tensor:
+    return place_at_rows(use)

@@ -6,9 +6,10 @@ from torch import Tensor, einsum
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Flow, Use
 from backpack.extensions.flows import SignedSqrtFlow
-from backpack.extensions.rules import affine_views, faster, signs_of, stack
+from backpack.extensions.rules import affine_views, faster, place_at_rows, signs_of, stack, sum_at_rows
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.utils.moments import squares_per_sample, sum_of_squares
 
@@ -80,3 +81,13 @@ def _weight(extension: DiagHessian, use: Use, name: str) -> Tensor:
 @faster(BatchDiagHessian, AffineDerivatives, "weight")
 def _weight_batch(extension: BatchDiagHessian, use: Use, name: str) -> Tensor:
     return use.call.derivatives.weight_from_matrix(use.call, squares_per_sample(*affine_views(use)))
+
+
+@faster(DiagHessian, LookupDerivatives, "weight")
+def _lookup(extension: DiagHessian, use: Use, name: str) -> Tensor:
+    return sum_at_rows(use)
+
+
+@faster(BatchDiagHessian, LookupDerivatives, "weight")
+def _lookup_batch(extension: BatchDiagHessian, use: Use, name: str) -> Tensor:
+    return place_at_rows(use)

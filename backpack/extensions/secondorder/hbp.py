@@ -1,7 +1,8 @@
 """Kronecker factors of the generalized Gauss-Newton: KFAC, KFLR, KFRA, and Hessian backpropagation with all its options.
 
 Each value is a list of matrices ``[F1, F2, ...]`` whose Kronecker product ``F1 (x) F2`` approximates the block of the flattened parameter: for a
-weight ``[output side, input side]``, for a bias ``[output side]``; one such list a group for layers with groups. A parameter without Kronecker
+weight ``[output side, input side]``, for a bias ``[output side]``; one such list a group for layers with groups. The table of an ``Embedding`` has
+``[input side, output side]``, as its rows belong to indices; its input side is a vector, the diagonal of a matrix. A parameter without Kronecker
 structure has one factor, its exact block.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.bilinear import BilinearDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import Flow
 from backpack.core.owners import owners
@@ -100,6 +102,8 @@ class HBP(SecondOrderBackpropExtension):
         sides = flat.transpose(1, 2) @ flat
         if state.inputs is None:
             return [sides[0]]
+        if state.inputs.dim() == 2:
+            return [state.inputs[0], sides[0]]
         pairs = [[given, output] if state.transposed else [output, given] for output, given in zip(sides, state.inputs, strict=True)]
         return pairs[0] if len(pairs) == 1 else pairs
 
@@ -122,7 +126,7 @@ class HBP(SecondOrderBackpropExtension):
         """
         rule, call = use.call.derivatives, use.call
         extra_axes = isinstance(rule, LinearDerivatives) and len(call.output.shape) > 2
-        if not isinstance(rule, AffineDerivatives) or rule.groups(call) != 1 or extra_axes:
+        if not isinstance(rule, AffineDerivatives) or isinstance(rule, BilinearDerivatives) or rule.groups(call) != 1 or extra_axes:
             raise UnsupportedError(
                 f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions "
                 f"without groups. {call.path} ({type(call.module).__name__}, output {list(call.output.shape)}) is none of these: use KFLR or KFAC."
@@ -182,6 +186,9 @@ class KFAC(HBP):
 
     Linear: ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss), ``A = 1/N sum_n x_n x_n^T``. Extra axes are positions: inputs are
     summed over them in ``A``, columns before the outer product in ``B``. Further uses of a parameter are further positions.
+
+    Embedding: ``[A, B]``, as if one-hot vectors were multiplied by its table ``[K, D]``. ``A [K]`` is the diagonal of the second moment of these
+    vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
     """
 
     def __init__(self, mc_samples: int = 1) -> None:

@@ -1,0 +1,230 @@
+"""Derivatives of tables in which rows are looked up by integers: ``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag``.
+
+There is no input to differentiate with respect to. No rule forms one-hot vectors: columns are added at the rows that were looked up.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Embedding, EmbeddingBag, Module
+
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
+from backpack.core.derivatives.registry import register
+from backpack.utils.subsampling import subsample
+
+
+def add_at(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """Add rows that have the same place.
+
+    Args:
+        rows: ``[[V, E, D]]``.
+        places: Numbers ``[[E]]`` below ``count``.
+        count: Number of places.
+
+    Returns:
+        ``[[V, count, D]]``.
+    """
+    columns, _, features = rows.shape
+    if columns > 1:
+        places = torch.arange(columns, device=places.device)[:, None] * count + places
+    # what autograd uses: one pass over the rows, in parallel, where index_add_ takes one step a row
+    added = torch.ops.aten.embedding_dense_backward(rows.reshape(-1, features), places.reshape(-1), columns * count, -1, False)
+    return added.reshape(columns, count, features)
+
+
+class Lookups(NamedTuple):
+    """Entry ``e`` adds row ``indices[e]`` of the weight, times ``factors[e]`` (``None``: one), to the output of sample ``samples[e]``."""
+
+    samples: Tensor
+    indices: Tensor
+    factors: Tensor | None
+
+    def weighted(self, rows: Tensor) -> Tensor:
+        """Multiply by the factors.
+
+        Args:
+            rows: ``[[V, E, D]]``.
+
+        Returns:
+            ``[[V, E, D]]``.
+        """
+        return rows if self.factors is None else rows * self.factors[:, None].to(rows.dtype)
+
+
+class LookupDerivatives(BaseParameterDerivatives):
+    """The output is made of rows of the weight ``[[K, D]]``."""
+
+    keeps = frozenset({"input"})
+
+    @abstractmethod
+    def lookups(self, module: Module, subsampling: Samples = None) -> Lookups:
+        """List what was looked up.
+
+        Args:
+            module: The layer with its recorded input.
+            subsampling: Samples to select, which are numbered anew; ``None`` for all.
+
+        Returns:
+            ``E`` entries.
+        """
+
+    @abstractmethod
+    def rows(self, module: Module, mat: Tensor, lookups: Lookups) -> Tensor:
+        """View of a matrix of outputs.
+
+        Args:
+            module: The layer.
+            mat: ``[[V, *output]]``, with any number of samples.
+            lookups: What its samples looked up.
+
+        Returns:
+            For each entry the row to which it was added ``[[V, E, D]]``.
+        """
+
+    @abstractmethod
+    def output_from_rows(self, module: Module, rows: Tensor, lookups: Lookups) -> Tensor:
+        """Add what was looked up, the transposed of ``rows``.
+
+        Args:
+            module: The layer with its recorded output.
+            rows: ``[[V, E, D]]``.
+            lookups: What was looked up.
+
+        Returns:
+            ``[[V, *output]]``.
+        """
+
+    def sums_per_sample(self, module: Module, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Transposed Jacobian of each sample with respect to those rows of the weight that the sample looked up.
+
+        Args:
+            module: The layer with its recorded input.
+            mat: ``[[V, *output]]``.
+
+        Returns:
+            ``[[V, U, D]]``, and for each of the ``U`` pairs the sample ``[[U]]`` and the row of the weight ``[[U]]``.
+        """
+        lookups, size = self.lookups(module), module.weight.shape[0]
+        pairs, places = torch.unique(lookups.samples * size + lookups.indices, return_inverse=True)
+        rows = lookups.weighted(self.rows(module, mat, lookups))
+        return add_at(rows, places, len(pairs)), pairs // size, pairs % size
+
+    def _weight_jac_t_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
+    ) -> Tensor:
+        lookups, size, samples = self.lookups(module, subsampling), module.weight.shape[0], mat.shape[1]
+        rows = lookups.weighted(self.rows(module, mat, lookups))
+        if sum_batch:
+            return add_at(rows, lookups.indices, size)
+        return add_at(rows, lookups.samples * size + lookups.indices, samples * size).reshape(mat.shape[0], samples, *module.weight.shape)
+
+    def _weight_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        lookups = self.lookups(module)
+        return self.output_from_rows(module, lookups.weighted(mat[:, lookups.indices]), lookups)
+
+
+@register(Embedding)
+class EmbeddingDerivatives(LookupDerivatives):
+    """Each index is replaced by a row of the weight. Rows at ``padding_idx`` are constant.
+
+    ``scale_grad_by_freq`` is left to the graph: what autograd calls gradient is none of the loss then.
+    """
+
+    any_batch_axis = True
+
+    def applies(self, module: Embedding) -> bool:
+        return not module.scale_grad_by_freq
+
+    def lookups(self, module: Embedding, subsampling: Samples = None) -> Lookups:
+        indices = subsample(module.input0, subsampling=subsampling).long()
+        samples = torch.arange(len(indices), device=indices.device).repeat_interleave(prod(indices.shape[1:]))
+        indices = indices.reshape(-1)
+        return Lookups(samples, indices, None if module.padding_idx is None else indices != module.padding_idx)
+
+    def rows(self, module: Embedding, mat: Tensor, lookups: Lookups) -> Tensor:
+        return mat.reshape(mat.shape[0], len(lookups.indices), mat.shape[-1])
+
+    def output_from_rows(self, module: Embedding, rows: Tensor, lookups: Lookups) -> Tensor:
+        return rows.reshape(rows.shape[0], *module.output.shape)
+
+    def counts(self, module: Embedding) -> Tensor:
+        """Count how often each row was looked up: the diagonal of the second moment of one-hot vectors, summed over samples.
+
+        Args:
+            module: The layer with its recorded input.
+
+        Returns:
+            ``[[K]]``.
+        """
+        lookups, size = self.lookups(module), module.weight.shape[0]
+        used = lookups.indices if lookups.factors is None else lookups.indices[lookups.factors]
+        return torch.bincount(used, minlength=size).to(module.weight.dtype)
+
+    def sums_over_positions(self, module: Embedding, mat: Tensor) -> Tensor:
+        """Add the columns of all positions of a sample that use the weight.
+
+        Args:
+            module: The layer with its recorded input.
+            mat: ``[[V, *output]]``.
+
+        Returns:
+            ``[[V, N, D]]``.
+        """
+        lookups = self.lookups(module)
+        rows = lookups.weighted(self.rows(module, mat, lookups))
+        return rows.reshape(*mat.shape[:2], prod(mat.shape[2:-1]), mat.shape[-1]).sum(2)
+
+
+@register(EmbeddingBag)
+class EmbeddingBagDerivatives(LookupDerivatives):
+    """Sums or means of rows over bags, which are the samples: rows of a matrix of indices, or pieces of a list of them.
+
+    The maximum, and weights that depend on parameters, are left to the graph.
+    """
+
+    def applies(self, module: EmbeddingBag) -> bool:
+        if module.mode == "max" or module.scale_grad_by_freq or module.input0.is_nested:
+            return False
+        # torch itself is not sure what belongs to the last bag if it does not end with the list
+        return not module.include_last_offset or module.input0.dim() == 2 or int(self._given(module)[0][-1]) == len(module.input0)
+
+    @staticmethod
+    def _given(module: EmbeddingBag) -> tuple[Tensor | None, Tensor | None]:
+        """Tell optional inputs apart by their type, since a keyword argument may have the position of the other.
+
+        Returns:
+            Offsets and weights of the entries.
+        """
+        more = [x for x in (getattr(module, name, None) for name in ("input1", "input2")) if x is not None]
+        return next((x for x in more if not x.is_floating_point()), None), next((x for x in more if x.is_floating_point()), None)
+
+    def lookups(self, module: EmbeddingBag, subsampling: Samples = None) -> Lookups:
+        (offsets, weights), bags = self._given(module), module.output.shape[0]
+        indices, factors = module.input0.reshape(-1).long(), None if weights is None else weights.reshape(-1)
+        entries = torch.arange(len(indices), device=indices.device)
+        if offsets is None:
+            samples = entries // max(module.input0.shape[1], 1)
+        else:  # the last of the bags that begin here or before: others that begin here are empty
+            samples = torch.searchsorted(offsets[:bags].long(), entries, right=True) - 1
+        if module.padding_idx is not None:
+            used = indices != module.padding_idx
+            factors = used if factors is None else factors * used
+        if module.mode == "mean":
+            used = (torch.ones_like(samples) if factors is None else factors).to(module.weight.dtype)
+            factors = used / used.new_zeros(bags).index_add_(0, samples, used).clamp(min=1)[samples]
+        if subsampling is None:
+            return Lookups(samples, indices, factors)
+        chosen = torch.as_tensor(subsampling, dtype=torch.long, device=samples.device)
+        samples, entries = (chosen[:, None] % max(bags, 1) == samples).nonzero(as_tuple=True)
+        return Lookups(samples, indices[entries], None if factors is None else factors[entries])
+
+    def rows(self, module: EmbeddingBag, mat: Tensor, lookups: Lookups) -> Tensor:
+        return mat[:, lookups.samples]
+
+    def output_from_rows(self, module: EmbeddingBag, rows: Tensor, lookups: Lookups) -> Tensor:
+        return add_at(rows, lookups.samples, module.output.shape[0])

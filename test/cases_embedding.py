@@ -1,0 +1,170 @@
+"""Rows of the table of cases: tables in which rows are looked up, and layers with two inputs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from cases_nets import Net, graph
+from oracle import Problem
+from table import add, classify, layer, regress
+from torch import Tensor, nn, randint
+from torch.nn import Flatten, Linear, Module, Sequential, Tanh
+
+TABLE = ("chain", "other parameters")
+
+
+def lookup(table: Module, *shape: int, features: int = 6) -> Problem:
+    """Put a table in front of a net.
+
+    Args:
+        table: Module that takes integers below 5.
+        shape: Shape of its input.
+        features: What a sample has after it.
+
+    Returns:
+        Problem.
+    """
+    return classify(Sequential(table, Flatten(), Tanh(), Linear(features, 4)), randint(5, shape))
+
+
+def padded(table: Module) -> Module:
+    """Give the padding a row other than zero.
+
+    Args:
+        table: Table.
+
+    Returns:
+        The same table.
+    """
+    table.weight.data.normal_()
+    return table
+
+
+add("Embedding", lambda N: lookup(nn.Embedding(5, 2), N, 3), *TABLE)
+add("Embedding, one index", lambda N: lookup(nn.Embedding(5, 3), N, features=3), *TABLE)
+add("Embedding, padding, two axes", lambda N: lookup(padded(nn.Embedding(5, 2, padding_idx=1)), N, 2, 2, features=8), *TABLE)
+add("Embedding, max_norm", lambda N: lookup(nn.Embedding(5, 2, max_norm=0.5), N, 3), *TABLE)
+add("Embedding, int32", lambda N: regress(Sequential(nn.Embedding(5, 2), Linear(2, 2)), randint(5, (N, 3), dtype=torch.int32)), *TABLE, "extra axes")
+add("EmbeddingBag, sum", lambda N: lookup(nn.EmbeddingBag(5, 3, mode="sum"), N, 4, features=3), *TABLE)
+add("EmbeddingBag, mean, padding", lambda N: lookup(padded(nn.EmbeddingBag(5, 3, padding_idx=1)), N, 4, features=3), *TABLE)
+
+
+def tables(*names: str, **more: Module) -> dict:
+    """Make the parts of a net with tables ``[5, 3]`` and a Linear on them."""  # noqa: DOC201
+    return {**{name: nn.Embedding(5, 3) for name in names}, "tanh": Tanh(), "b": Linear(3, 4), **more}
+
+
+def indices(x: Tensor) -> Tensor:
+    """Make indices below 5 of an input."""  # noqa: DOC201
+    return (2 * x).long().abs() % 5
+
+
+def positions(net: Net, x: Tensor) -> Tensor:
+    """Add tables of tokens and of positions."""  # noqa: DOC201
+    return net.b(net.tanh(net.token(indices(x)) + net.position(torch.arange(x.shape[1])[None]))).mean(1)
+
+
+def tied(N: int) -> Problem:
+    """Use one table for the input, and transposed for the output."""  # noqa: DOC201
+    model = Sequential(nn.Embedding(4, 3), Tanh(), Linear(3, 4, bias=False))
+    model[2].weight = model[0].weight
+    return classify(model, randint(4, (N,)))
+
+
+def bag(mode: str, **options: object) -> dict:
+    """Make the parts of a net with a bag."""  # noqa: DOC201
+    return {"bag": nn.EmbeddingBag(5, 3, mode=mode, **options), "b": Linear(3, 4)}
+
+
+def bag_of_list(net: Net, x: Tensor, weighted: bool = False) -> Tensor:
+    """Hand bags of different lengths over, the last of them empty."""  # noqa: DOC201
+    flat = indices(x).flatten()
+    offsets = (5 * torch.arange(len(x) + net.bag.include_last_offset)).clamp(max=len(flat))
+    return net.b(net.bag(flat, offsets, x.flatten().sin() if weighted else None))
+
+
+graph("position table", positions, lambda: tables("token", "position"), (3,), "other parameters")
+graph(
+    "Embedding twice",
+    lambda net, x: net.b(net.tanh(net.t(indices(x[:, 0])) + net.t(indices(x[:, 1])))),
+    lambda: tables("t"),
+    (2,),
+    "other parameters",
+    "reused",
+)
+graph("Embedding, samples second", lambda net, x: net.b(net.t(indices(x).T)).mean(0), lambda: tables("t"), (2,), "other parameters")
+graph(
+    "Embedding, samples folded",
+    lambda net, x: net.b(net.t(indices(x).flatten())).view(len(x), 2, 4).sum(1),
+    lambda: tables("t"),
+    (2,),
+    "other parameters",
+)
+graph(
+    "Embedding of one sample for all",
+    lambda net, x: net.b(net.a(x) * net.t(torch.tensor([3]))),
+    lambda: tables("t", a=Linear(2, 3)),
+    (2,),
+    "other parameters",
+)
+add("tied tables", tied, "reused", "nested", "two orientations", "other parameters")
+graph("EmbeddingBag of lists", bag_of_list, lambda: bag("mean", include_last_offset=True), (3,), "other parameters", "chain")
+graph(
+    "EmbeddingBag of lists, weights",
+    partial(bag_of_list, weighted=True),
+    lambda: bag("sum", padding_idx=0),
+    (3,),
+    "other parameters",
+    "chain",
+)
+graph(
+    "EmbeddingBag, weights with parameters",
+    lambda net, x: net.b(net.bag(indices(x), per_sample_weights=net.a(x))),
+    lambda: bag("sum") | {"a": Linear(2, 2)},
+    (2,),
+    "other parameters",
+    "curved",
+)
+graph("EmbeddingBag, max", lambda net, x: net.b(net.bag(indices(x))), lambda: bag("max"), (3,), "other parameters", "curved")
+
+graph(
+    "Bilinear, second input",
+    lambda net, x: net.bilinear(x[:, :2], net.a(x)),
+    lambda: {"a": Linear(3, 3), "bilinear": nn.Bilinear(2, 3, 4)},
+    (3,),
+    "other parameters",
+)
+graph(
+    "Bilinear, both inputs",
+    lambda net, x: net.bilinear(net.tanh(net.a(x)), net.b(x)),
+    lambda: {"a": Linear(3, 2), "b": Linear(3, 3), "tanh": Tanh(), "bilinear": nn.Bilinear(2, 3, 4)},
+    (3,),
+    "other parameters",
+)
+graph(
+    "Bilinear, one tensor twice",
+    lambda net, x: net.bilinear(*[0.1 * net.a(x)] * 2),
+    lambda: {"a": Linear(3, 3), "bilinear": nn.Bilinear(3, 3, 4)},
+    (3,),
+    "other parameters",
+    "curved",
+)
+graph(
+    "Bilinear, data only",
+    lambda net, x: net.b(net.bilinear(x, x)),
+    lambda: {"bilinear": nn.Bilinear(3, 3, 2, bias=False), "b": Linear(2, 4)},
+    (3,),
+    "other parameters",
+    "chain",
+)
+graph(
+    "Bilinear, extra axis",
+    lambda net, x: net.b(net.bilinear(net.a(x), x).flatten(1)),
+    lambda: {"a": Linear(3, 2), "bilinear": nn.Bilinear(2, 3, 2), "b": Linear(4, 4)},
+    (2, 3),
+    "other parameters",
+)
+
+layer("Bilinear", partial(nn.Bilinear, 3, 2, 4), (3,), (2,))
+layer("Bilinear, no bias, extra axes", partial(nn.Bilinear, 2, 3, 1, bias=False), (2, 1, 2), (2, 1, 3))

@@ -1,0 +1,165 @@
+"""Derivatives of tables in which rows are looked up, and their options that are about gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from cases_nets import Net
+from oracle import Oracle, Problem
+from table import classify, default_dtype
+from test_derivatives import DOUBLE, SUBSAMPLING, Recorded, V
+from test_derivatives import close as equal
+from test_extensions import QUANTITIES, close, collect, run
+from torch import einsum, nn, randint, randn, tensor
+from torch.nn import Embedding, EmbeddingBag, Flatten, Linear, Module, Sequential
+
+from backpack import backpack, extend, extensions
+from backpack.core.derivatives.embedding import EmbeddingBagDerivatives
+from backpack.core.derivatives.generic import GenericDerivatives
+from backpack.core.derivatives.registry import derivatives_for
+from backpack.utils.errors import UnsupportedError
+from backpack.utils.kroneckers import kfacs_to_mat
+
+OFFSETS, LIST = tensor([0, 0, 4]), tensor([0, 1, 1, 4, 2, 0, 0])
+LAYERS: dict[str, Callable[[], tuple[Module, tuple]]] = {
+    "Embedding": lambda: (Embedding(5, 3), (randint(5, (3,)),)),
+    "Embedding, positions": lambda: (Embedding(5, 3), (randint(5, (3, 4)),)),
+    "Embedding, more axes": lambda: (Embedding(5, 1), (randint(5, (3, 2, 2)),)),
+    "Embedding, padding": lambda: (Embedding(3, 2, padding_idx=-1), (randint(3, (3, 4)),)),
+    "Embedding, sparse, int32": lambda: (Embedding(3, 2, sparse=True), (randint(3, (3, 4), dtype=torch.int32),)),
+    "Embedding, max_norm": lambda: (Embedding(5, 3, max_norm=0.7), (randint(5, (3, 4)),)),
+    "EmbeddingBag, sum": lambda: (EmbeddingBag(5, 3, mode="sum"), (randint(5, (3, 4)),)),
+    "EmbeddingBag, mean": lambda: (EmbeddingBag(5, 3), (randint(5, (3, 4)),)),
+    "EmbeddingBag, mean, padding": lambda: (EmbeddingBag(3, 3, padding_idx=1), (tensor([[0, 1, 1], [1, 1, 1], [2, 2, 0]]),)),
+    "EmbeddingBag, weights": lambda: (EmbeddingBag(3, 2, mode="sum", padding_idx=0), (randint(3, (3, 4)), None, randn(3, 4, dtype=DOUBLE))),
+    "EmbeddingBag, offsets": lambda: (EmbeddingBag(5, 2, mode="sum"), (LIST, OFFSETS)),
+    "EmbeddingBag, offsets, mean": lambda: (EmbeddingBag(5, 2), (LIST, OFFSETS)),
+    "EmbeddingBag, offsets and end": lambda: (EmbeddingBag(5, 2, include_last_offset=True), (LIST, tensor([0, 4, 7, 7]))),
+    "EmbeddingBag, offsets, weights": lambda: (EmbeddingBag(5, 2, mode="sum", padding_idx=1), (LIST, OFFSETS, randn(7, dtype=DOUBLE))),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_products(name: str) -> None:
+    """Against the dense Jacobian of autograd, with all samples and with a choice of them."""
+    module, inputs = LAYERS[name]()
+    module = module.to(DOUBLE)
+    module.weight.data.normal_()
+    recorded = Recorded(module, *inputs)
+    recorded.N = len(recorded.y)
+    entries = [torch.autograd.grad(entry, module.weight, retain_graph=True)[0].to_dense() for entry in module(*inputs).flatten()]
+    jacobian, rule = torch.stack(entries).reshape(*recorded.y.shape, -1).flatten(1, -2), derivatives_for(module)
+    assert rule.applies(module)
+    for subsampling in (None, SUBSAMPLING, [1]):
+        samples = range(recorded.N) if subsampling is None else subsampling
+        mat = recorded.like_output(len(samples))
+        truth = einsum("nop,vno->vnp", jacobian[samples], mat.flatten(2)).reshape(V, len(samples), *module.weight.shape)
+        for sum_batch, expected in ((True, truth.sum(1)), (False, truth)):
+            equal(rule.param_mjp("weight", module, None, None, mat, sum_batch, subsampling), expected)
+            equal(rule.param_mjp("weight", module, None, None, mat[1], sum_batch, subsampling), expected[1])
+    mat = randn(V, *module.weight.shape, dtype=DOUBLE)
+    equal(rule.weight_jac_mat_prod(module, None, None, mat), einsum("nop,vp->vno", jacobian, mat.flatten(1)).reshape(V, *recorded.y.shape))
+    if inputs[0].dim() > 1 and isinstance(module, Embedding) and not module.sparse:
+        mat = recorded.like_output()
+        equal(GenericDerivatives().param_mjp("weight", module, None, None, mat), rule.param_mjp("weight", module, None, None, mat))
+
+
+@pytest.mark.parametrize("size", [(0,), (0, 3), (3, 0)], ids=str)
+def test_nothing_looked_up(size: tuple[int, ...]) -> None:
+    module = extend(Embedding(4, 2, padding_idx=0))
+    with backpack(extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.Variance()):
+        module(randint(4, size)).sum().backward()
+    assert module.weight.grad_batch.shape == (size[0], 4, 2)
+    assert not (module.weight.grad_batch.any() or module.weight.batch_l2.any() or module.weight.variance.any())
+
+
+def test_what_is_left_to_the_graph() -> None:
+    """The maximum over a bag, and a list of indices of which torch does not say to which bag its end belongs."""
+    for module, inputs in ((EmbeddingBag(4, 2, mode="max"), (randint(4, (3, 2)),)), (EmbeddingBag(5, 2, include_last_offset=True), (LIST, OFFSETS))):
+        assert not EmbeddingBagDerivatives().applies(Recorded(module, *inputs).module)
+
+
+def build(make: Callable[[], Problem]) -> Problem:
+    with torch.random.fork_rng(), default_dtype(torch.float64):
+        torch.manual_seed(1)
+        return make()
+
+
+def lookup(table: Callable[[], Module]) -> Problem:
+    return classify(Sequential(table(), Flatten(), Linear(6, 4)), randint(5, (3, 3)))
+
+
+def positions(table: Callable[[], Module]) -> Problem:
+    return classify(
+        Net(
+            lambda net, x: net.b(net.token(x) + net.position(torch.arange(3)[None])).mean(1), token=Embedding(5, 2), position=table(), b=Linear(2, 4)
+        ),
+        randint(5, (3, 3)),
+    )
+
+
+@pytest.mark.parametrize("extension", QUANTITIES)
+@pytest.mark.parametrize("make", [lookup, positions], ids=["a rule", "the graph"])
+def test_sparse_gradients(make: Callable[..., Problem], extension: str) -> None:
+    """Quantities are dense, and those of a dense table."""
+    problem, quantity = build(partial(make, partial(Embedding, 5, 2, sparse=True))), QUANTITIES[extension]
+    try:
+        run(problem, quantity.make())
+    except NotImplementedError:
+        dense = build(partial(make, partial(Embedding, 5, 2)))
+        with pytest.raises(NotImplementedError):
+            run(dense, quantity.make())
+        return
+    quantity.check(Oracle(build(partial(make, partial(Embedding, 5, 2)))), collect(problem, quantity.field))
+
+
+FREQUENT: dict[str, Callable[[], Problem]] = {
+    "rows": lambda: lookup(partial(Embedding, 5, 2, scale_grad_by_freq=True)),
+    "positions": lambda: positions(partial(Embedding, 5, 2, scale_grad_by_freq=True)),
+    "bags": lambda: classify(Sequential(EmbeddingBag(5, 3, mode="sum", scale_grad_by_freq=True), Linear(3, 4)), randint(5, (3, 3))),
+}
+
+
+@pytest.mark.parametrize("extension", QUANTITIES)
+@pytest.mark.parametrize("name", FREQUENT)
+def test_gradients_scaled_by_frequency(name: str, extension: str) -> None:
+    """Per-sample gradients add up to what autograd calls the gradient; what is no derivative has no second order."""
+    problem, quantity = build(FREQUENT[name]), QUANTITIES[extension].make()
+    if quantity.expects_backpropagation_quantities():
+        with pytest.raises(UnsupportedError, match="scale_grad_by_freq"):
+            run(problem, quantity)
+        return
+    run(problem, extensions.BatchGrad(), *([] if extension == "BatchGrad" else [quantity]))
+    for parameter in problem.model.parameters():
+        close(parameter.grad_batch.sum(0), parameter.grad)
+        g = parameter.grad_batch
+        expected = {
+            "grad_batch": g,
+            "batch_l2": g.flatten(1).square().sum(1),
+            "sum_grad_squared": g.square().sum(0),
+            "variance": g.var(0, correction=0),
+        }
+        close(getattr(parameter, quantity.savefield), expected[quantity.savefield])
+
+
+def test_kronecker_factors_of_a_table() -> None:
+    """For one position a sample, and columns that are the same for all samples, their product is the exact block."""
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        model, lossfunc, x = extend(Sequential(Embedding(4, 3), Linear(3, 2))), extend(nn.MSELoss()), tensor([0, 2, 2, 2, 3])
+        with backpack(extensions.KFLR(), extensions.SqrtGGNExact()):
+            lossfunc(model(x), randn(5, 2)).backward()
+    counts, outputs = model[0].weight.kflr
+    close(counts, tensor([1.0, 0, 3, 1]).double() / 5)
+    root = model[0].weight.sqrt_ggn_exact.reshape(-1, 12)
+    close(kfacs_to_mat([counts, outputs]), root.T @ root)
+
+
+def test_factor_that_is_too_large() -> None:
+    model, lossfunc = extend(Sequential(Embedding(2, 20_000), nn.AdaptiveAvgPool1d(1))), extend(nn.MSELoss())
+    loss = lossfunc(model(tensor([[0], [1]])), randn(2, 1, 1))
+    with pytest.raises(UnsupportedError, match="20000 x 20000"), backpack(extensions.KFAC()):
+        loss.backward()
