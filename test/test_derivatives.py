@@ -41,6 +41,7 @@ ACTIVATIONS: dict[str, Callable[[], Module]] = {
     "ReLU": nn.ReLU,
     "LeakyReLU": lambda: nn.LeakyReLU(0.1),
     "LeakyReLU, slope 0": lambda: nn.LeakyReLU(0.0),
+    "LeakyReLU, negative": lambda: nn.LeakyReLU(-0.1),
     "RReLU": lambda: nn.RReLU(0.1, 0.4),
     "PReLU": nn.PReLU,
     "PReLU, negative": lambda: nn.PReLU(init=-0.3),
@@ -179,7 +180,7 @@ def setup(name: str, batch_size: int) -> tuple[BaseDerivatives, Recorded]:
     x = 2 * randn(batch_size, *LAYERS[name].shape, dtype=DOUBLE)
     kinks = torch.tensor(KINKS, dtype=DOUBLE)[: x[0].numel()]
     x.view(batch_size, -1)[-1, : len(kinks)] = kinks  # exact kinks in the last sample
-    return derivatives_for(module), Recorded(module, x)
+    return derivatives_for(module), Recorded(module, x, *LAYERS[name].more(batch_size))
 
 
 def close(result: Tensor, truth: Tensor) -> None:
@@ -297,9 +298,11 @@ def test_only_what_a_rule_keeps_is_read(name: str) -> None:
         return results + [derivatives._param_mjp(param, module, None, g_out, mat) for param, _ in module.named_parameters()]
 
     expected = products(recorded.module)
-    kept = {"input0": "input" in derivatives.keeps, "output": "output" in derivatives.keeps}
+    needs = derivatives.needs(recorded.module)
+    kept = {**{f"input{i}": "input" in needs for i in range(len(recorded.inputs))}, "output": "output" in needs}
     tensors = {attribute: getattr(recorded.module, attribute) for attribute in kept}
-    del recorded.module.input0, recorded.module.output
+    for attribute in kept:
+        delattr(recorded.module, attribute)
     call = Call(recorded.module, **{attribute: tensor if kept[attribute] else tensor.to("meta") for attribute, tensor in tensors.items()})
     for result, truth in zip(products(call), expected, strict=True):
         close(result, truth)
@@ -463,9 +466,13 @@ def test_alpha_dropout_in_training_mode() -> None:
 
 @pytest.mark.parametrize(
     ("derivatives", "module"),
-    [(LeakyReLUDerivatives(), nn.LeakyReLU(-0.1)), (RReLUDerivatives(), nn.RReLU()), (RReLUDerivatives(), nn.RReLU(-0.2, 0.1).eval())],
+    [
+        (LeakyReLUDerivatives(), nn.LeakyReLU(-0.1, inplace=True)),
+        (RReLUDerivatives(), nn.RReLU()),
+        (RReLUDerivatives(), nn.RReLU(-0.2, 0.1, inplace=True).eval()),
+    ],
 )
-def test_slopes_that_the_output_does_not_determine(derivatives: BaseDerivatives, module: Module) -> None:
+def test_slopes_that_the_record_does_not_determine(derivatives: BaseDerivatives, module: Module) -> None:
     Recorded(module, randn(3, 5))
     assert not derivatives.applies(module)
     with pytest.raises(UnsupportedError):

@@ -16,7 +16,8 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall
-from backpack.core.graph import SPLIT, Gap, Way, call_node, outputs_of, shape_of
+from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
+from backpack.core.graph import SPLIT, Gap, Way, call_node, outputs_of, saved_maxima, shape_of
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
 from backpack.core.walk import Need, Unit
@@ -225,6 +226,8 @@ class Carry:
             grad = torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
         if call.derivatives is RANDOM and unit.below is not None:
             call.slope = self._slope(node, unit)
+        elif isinstance(call.derivatives, MaxPoolNDDerivatives):
+            call.maxima = saved_maxima(unit.inside)
         view = BatchFirst(call, axis) if axis else call
         arranged = grad.reshape(slot.shape).movedim(axis, 0) if unit.base or axis else grad
         for flow in self._flows:

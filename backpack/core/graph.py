@@ -6,7 +6,7 @@ Private symbols of torch's graph live here and in ``calls.py`` only.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from functools import cache
 from typing import Any, NamedTuple
@@ -27,17 +27,22 @@ LEAF = "torch::autograd::AccumulateGrad"
 LINEAR = frozenset(
     """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
     Split SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Movedim
-    Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding NativeDropout""".split()
+    Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D
+    ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D UpsampleNearest1D UpsampleNearest2D
+    UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
+    UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout""".split()
 )
 """Operations that are linear."""
-PIECEWISE_LINEAR = frozenset(
-    "Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split()
+_MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
+PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
+    """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
+    Amin FractionalMaxPool2D FractionalMaxPool3D""".split()
 )
 """Operations that are linear almost everywhere."""
-PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
+PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul".split())
 """Operations that are linear in each of their factors."""
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
-_STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Embedding"}
+_STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Where", "MaxUnpool2D", "MaxUnpool3D", "Embedding"}
 _ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
     Erf Sin Cos Neg Clone ToCopy Mul Div Add Sub NativeDropout Clamp""".split()
@@ -191,6 +196,21 @@ def checkpointed(node: Node) -> bool:
             if type(part.data).__module__ == checkpoint.__module__:
                 return True
     return False
+
+
+def saved_maxima(nodes: Iterable[Node]) -> Tensor | None:
+    """Return the positions of the maxima, which a max-pooling has saved for autograd.
+
+    Args:
+        nodes: Graph nodes.
+
+    Returns:
+        The positions; ``None`` if no max-pooling is among the nodes, or what it has saved is not at hand.
+    """
+    for node in nodes:
+        if operation(node) in _MAX_POOLS and not checkpointed(node):
+            return node._saved_result1
+    return None
 
 
 def refuse_checkpointed(node: Node) -> None:

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
+from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import LEAF
 from backpack.core.owners import owners
 from backpack.core.samples import Layout
@@ -253,8 +254,16 @@ class Walk:
         Returns:
             Its name, and that of the module which ends there.
         """
-        inside = [f"{mark.call.path} ({type(mark.call.module).__name__}, which has no rule)" for mark in self.marks.get(node, ()) if not mark.base]
-        return f"{node.name()} of {inside[0]}" if inside and not self.marks[node][0].call.module._modules else node.name()
+        call = next((mark.call for mark in self.marks.get(node, ()) if not mark.base), None)
+        if call is None or self.marks[node][0].call.module._modules:
+            return node.name()
+        if derivatives_for(call.module) is None:
+            why = "which has no rule"
+        elif call.derivatives is None:
+            why = "whose rule does not apply to this call"
+        else:
+            why = "whose rule stands for calls with a single output, of which axis 0 holds the samples"
+        return f"{node.name()} of {call.path} ({type(call.module).__name__}, {why})"
 
     def names(self, bits: int) -> str:
         """Name parameters.
