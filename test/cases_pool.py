@@ -195,8 +195,6 @@ NETS: dict[str, tuple[tuple[int, ...], Callable[[], Module]]] = {
 for _name, (_shape, _make) in NETS.items():
     add(_name, partial(between, _shape, _make), "chain")
 
-add("FractionalMaxPool2d", partial(between, (2, 5, 5), lambda: nn.FractionalMaxPool2d(2, 3)), "graph")
-add("FractionalMaxPool3d", partial(between, (2, 2, 5, 5), lambda: nn.FractionalMaxPool3d((1, 2, 2), (1, 3, 3))), "graph")
 CURVED = ("chain", "nested", "dense residual")
 add("LPPool1d", partial(between, (2, 4), lambda: nn.LPPool1d(3, 2)), *CURVED)
 add("LPPool2d", partial(between, (1, 3, 3), lambda: nn.LPPool2d(2, 2, 1)), *CURVED)
@@ -300,6 +298,24 @@ for _name, _shape, _function in (
     ("unfold", (3, 3), lambda h: F.fold(F.unfold(h, 2), (3, 3), 2)),
 ):
     graph(f"functional {_name}", *functional(_function, _shape), (3,))
+
+
+class Power(torch.autograd.Function):
+    """A custom function of a tensor and a number."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, exponent: int, x: Tensor) -> Tensor:  # noqa: D102
+        ctx.save_for_backward(x)
+        ctx.exponent = exponent
+        return x**exponent
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor) -> tuple[None, Tensor]:  # noqa: D102
+        (x,) = ctx.saved_tensors
+        return None, ctx.exponent * g * x ** (ctx.exponent - 1)
+
+
+graph("custom function with a number", lambda net, x: net.b(Power.apply(3, net.a(x))), layers(3, 3, 4), (3,), "curved")
 graph("where", rectified, layers(3, 3, 4), (3,))
 graph("where, one branch curved", half_curved, layers(3, 3, 4), (3,), "curved")
 graph("samples last", samples_last, layers(3, 3, 4, relu=nn.LeakyReLU), (3,))

@@ -141,7 +141,8 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
     Returns:
         For each next edge ``[V, *shape]``, or ``None``.
     """
-    apply = node.apply if isinstance(node, BackwardCFunction) else node
+    custom = isinstance(node, BackwardCFunction)
+    apply = node.apply if custom else node
     given = [i for i, c in enumerate(columns) if c is not None]
     count = columns[given[0]].shape[0]
 
@@ -150,7 +151,12 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         for i, part in zip(given, parts, strict=True):
             full[i] = part
         out = apply(*full)
-        return out if isinstance(out, tuple) else (out,)
+        out = out if isinstance(out, tuple) else (out,)
+        if not custom:
+            return out
+        # a custom function returns something for every argument, but edges lead to tensors only
+        needed = iter([gradient for gradient, wanted in zip(out, node.needs_input_grad, strict=False) if wanted])
+        return tuple(None if upstream is None else next(needed) for upstream, _ in node.next_functions)
 
     parts = [columns[i] for i in given]
     missing: list[bool] = []
@@ -262,9 +268,11 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
             return _CROSSINGS[key]
     samples, axis = next((layout.samples, layout.axis) for layout in states.values())
     columns = [probe(m.shape, states[nr], m.dtype, m.device) if nr in states else None for nr, m in enumerate(metadata)]
+    with torch.no_grad():  # as autograd runs its nodes
+        gradients = call_node(node, columns)
     crossings: list[Crossing | None] = []
     settled = True
-    for shape, returned in zip(shapes, call_node(node, columns), strict=True):
+    for shape, returned in zip(shapes, gradients, strict=True):
         if shape is None or returned is None:
             crossings.append(None)
             continue
