@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from backpack import extend
 from backpack.core.derivatives.activations import LeakyReLUDerivatives, RReLUDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives
 from backpack.core.derivatives.dropout import AlphaDropoutDerivatives, DropoutDerivatives
@@ -402,6 +403,15 @@ def test_a_wrong_result_of_a_rule_is_refused() -> None:
     recorded = Recorded(module, rand(5, 4))
     with pytest.raises(ShapeError, match="result of Wrong"):
         Wrong().param_mjp("weight", module, None, None, rand(2, *recorded.y.shape), sum_batch=False)
+
+
+def test_reading_the_output_of_a_module_in_place_leaves_its_record_alone() -> None:
+    """An output that was not kept is computed once more, from a copy of the input that was."""
+    linear, silu = nn.Linear(4, 3), extend(nn.SiLU(inplace=True))
+    last = silu(linear(rand(5, 4))) * 1  # nobody holds the output of silu
+    close(silu.output, last.detach())
+    close(silu.output, last.detach())
+    close(nn.functional.silu(silu.input0), last.detach())
 
 
 def test_missing_rules_are_refused() -> None:

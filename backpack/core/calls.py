@@ -316,8 +316,11 @@ class ModuleCall:
         """
         if self.derivatives is None or "input" not in self._needs or self._changed:
             return None
+        inputs = [self.tensor(f"input{i}") for i in range(len(self.inputs))]
+        if vars(self.module).get("inplace") is True:
+            inputs = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
         with torch.no_grad():
-            return type(self.module).forward(self.module, *(self.tensor(f"input{i}") for i in range(len(self.inputs))))
+            return type(self.module).forward(self.module, *inputs)
 
     def recover(self, name: str) -> Any:
         """Compute a tensor that was not kept, where that is possible.
