@@ -14,7 +14,7 @@ from torch.nn import Module
 from backpack.context import CTX
 from backpack.core.calls import Mark, recording, transformed
 from backpack.core.carry import Carry
-from backpack.core.graph import unwatch, watch
+from backpack.core.engine import unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.walk import Need, Walk

@@ -3,6 +3,7 @@
 import cases_embedding  # noqa: F401
 import cases_nets  # noqa: F401
 import cases_norm  # noqa: F401
+import cases_pool  # noqa: F401
 import cases_sequence  # noqa: F401
 from table import CASES, LAYERS
 

@@ -8,7 +8,7 @@ import torch
 from cases_nets import Net, graph
 from oracle import Problem
 from table import add, classify, layer, regress
-from torch import Tensor, nn, randint
+from torch import Tensor, nn, randint, randn
 from torch.nn import Flatten, Linear, Module, Sequential, Tanh
 
 TABLE = ("chain", "other parameters")
@@ -166,5 +166,5 @@ graph(
     "other parameters",
 )
 
-layer("Bilinear", partial(nn.Bilinear, 3, 2, 4), (3,), (2,))
-layer("Bilinear, no bias, extra axes", partial(nn.Bilinear, 2, 3, 1, bias=False), (2, 1, 2), (2, 1, 3))
+layer("Bilinear", partial(nn.Bilinear, 3, 2, 4), (3,), lambda N: (randn(N, 2, dtype=torch.float64),))
+layer("Bilinear, no bias, extra axes", partial(nn.Bilinear, 2, 3, 1, bias=False), (2, 1, 2), lambda N: (randn(N, 2, 1, 3, dtype=torch.float64),))

@@ -167,26 +167,26 @@ class Layer(NamedTuple):
     Attributes:
         make: Makes the module.
         shape: Shape of one sample of its input.
-        more: Shapes of one sample of its other inputs.
+        more: Draws further inputs for a batch size.
     """
 
     make: Callable[[], Module]
     shape: tuple[int, ...]
-    more: tuple[tuple[int, ...], ...] = ()
+    more: Callable[[int], tuple[Tensor, ...]]
 
 
 LAYERS: dict[str, Layer] = {}
 """At least one row for each module class that has a rule, and one for each of its options that changes the rule."""
 
 
-def layer(name: str, make: Callable[[], Module], shape: tuple[int, ...], *more: tuple[int, ...]) -> None:
+def layer(name: str, make: Callable[[], Module], shape: tuple[int, ...], more: Callable[[int], tuple[Tensor, ...]] = lambda _: ()) -> None:
     """Add a row to the table of layers.
 
     Args:
         name: Name.
         make: Makes the module.
         shape: Shape of one sample of its input.
-        more: Shapes of one sample of its other inputs.
+        more: Draws further inputs for a batch size.
     """
     assert name not in LAYERS, name
     LAYERS[name] = Layer(make, shape, more)

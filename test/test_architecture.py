@@ -35,7 +35,7 @@ LAYERS = {
 }
 MAX_LINES = 400
 PRIVATE = re.compile(r"_input_metadata|_base|_version|_saved_\w+|torch\._\w+(\..*)?")
-KNOWS_PRIVATE = {"backpack.core.graph", "backpack.core.calls"}
+KNOWS_PRIVATE = {"backpack.core.graph", "backpack.core.calls", "backpack.core.engine"}
 LAZY = {"backpack.compat"}  # forwards old import paths when they are asked for
 
 

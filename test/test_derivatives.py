@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from backpack import extend
 from backpack.core.derivatives.activations import LeakyReLUDerivatives, RReLUDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives
 from backpack.core.derivatives.dropout import AlphaDropoutDerivatives, DropoutDerivatives
@@ -41,6 +42,7 @@ ACTIVATIONS: dict[str, Callable[[], Module]] = {
     "ReLU": nn.ReLU,
     "LeakyReLU": lambda: nn.LeakyReLU(0.1),
     "LeakyReLU, slope 0": lambda: nn.LeakyReLU(0.0),
+    "LeakyReLU, negative": lambda: nn.LeakyReLU(-0.1),
     "RReLU": lambda: nn.RReLU(0.1, 0.4),
     "PReLU": nn.PReLU,
     "PReLU, negative": lambda: nn.PReLU(init=-0.3),
@@ -179,7 +181,7 @@ def setup(name: str, batch_size: int) -> tuple[BaseDerivatives, Recorded]:
     x = 2 * randn(batch_size, *LAYERS[name].shape, dtype=DOUBLE)
     kinks = torch.tensor(KINKS, dtype=DOUBLE)[: x[0].numel()]
     x.view(batch_size, -1)[-1, : len(kinks)] = kinks  # exact kinks in the last sample
-    return derivatives_for(module), Recorded(module, x, *(randn(batch_size, *shape, dtype=DOUBLE) for shape in LAYERS[name].more))
+    return derivatives_for(module), Recorded(module, x, *LAYERS[name].more(batch_size))
 
 
 def close(result: Tensor, truth: Tensor) -> None:
@@ -298,7 +300,8 @@ def test_only_what_a_rule_keeps_is_read(name: str) -> None:
         return results + [derivatives._param_mjp(param, module, None, g_out, mat) for param, _ in module.named_parameters()]
 
     expected = products(recorded.module)
-    kept = {f"input{i}": "input" in derivatives.keeps for i in range(len(recorded.inputs))} | {"output": "output" in derivatives.keeps}
+    needs = derivatives.needs(recorded.module)
+    kept = {**{f"input{i}": "input" in needs for i in range(len(recorded.inputs))}, "output": "output" in needs}
     tensors = {attribute: getattr(recorded.module, attribute) for attribute in kept}
     for attribute in kept:
         delattr(recorded.module, attribute)
@@ -411,6 +414,15 @@ def test_a_wrong_result_of_a_rule_is_refused() -> None:
         Wrong().param_mjp("weight", module, None, None, rand(2, *recorded.y.shape), sum_batch=False)
 
 
+def test_reading_the_output_of_a_module_in_place_leaves_its_record_alone() -> None:
+    """An output that was not kept is computed once more, from a copy of the input that was."""
+    linear, silu = nn.Linear(4, 3), extend(nn.SiLU(inplace=True))
+    last = silu(linear(rand(5, 4))) * 1  # nobody holds the output of silu
+    close(silu.output, last.detach())
+    close(silu.output, last.detach())
+    close(nn.functional.silu(silu.input0), last.detach())
+
+
 def test_missing_rules_are_refused() -> None:
     module = nn.Linear(4, 3)
     recorded = Recorded(module, rand(5, 4))
@@ -473,9 +485,13 @@ def test_alpha_dropout_in_training_mode() -> None:
 
 @pytest.mark.parametrize(
     ("derivatives", "module"),
-    [(LeakyReLUDerivatives(), nn.LeakyReLU(-0.1)), (RReLUDerivatives(), nn.RReLU()), (RReLUDerivatives(), nn.RReLU(-0.2, 0.1).eval())],
+    [
+        (LeakyReLUDerivatives(), nn.LeakyReLU(-0.1, inplace=True)),
+        (RReLUDerivatives(), nn.RReLU()),
+        (RReLUDerivatives(), nn.RReLU(-0.2, 0.1, inplace=True).eval()),
+    ],
 )
-def test_slopes_that_the_output_does_not_determine(derivatives: BaseDerivatives, module: Module) -> None:
+def test_slopes_that_the_record_does_not_determine(derivatives: BaseDerivatives, module: Module) -> None:
     Recorded(module, randn(3, 5))
     assert not derivatives.applies(module)
     with pytest.raises(UnsupportedError):

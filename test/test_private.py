@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,7 +11,7 @@ from torch.autograd import Variable, grad
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.core.graph import checkpointed, outputs_of, shape_of
+from backpack.core.graph import checkpointed, outputs_of, saved_maxima, shape_of
 from backpack.extensions import BatchGrad
 
 
@@ -42,6 +44,18 @@ def test_saved_options_of_tables(module: type[nn.Module]) -> None:
     for scaled in (False, True):
         out = module(3, 2, scale_grad_by_freq=scaled)(torch.tensor([[0, 1]]))
         assert out.grad_fn._saved_scale_grad_by_freq is scaled
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("make", [lambda axes: getattr(nn, f"MaxPool{axes}d"), lambda axes: getattr(nn, f"AdaptiveMaxPool{axes}d")])
+def test_saved_positions_of_maxima(make: Callable[[int], type[nn.Module]], axes: int) -> None:
+    x = torch.rand(2, 3, *[5] * axes, requires_grad=True)
+    maxima, positions = make(axes)(2, return_indices=True)(x)
+    nodes = [maxima.grad_fn, *(node for node, _ in maxima.grad_fn.next_functions)]
+    assert saved_maxima(nodes).reshape(maxima.shape).equal(positions)
+    assert saved_maxima([torch.tanh(x).grad_fn]) is None
+    held = checkpoint(make(axes)(2), x, use_reentrant=False).grad_fn
+    assert saved_maxima([held, held.next_functions[0][0]]) is None
 
 
 @pytest.mark.parametrize("retain", [False, True])

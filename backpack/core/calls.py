@@ -161,6 +161,7 @@ class ModuleCall:
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
         outputs: One ``Slot`` a tensor of the output.
         slope: Derivative of a random element-wise module, set when it is needed.
+        maxima: Positions of the maxima of a max-pooling, set when they are needed.
         versions: How often each parameter and buffer of the module had been changed in place.
         seen: The positional arguments, as long as the module runs.
         keep: Set where somebody reads the tensors after the backward pass.
@@ -168,6 +169,7 @@ class ModuleCall:
 
     keep: bool = False
     slope: Tensor | None = None
+    maxima: Tensor | None = None
     seen: tuple | None = None
     versions: Sequence[int] = ()
 
@@ -181,7 +183,7 @@ class ModuleCall:
         # torch's own losses are often temporary objects, `extend(MSELoss())(...)`, and never store what they return: held strongly
         self._module = module if rule is not None and rule.is_loss and type(module).__module__.startswith("torch.nn") else ref(module)
         if rule is not None:
-            self._needs = rule.keeps
+            self._needs = rule.needs(module)
         else:
             self._needs = _NOTHING if module._modules else _BOTH
         if module._parameters or module._buffers:
@@ -272,6 +274,7 @@ class ModuleCall:
     def release(self) -> None:
         """Give the recorded tensors back."""
         if not self.keep:
+            self.maxima = None
             for slot in (*self.inputs, *self.outputs):
                 if isinstance(slot, Slot):
                     slot.value = None
@@ -311,10 +314,13 @@ class ModuleCall:
         Returns:
             The output; ``None`` if an input was not kept, a parameter has changed, or the module has no such rule.
         """
-        if self.derivatives is None or "input" not in self.derivatives.keeps or self._changed:
+        if self.derivatives is None or "input" not in self._needs or self._changed:
             return None
+        inputs = [self.tensor(f"input{i}") for i in range(len(self.inputs))]
+        if vars(self.module).get("inplace") is True:
+            inputs = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
         with torch.no_grad():
-            return type(self.module).forward(self.module, *(self.tensor(f"input{i}") for i in range(len(self.inputs))))
+            return type(self.module).forward(self.module, *inputs)
 
     def recover(self, name: str) -> Any:
         """Compute a tensor that was not kept, where that is possible.

@@ -15,8 +15,10 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall
+from backpack.core.crossings import SPLIT, Gap, Way
+from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
-from backpack.core.graph import SPLIT, Gap, Way, call_node, outputs_of, shape_of
+from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
 from backpack.core.walk import Unit
@@ -107,6 +109,8 @@ class Carry:
             grad = torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
         if call.derivatives is RANDOM and unit.below is not None:
             call.slope = self._slope(node, unit)
+        elif isinstance(call.derivatives, MaxPoolNDDerivatives):
+            call.maxima = saved_maxima(unit.inside)
         view = call if turn is None else BatchFirst(call, turn)
         grad = grad.reshape(slot.shape) if unit.base else grad
         grad = grad if turn is None else turn.front(grad)

@@ -1,25 +1,21 @@
-"""Autograd's graph: its nodes, how to call them, and how each of them carries the samples of the mini-batch to its inputs.
+"""Autograd's graph: its nodes, what they are and have saved, and how to call them.
 
-Private symbols of torch's graph live here and in ``calls.py`` only.
+Private symbols of torch live here, in ``calls.py`` and in ``engine.py`` only.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from enum import Enum
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.checkpoint import checkpoint
 
 from backpack.core.calls import Edge
-from backpack.core.samples import Layout, decode, keeps_samples, probe, settle
 from backpack.utils.errors import UnsupportedError
 
 LEAF = "torch::autograd::AccumulateGrad"
@@ -27,28 +23,20 @@ LEAF = "torch::autograd::AccumulateGrad"
 LINEAR = frozenset(
     """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
     Split SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Movedim
-    Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding NativeDropout""".split()
+    Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D
+    ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D UpsampleNearest1D UpsampleNearest2D
+    UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
+    UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout""".split()
 )
 """Operations that are linear."""
-PIECEWISE_LINEAR = frozenset(
-    "Relu LeakyRelu Threshold Hardtanh Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax Amin MaxPool2DWithIndices".split()
+_MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
+PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
+    """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
+    Amin FractionalMaxPool2D FractionalMaxPool3D""".split()
 )
 """Operations that are linear almost everywhere."""
-PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where Trilinear".split())
+PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Trilinear".split())
 """Operations that are linear in each of their factors."""
-# operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
-_STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Embedding"}
-_ELEMENTWISE = frozenset(
-    """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
-    Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp""".split()
-)
-# the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
-_BROADCASTING = frozenset("Mul Div Add Sub".split())
-# these work on the last two axes, and on each entry of the axes in front alike
-_STACKED = frozenset(
-    """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
-    ScaledDotProductCudnnAttention""".split()
-)
 
 
 def operation(node: Node) -> str:
@@ -61,52 +49,6 @@ def operation(node: Node) -> str:
         ``"Mul"`` for ``MulBackward0``.
     """
     return node.name().partition("Backward")[0]
-
-
-class Way(Enum):
-    """How the columns on a graph edge hold the samples."""
-
-    DATA = "on an axis of the tensor, as its layout says"
-    SPLIT = "split: every sample has columns of its own"
-    MASKED = "split, by masking before the node is called"
-
-
-SPLIT = Way.SPLIT
-State = Layout | Way
-
-
-class Crossing(NamedTuple):
-    """How columns leave a gap node towards one of its inputs.
-
-    Attributes:
-        way: How they hold the samples then.
-        returned: Layout of the gradient that the node returns, before axes along which the input was broadcast are summed.
-        arrives: Layout after that sum, if the way is ``DATA``.
-    """
-
-    way: Way
-    returned: Layout | None
-    arrives: Layout | None
-
-
-class Gap:
-    """A graph node that no rule covers, crossed by calling it.
-
-    Attributes:
-        node: The node.
-        states: Output number to state of the incoming columns.
-        nexts: For each next edge from which something needed is reached: (node, number, shape).
-        crossings: For each next edge: how columns leave, ``None`` where nothing is needed.
-    """
-
-    __slots__ = ("crossings", "nexts", "node", "states")
-
-    def __init__(self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None]) -> None:
-        self.node, self.states, self.nexts = node, states, nexts
-        if SPLIT in states.values():
-            self.crossings = [None if n is None else Crossing(SPLIT, None, None) for n in nexts]
-        else:
-            self.crossings = crossings_of(node, states, tuple(None if n is None else n[2] for n in nexts))
 
 
 def shape_of(edge: Edge) -> torch.Size:
@@ -168,7 +110,8 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
     Returns:
         For each next edge ``[V, *shape]``, or ``None``.
     """
-    apply = node.apply if isinstance(node, BackwardCFunction) else node
+    custom = isinstance(node, BackwardCFunction)
+    apply = node.apply if custom else node
     given = [i for i, c in enumerate(columns) if c is not None]
     count = columns[given[0]].shape[0]
 
@@ -177,7 +120,12 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         for i, part in zip(given, parts, strict=True):
             full[i] = part
         out = apply(*full)
-        return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in (out if isinstance(out, tuple) else (out,)))
+        out = out if isinstance(out, tuple) else (out,)
+        if not custom:
+            return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in out)
+        # a custom function returns something for every argument, but edges lead to tensors only
+        needed = iter([gradient for gradient, wanted in zip(out, node.needs_input_grad, strict=False) if wanted])
+        return tuple(None if upstream is None else next(needed) for upstream, _ in node.next_functions)
 
     parts = [columns[i] for i in given]
     missing: list[bool] = []
@@ -221,6 +169,21 @@ def checkpointed(node: Node) -> bool:
     return False
 
 
+def saved_maxima(nodes: Iterable[Node]) -> Tensor | None:
+    """Return the positions of the maxima, which a max-pooling has saved for autograd.
+
+    Args:
+        nodes: Graph nodes.
+
+    Returns:
+        The positions; ``None`` if no max-pooling is among the nodes, or what it has saved is not at hand.
+    """
+    for node in nodes:
+        if operation(node) in _MAX_POOLS and not checkpointed(node):
+            return node._saved_result1
+    return None
+
+
 def refuse_checkpointed(node: Node) -> None:
     """Refuse to call a node that can be called a single time.
 
@@ -257,147 +220,18 @@ def refuse_second_order(node: Node, where: Callable[[Node], str]) -> None:
 
 
 @cache
-def _static_attributes(cls: type) -> tuple[str, ...]:
+def _setting_names(cls: type) -> tuple[str, ...]:
     names = dir(cls)
     return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
 
 
-def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
-    """Say how a node carries the samples where that follows from what it is: they stay on their axis.
+def settings_of(node: Node) -> tuple[str, ...]:
+    """Return everything that a node has saved other than tensors.
 
     Args:
         node: The node.
-        layout: Where they lie in its output.
-        shapes: Shape of each needed input, ``None`` for others.
 
     Returns:
-        The crossing of each needed input; ``None`` if it has to be found out.
+        Texts that can be compared.
     """
-    name, full = operation(node), shape_of((node, 0))
-    if name in _BROADCASTING:
-        kept = [None if shape is None else keeps_samples(layout, full, shape) for shape in shapes]
-        return [
-            None if shape is None else Crossing(Way.SPLIT, layout, None) if axis is None else Crossing(Way.DATA, layout, layout._replace(axis=axis))
-            for shape, axis in zip(shapes, kept, strict=True)
-        ]
-    if name in _STACKED:
-        stays = layout.axis < len(full) - 2
-    elif name in ("Softmax", "LogSoftmax"):
-        dim = saved(node, "dim")  # torch reports negative numbers as unsigned ones
-        stays = layout.axis != (dim - 2**64 if dim >= 2**63 else dim) % len(full)
-    else:
-        stays = name in _ELEMENTWISE
-    same = all(shape is None or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
-    return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
-
-
-_CROSSINGS: dict[Any, list[Crossing | None]] = {}
-
-
-def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None]:
-    """Find out how a node carries the samples to its inputs, by sending known columns through it.
-
-    Args:
-        node: The node.
-        states: Output number to layout.
-        shapes: Shape of each needed input, ``None`` for others.
-
-    Returns:
-        The crossing of each needed input.
-    """
-    metadata, key = node._input_metadata, None
-    if len(states) == 1 and 0 in states:
-        known = _same_axis(node, states[0], shapes)
-        if known is not None:
-            return known
-    if checkpointed(node):
-        refuse_checkpointed(node)
-    if operation(node) in _STATIC:
-        attributes = tuple(str(getattr(node, name)) for name in _static_attributes(type(node)))
-        key = (node.name(), tuple(torch.Size(m.shape) for m in metadata), shapes, tuple(states.items()), attributes)
-        if key in _CROSSINGS:
-            return _CROSSINGS[key]
-    samples, axis = next((layout.samples, layout.axis) for layout in states.values())
-    columns = [probe(m.shape, states[nr], m.dtype, m.device) if nr in states else None for nr, m in enumerate(metadata)]
-    crossings: list[Crossing | None] = []
-    settled = True
-    for shape, returned in zip(shapes, call_node(node, columns), strict=True):
-        if shape is None or returned is None:
-            crossings.append(None)
-            continue
-        layout, certain = decode(returned, samples, axis)
-        settled = settled and certain
-        if layout is None:
-            crossings.append(Crossing(Way.MASKED, None, None))
-            continue
-        kept = keeps_samples(layout, returned.shape[1:], shape)
-        if kept is None:
-            crossings.append(Crossing(Way.SPLIT, settle(layout), None))
-        else:
-            crossings.append(Crossing(Way.DATA, settle(layout), Layout(kept, layout.labels, samples)))
-    if key is not None and settled:
-        if len(_CROSSINGS) > 10_000:
-            _CROSSINGS.clear()
-        _CROSSINGS[key] = crossings
-    return crossings
-
-
-class _WatchedEngine:
-    """Stands in for autograd's engine: the one place through which ``backward`` and ``grad`` pass, however they were imported."""
-
-    def __init__(self, engine: Any, handler: Callable[[Callable[[], Any], tuple, bool, bool, bool, bool], Any]) -> None:
-        self._engine, self._handler = engine, handler
-
-    def run_backward(self, roots: tuple, grads: tuple, keep_graph: bool, create_graph: bool, inputs: tuple, *args: Any, **kwargs: Any) -> Any:
-        """Hand a call over to the handler.
-
-        Args:
-            roots: Tensors or edges.
-            grads: Their gradients.
-            keep_graph: Whether the graph stays.
-            create_graph: Whether the result can be differentiated.
-            inputs: What to differentiate with respect to; empty for all leaves.
-            *args: More settings of the engine.
-            **kwargs: More settings of the engine.
-
-        Returns:
-            What the engine returns.
-        """
-        accumulates = kwargs["accumulate_grad"] if "accumulate_grad" in kwargs else args[1]
-
-        def execute() -> Any:
-            return self._engine.run_backward(roots, grads, keep_graph, create_graph, inputs, *args, **kwargs)
-
-        if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
-            return execute()  # is_grads_batched=True
-        return self._handler(execute, roots, not accumulates, bool(inputs), create_graph, keep_graph)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
-_watching = threading.Lock()
-_watchers = 0
-
-
-def watch(handler: Callable[[Callable[[], Any], tuple, bool, bool, bool, bool], Any]) -> None:
-    """Let a handler see all calls of autograd's engine, until as many calls of ``unwatch`` have followed.
-
-    Args:
-        handler: Called with (the original call, roots, whether it returns gradients, whether leaves were chosen, create_graph, retain_graph).
-    """
-    global _watchers  # noqa: PLW0603
-    with _watching:
-        _watchers += 1
-        if _watchers == 1:
-            Variable._execution_engine = _WatchedEngine(Variable._execution_engine, handler)
-
-
-def unwatch() -> None:
-    """Undo one call of ``watch``."""
-    global _watchers  # noqa: PLW0603
-    with _watching:
-        _watchers -= 1
-        engine = Variable._execution_engine
-        if not _watchers and isinstance(engine, _WatchedEngine):
-            Variable._execution_engine = engine._engine
+    return tuple(str(getattr(node, name)) for name in _setting_names(type(node)))

@@ -12,8 +12,9 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
+from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, SPLIT, Gap, State, Way, operation, refuse_second_order, shape_of
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, refuse_second_order, shape_of
 from backpack.core.node_calls import read
 from backpack.core.owners import owners
 from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_uncovered, refuse_unrecorded, refuse_use

@@ -260,13 +260,17 @@ class Walk:
         Returns:
             Its name, and that of the module which ends there.
         """
-        calls = [mark.call for mark in self.marks.get(node, ()) if not mark.base]
-        if not calls or calls[0].module._modules:
+        call = next((mark.call for mark in self.marks.get(node, ()) if not mark.base), None)
+        if call is None or call.module._modules:
             return node.name()
-        module = calls[0].module
-        mode = "training" if module.training else "evaluation"
-        why = "which has no rule" if derivatives_for(module) is None else f"whose rule does not hold here, in {mode} mode"
-        return f"{node.name()} of {calls[0].path} ({type(module).__name__}, {why})"
+        module = call.module
+        if derivatives_for(module) is None:
+            why = "which has no rule"
+        elif call.derivatives is None:
+            why = f"whose rule does not hold here, in {'training' if module.training else 'evaluation'} mode"
+        else:
+            why = "whose rule stands for calls with a single output, of which axis 0 holds the samples"
+        return f"{node.name()} of {call.path} ({type(module).__name__}, {why})"
 
     def names(self, bits: int) -> str:
         """Name parameters.

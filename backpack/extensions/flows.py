@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from backpack.core.calls import ModuleCall
+from backpack.core.crossings import Gap
 from backpack.core.flow import Columns, Flow
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, Gap, operation
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout
 from backpack.core.walk import GENERIC, Need

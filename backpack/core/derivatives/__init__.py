@@ -2,6 +2,8 @@
 
 from backpack.core.derivatives import (
     activations,
+    adaptive_avg_pool_nd,
+    avgpoolnd,
     batchnorm_nd,
     bcewithlogitsloss,
     bilinear,
@@ -11,6 +13,7 @@ from backpack.core.derivatives import (
     linear,
     linear_maps,
     loss_generic,
+    maxpoolnd,
     mseloss,
     normalization,
     softmax,
@@ -18,6 +21,8 @@ from backpack.core.derivatives import (
 
 __all__ = [
     "activations",
+    "adaptive_avg_pool_nd",
+    "avgpoolnd",
     "batchnorm_nd",
     "bcewithlogitsloss",
     "bilinear",
@@ -27,6 +32,7 @@ __all__ = [
     "linear",
     "linear_maps",
     "loss_generic",
+    "maxpoolnd",
     "mseloss",
     "normalization",
     "softmax",

@@ -37,7 +37,7 @@ from torch.nn import (
 from torch.nn.functional import softplus
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
-from backpack.core.derivatives.elementwise import ActivationDerivatives, PiecewiseLinearDerivatives
+from backpack.core.derivatives.elementwise import ActivationDerivatives, OverwritableDerivatives, PiecewiseLinearDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.subsampling import subsample
@@ -56,20 +56,18 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
 
 
 @register(LeakyReLU)
-class LeakyReLUDerivatives(PiecewiseLinearDerivatives):
+class LeakyReLUDerivatives(OverwritableDerivatives):
     """``x`` where positive, else ``a x``. The output has the sign of the input unless ``a`` is negative."""
 
-    keeps = OUTPUT
-
     def applies(self, module: LeakyReLU) -> bool:
-        return self._negative_slope(module) >= 0
+        return not module.inplace or self._negative_slope(module) >= 0
 
     def _negative_slope(self, module: LeakyReLU) -> float:
         return module.negative_slope
 
     def slope(self, module: LeakyReLU, at: Tensor) -> Tensor:
         if not self.applies(module):
-            raise UnsupportedError(f"{module} in this mode has no derivative that its output determines. Use GenericDerivatives.")
+            raise UnsupportedError(f"{module} in this mode has no derivative that what is recorded determines. Use GenericDerivatives.")
         return torch.where(at > 0, torch.ones_like(at), self._negative_slope(module))
 
 
@@ -117,10 +115,8 @@ class PReLUDerivatives(PiecewiseLinearDerivatives, BaseParameterDerivatives):
 
 @register(Hardtanh)
 @register(ReLU6)
-class HardtanhDerivatives(PiecewiseLinearDerivatives):
+class HardtanhDerivatives(OverwritableDerivatives):
     """``x``, clamped to an interval."""
-
-    keeps = OUTPUT
 
     def slope(self, module: Hardtanh, at: Tensor) -> Tensor:
         return (at > module.min_val) & (at < module.max_val)

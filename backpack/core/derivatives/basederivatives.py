@@ -67,6 +67,14 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         """
         return 1
 
+    def needs(self, module: Module) -> frozenset[str]:
+        """Tell which recorded tensors the products of this module read.
+
+        Returns:
+            ``keeps``, unless a rule chooses by the module's options.
+        """
+        return self.keeps
+
     def jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         """Multiply by the Jacobian of the output with respect to the input.
 

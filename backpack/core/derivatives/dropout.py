@@ -21,10 +21,10 @@ class DropoutDerivatives(ElementwiseDerivatives):
     """Entries, or channels, are set to zero at random, and the others multiplied by ``1 / (1 - p)``.
 
     In training mode, entries with zero output are taken for dropped. Where the input is exactly zero this is a guess, so the rule does not
-    apply there.
+    apply there. In evaluation mode nothing is read.
     """
 
-    keeps = frozenset({"output"})
+    keeps = frozenset()
 
     def applies(self, module: Module) -> bool:
         return not module.training or module.p == 0
@@ -40,6 +40,18 @@ class DropoutDerivatives(ElementwiseDerivatives):
 
     def hessian_is_zero(self, module: Module) -> bool:
         return True
+
+    def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
+        return torch.zeros_like(g_out[0])
+
+    def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return mat if self.applies(module) else super()._jac_mat_prod(module, g_inp, g_out, mat)
+
+    def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        return mat if self.applies(module) else super()._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling=subsampling)
+
+    def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return mat if self.applies(module) else super().ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat)
 
 
 @register(AlphaDropout)

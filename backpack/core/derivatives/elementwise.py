@@ -97,7 +97,7 @@ class ActivationDerivatives(ElementwiseDerivatives):
         return False
 
     def _recorded(self, module: Module) -> Tensor:
-        return module.output if "output" in self.keeps else module.input0
+        return module.output if "output" in self.needs(module) else module.input0
 
 
 class PiecewiseLinearDerivatives(ActivationDerivatives):
@@ -108,6 +108,16 @@ class PiecewiseLinearDerivatives(ActivationDerivatives):
 
     def hessian_is_zero(self, module: Module) -> bool:
         return True
+
+
+class OverwritableDerivatives(PiecewiseLinearDerivatives):
+    """An activation whose slope follows from its output as well as from its input.
+
+    It reads what autograd keeps: the input, or the output where this has overwritten the input.
+    """
+
+    def needs(self, module: Module) -> frozenset[str]:
+        return frozenset({"output"}) if module.inplace else self.keeps
 
 
 class RecordedSlopeDerivatives(ElementwiseDerivatives):

@@ -1,4 +1,4 @@
-"""Kinds of maps whose Jacobian does not depend on the input: linear maps without parameters, and the reshapes among them."""
+"""Kinds of maps without curvature: those with a constant Jacobian among them, hence linear maps without parameters, hence reshapes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.func import vjp
+from torch.func import vjp, vmap
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Samples
 from backpack.utils.errors import MixedSamplesError
 
 
-class ConstantJacobianDerivatives(BaseDerivatives):
-    """The output is affine in the input, with the same Jacobian for every sample."""
-
-    same_jacobian = True
+class FlatDerivatives(BaseDerivatives):
+    """The second derivative of the output with respect to the input vanishes (almost everywhere)."""
 
     def hessian_is_zero(self, module: Module) -> bool:
         return True
@@ -31,14 +29,28 @@ class ConstantJacobianDerivatives(BaseDerivatives):
         return torch.zeros_like(mat)
 
 
+class ConstantJacobianDerivatives(FlatDerivatives):
+    """The output is affine in the input, with the same Jacobian for every sample."""
+
+    same_jacobian = True
+
+
 class LinearMapDerivatives(ConstantJacobianDerivatives):
     """A linear map without parameters that treats samples alike.
 
-    Hence its own forward pass multiplies by the Jacobian, with the columns taken for further samples, and one vector-Jacobian product of that
-    pass by its transposed.
+    Hence its own forward pass multiplies by the Jacobian, with the columns taken for further samples, and vector-Jacobian products of that pass
+    by its transposed.
     """
 
     keeps = frozenset()
+
+    def has_batching_rule(self, module: Module) -> bool:
+        """Tell whether ``torch.vmap`` can run the backward pass for many columns at once.
+
+        Returns:
+            ``False`` where it would loop over them.
+        """
+        return True
 
     def _map(self, module: Module, batch: Tensor) -> Tensor:
         """Apply the linear part of the module, its forward pass by default.
@@ -62,11 +74,12 @@ class LinearMapDerivatives(ConstantJacobianDerivatives):
         return result.reshape(*mat.shape[:2], *result.shape[1:])
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        columns = mat.flatten(0, 1)
-        features = module.input0.shape[1:]
-        anywhere = mat.new_zeros(()).expand(columns.shape[0], *features)
-        _, pull_back = vjp(partial(self._checked_map, module), anywhere)
-        return pull_back(columns)[0].reshape(*mat.shape[:2], *features)
+        columns, features = mat.flatten(0, 1), module.input0.shape[1:]
+        # it is the same for all samples and at all points: if one sample runs forward, all columns can run backward
+        single = self.has_batching_rule(module)
+        _, pull_back = vjp(partial(self._checked_map, module), mat.new_zeros(()).expand(1 if single else columns.shape[0], *features))
+        product = vmap(lambda column: pull_back(column)[0])(columns.unsqueeze(1)) if single else pull_back(columns)[0]
+        return product.reshape(*mat.shape[:2], *features)
 
 
 class ReshapeDerivatives(ConstantJacobianDerivatives):

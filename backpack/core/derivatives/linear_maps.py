@@ -3,7 +3,36 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.nn import Flatten, Identity, Module, Unflatten, functional
+from torch.nn import (
+    ChannelShuffle,
+    CircularPad1d,
+    CircularPad2d,
+    CircularPad3d,
+    ConstantPad1d,
+    ConstantPad2d,
+    ConstantPad3d,
+    Flatten,
+    Fold,
+    Identity,
+    Module,
+    PixelShuffle,
+    PixelUnshuffle,
+    ReflectionPad1d,
+    ReflectionPad2d,
+    ReflectionPad3d,
+    ReplicationPad1d,
+    ReplicationPad2d,
+    ReplicationPad3d,
+    Unflatten,
+    Unfold,
+    Upsample,
+    UpsamplingBilinear2d,
+    UpsamplingNearest2d,
+    ZeroPad1d,
+    ZeroPad2d,
+    ZeroPad3d,
+    functional,
+)
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.kinds import LinearMapDerivatives, ReshapeDerivatives
@@ -114,3 +143,76 @@ class PadDerivatives(LinearMapDerivatives):
         if mode != "constant":
             raise UnsupportedError(f'Only padding with mode="constant" can be undone by cutting, got mode={mode!r}.')
         return functional.pad(tensor, [-amount for amount in pad], value=value)
+
+
+@register(CircularPad1d)
+@register(CircularPad2d)
+@register(CircularPad3d)
+@register(ReflectionPad1d)
+@register(ReflectionPad2d)
+@register(ReflectionPad3d)
+@register(ReplicationPad1d)
+@register(ReplicationPad2d)
+@register(ReplicationPad3d)
+class CopyingPadDerivatives(LinearMapDerivatives):
+    """Derivatives of padding with copies of the input's entries; negative amounts cut entries off."""
+
+    def applies(self, module: Module) -> bool:
+        return module.input0.dim() > len(module.padding) // 2  # else axis 0 is padded, too
+
+
+@register(ConstantPad1d)
+@register(ConstantPad2d)
+@register(ConstantPad3d)
+@register(ZeroPad1d)
+@register(ZeroPad3d)
+class ConstantPadDerivatives(CopyingPadDerivatives):
+    """Derivatives of padding with a constant, which is no part of the linear map."""
+
+    def _map(self, module: Module, batch: Tensor) -> Tensor:
+        return functional.pad(batch, module.padding)
+
+    def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        return functional.pad(mat, [-amount for amount in module.padding])
+
+
+@register(ZeroPad2d)
+class ZeroPad2dDerivatives(ConstantPadDerivatives):
+    """Derivatives of padding images with zeros."""
+
+
+@register(Upsample)
+@register(UpsamplingBilinear2d)
+@register(UpsamplingNearest2d)
+class UpsampleDerivatives(LinearMapDerivatives):
+    """Derivatives of interpolation, in any mode."""
+
+    def has_batching_rule(self, module: Upsample) -> bool:
+        return module.mode != "nearest-exact"
+
+
+@register(ChannelShuffle)
+class ChannelShuffleDerivatives(LinearMapDerivatives):
+    """Derivatives of a permutation of the channels."""
+
+
+@register(PixelShuffle)
+@register(PixelUnshuffle)
+class PixelShuffleDerivatives(LinearMapDerivatives):
+    """Derivatives of exchanging channels for resolution."""
+
+    least_axes = 4
+
+
+@register(Fold)
+class FoldDerivatives(LinearMapDerivatives):
+    """Derivatives of adding patches up to images."""
+
+    least_axes = 3
+
+
+@register(Unfold)
+class UnfoldDerivatives(LinearMapDerivatives):
+    """Derivatives of cutting images into patches, which may overlap."""
+
+    least_axes = 4

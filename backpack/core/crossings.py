@@ -1,0 +1,153 @@
+"""Crossings: how a graph node that no rule covers carries the samples of the mini-batch to its inputs."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import Node
+
+from backpack.core.graph import LINEAR, call_node, checkpointed, operation, outputs_of, refuse_checkpointed, saved, settings_of, shape_of, tensor_at
+from backpack.core.samples import Layout, decode, keeps_samples, probe, settle
+
+# operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
+_STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Where", "MaxUnpool2D", "MaxUnpool3D", "Embedding"}
+_ELEMENTWISE = frozenset(
+    """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
+    Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp""".split()
+)
+# the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
+_BROADCASTING = frozenset("Mul Div Add Sub".split())
+# these work on the last two axes, and on each entry of the axes in front alike
+_STACKED = frozenset(
+    """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
+    ScaledDotProductCudnnAttention""".split()
+)
+
+
+class Way(Enum):
+    """How the columns on a graph edge hold the samples."""
+
+    DATA = "on an axis of the tensor, as its layout says"
+    SPLIT = "split: every sample has columns of its own"
+    MASKED = "split, by masking before the node is called"
+
+
+SPLIT = Way.SPLIT
+State = Layout | Way
+
+
+class Crossing(NamedTuple):
+    """How columns leave a gap node towards one of its inputs.
+
+    Attributes:
+        way: How they hold the samples then.
+        returned: Layout of the gradient that the node returns, before axes along which the input was broadcast are summed.
+        arrives: Layout after that sum, if the way is ``DATA``.
+    """
+
+    way: Way
+    returned: Layout | None
+    arrives: Layout | None
+
+
+class Gap:
+    """A graph node that no rule covers, crossed by calling it.
+
+    Attributes:
+        node: The node.
+        states: Output number to state of the incoming columns.
+        nexts: For each next edge from which something needed is reached: (node, number, shape).
+        crossings: For each next edge: how columns leave, ``None`` where nothing is needed.
+    """
+
+    __slots__ = ("crossings", "nexts", "node", "states")
+
+    def __init__(self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None]) -> None:
+        self.node, self.states, self.nexts = node, states, nexts
+        if SPLIT in states.values():
+            self.crossings = [None if n is None else Crossing(SPLIT, None, None) for n in nexts]
+        else:
+            self.crossings = crossings_of(node, states, tuple(None if n is None else n[2] for n in nexts))
+
+
+def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples where that follows from what it is: they stay on their axis.
+
+    Args:
+        node: The node.
+        layout: Where they lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it has to be found out.
+    """
+    name, full = operation(node), shape_of((node, 0))
+    if name in _BROADCASTING:
+        kept = [None if shape is None else keeps_samples(layout, full, shape) for shape in shapes]
+        return [
+            None if shape is None else Crossing(Way.SPLIT, layout, None) if axis is None else Crossing(Way.DATA, layout, layout._replace(axis=axis))
+            for shape, axis in zip(shapes, kept, strict=True)
+        ]
+    if name in _STACKED:
+        stays = layout.axis < len(full) - 2
+    elif name in ("Softmax", "LogSoftmax"):
+        dim = saved(node, "dim")  # torch reports negative numbers as unsigned ones
+        stays = layout.axis != (dim - 2**64 if dim >= 2**63 else dim) % len(full)
+    else:
+        stays = name in _ELEMENTWISE
+    same = all(shape is None or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
+    return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
+
+
+_CROSSINGS: dict[Any, list[Crossing | None]] = {}
+
+
+def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None]:
+    """Find out how a node carries the samples to its inputs, by sending known columns through it.
+
+    Args:
+        node: The node.
+        states: Output number to layout.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input.
+    """
+    tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None
+    if len(states) == 1 and 0 in states:
+        known = _same_axis(node, states[0], shapes)
+        if known is not None:
+            return known
+    if checkpointed(node):
+        refuse_checkpointed(node)
+    if operation(node) in _STATIC:
+        key = (node.name(), tuple(torch.Size(m.shape) for m in tensors), shapes, tuple(states.items()), settings_of(node))
+        if key in _CROSSINGS:
+            return _CROSSINGS[key]
+    samples, axis = next((layout.samples, layout.axis) for layout in states.values())
+    columns = [probe(m.shape, states[nr], m.dtype, m.device) if nr in states else None for nr, m in enumerate(tensors)]
+    with torch.no_grad():  # as autograd runs its nodes
+        gradients = call_node(node, columns)
+    crossings: list[Crossing | None] = []
+    settled = True
+    for shape, returned in zip(shapes, gradients, strict=True):
+        if shape is None or returned is None:
+            crossings.append(None)
+            continue
+        layout, certain = decode(returned, samples, axis)
+        settled = settled and certain
+        if layout is None:
+            crossings.append(Crossing(Way.MASKED, None, None))
+            continue
+        kept = keeps_samples(layout, returned.shape[1:], shape)
+        if kept is None:
+            crossings.append(Crossing(Way.SPLIT, settle(layout), None))
+        else:
+            crossings.append(Crossing(Way.DATA, settle(layout), Layout(kept, layout.labels, samples)))
+    if key is not None and settled:
+        if len(_CROSSINGS) > 10_000:
+            _CROSSINGS.clear()
+        _CROSSINGS[key] = crossings
+    return crossings
