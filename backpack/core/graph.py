@@ -27,7 +27,8 @@ LEAF = "torch::autograd::AccumulateGrad"
 LINEAR = frozenset(
     """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
     Split SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Movedim
-    Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding NativeDropout""".split()
+    Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter AvgPool2D AdaptiveAvgPool2D UpsampleNearest2D Embedding NativeDropout
+    BackwardHookFunction""".split()
 )
 """Operations that are linear."""
 PIECEWISE_LINEAR = frozenset(
@@ -37,7 +38,7 @@ PIECEWISE_LINEAR = frozenset(
 PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Where".split())
 """Operations that are linear in each of their factors."""
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
-_STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Embedding"}
+_STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Embedding", "BackwardHookFunction"}
 _ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
     Erf Sin Cos Neg Clone ToCopy Mul Div Add Sub NativeDropout Clamp""".split()
@@ -53,7 +54,7 @@ def operation(node: Node) -> str:
     Returns:
         ``"Mul"`` for ``MulBackward0``.
     """
-    return node.name().partition("Backward")[0]
+    return node.name().rpartition("Backward")[0]
 
 
 class Way(Enum):

@@ -12,8 +12,9 @@ from torch.nn import Module, Parameter
 
 from backpack.core.carry import Flow
 from backpack.core.plan import Plan
-from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
+from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.utils.errors import ArgumentError, UnsupportedError
 
 FAIL_ERROR = "ERROR"
@@ -39,6 +40,7 @@ class BackpropExtension(ABC):
     Attributes:
         savefield: Name of the attribute under which parameters carry the result.
         ordered: Whether results of several losses have to be aligned, because their columns can be read.
+        saved_quantities: What module extensions have sent, in an extension whose ``backpropagate`` methods carry it.
     """
 
     ordered: ClassVar[bool] = False
@@ -71,6 +73,7 @@ class BackpropExtension(ABC):
         self._module_exts: dict[type[Module], ModuleExtension] = dict(module_exts or {})
         self._fail_mode = fail_mode
         self._subsampling = subsampling
+        self.saved_quantities = SavedQuantities()
 
     # ------------------------------------------------------------------------------------------- the library's own quantities
     @property
@@ -169,6 +172,20 @@ class BackpropExtension(ABC):
         if not self._module_exts:
             return None
         return next((self._module_exts[cls] for cls in type(module).__mro__ if cls in self._module_exts), None)
+
+    def __call__(self, module: Module, g_inp: Grads, g_out: Grads) -> None:
+        """Run the module extension for a module by hand, outside of a pass under ``backpack``.
+
+        Args:
+            module: A module whose last forward pass is recorded.
+            g_inp: Gradients with respect to the inputs, ``None`` where not known.
+            g_out: Gradient with respect to the output.
+        """
+        chosen = self.module_extension(module)
+        if chosen is None:
+            self.fail(module, type(module).__name__)
+        else:
+            chosen(self, module, g_inp, g_out)
 
     def fail(self, module: Module, path: str) -> None:
         """React to a module for which there is neither a rule nor a module extension, if it has parameters or has to be passed.

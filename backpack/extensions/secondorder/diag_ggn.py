@@ -9,6 +9,7 @@ from backpack.core.carry import Columns, Use
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.extensions.rules import affine_views, faster, stack
 from backpack.extensions.secondorder.base import GGNExtension
+from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 from backpack.utils.moments import squares_per_sample, sum_of_squares
 
 
@@ -38,7 +39,7 @@ class DiagGGNExact(DiagGGN):
         Args:
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("diag_ggn_exact", subsampling=subsampling)
+        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact", subsampling)
 
 
 class DiagGGNMC(DiagGGN):
@@ -47,8 +48,6 @@ class DiagGGNMC(DiagGGN):
     Unbiased: labels are drawn from the distribution that the loss stands for. Costs ``mc_samples`` columns instead of one for each class.
     """
 
-    sampled = True
-
     def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
         """Choose the number of draws.
 
@@ -56,7 +55,7 @@ class DiagGGNMC(DiagGGN):
             mc_samples: Labels drawn for each sample.
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("diag_ggn_mc", mc_samples, subsampling)
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc", subsampling, mc_samples)
 
 
 class BatchDiagGGNExact(BatchDiagGGN):
@@ -71,13 +70,11 @@ class BatchDiagGGNExact(BatchDiagGGN):
         Args:
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("diag_ggn_exact_batch", subsampling=subsampling)
+        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact_batch", subsampling)
 
 
 class BatchDiagGGNMC(BatchDiagGGN):
     """Monte-Carlo estimate of ``diag_ggn_exact_batch``, ``[N, *parameter]``, saved to ``diag_ggn_mc_batch``."""
-
-    sampled = True
 
     def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
         """Choose the number of draws.
@@ -86,7 +83,7 @@ class BatchDiagGGNMC(BatchDiagGGN):
             mc_samples: Labels drawn for each sample.
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("diag_ggn_mc_batch", mc_samples, subsampling)
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", subsampling, mc_samples)
 
 
 @faster(DiagGGN, AffineDerivatives, "weight")
