@@ -391,5 +391,6 @@ class Plan:
             raise LossNotExtendedError(
                 "No extended loss lies on a path from the tensor on which backward was called to "
                 f"{self.walk.names(self.walk.reach[node])}. Second-order quantities start at the loss: write "
-                "`lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` for a term to be ignored."
+                "`lossfunc = extend(torch.nn.CrossEntropyLoss())`, `backpack.register(MyLoss, GenericLossDerivatives)` for a loss class of your own, "
+                "and `backpack.leave_out(term)` for a term to be ignored."
             )

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.carry import Flow
+from backpack.core.derivatives.basederivatives import BaseLossDerivatives
+from backpack.core.derivatives.registry import derivatives_for, register
 from backpack.core.plan import Plan
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
@@ -70,7 +72,9 @@ class BackpropExtension(ABC):
             raise ArgumentError(f"{type(self).__name__}: subsampling must be a list of integer sample indices, got {subsampling!r}.")
         savefields.add(savefield)
         self.savefield = savefield
-        self._module_exts: dict[type[Module], ModuleExtension] = dict(module_exts or {})
+        self._module_exts: dict[type[Module], ModuleExtension] = {}
+        for module_cls, extension in (module_exts or {}).items():
+            self.set_module_extension(module_cls, extension)
         self._fail_mode = fail_mode
         self._subsampling = subsampling
         self.saved_quantities = SavedQuantities()
@@ -154,6 +158,9 @@ class BackpropExtension(ABC):
                 f"{type(self).__name__} has a module extension for {module_cls.__name__}: {self._module_exts[module_cls]}. Pass overwrite=True."
             )
         self._module_exts[module_cls] = extension
+        derivatives = vars(extension).get("derivatives")
+        if isinstance(derivatives, BaseLossDerivatives) and derivatives_for(module_cls) is None:
+            register(module_cls, derivatives)  # a loss of the user's own: flows of the library can start at it, too
 
     @property
     def has_module_exts(self) -> bool:

@@ -159,7 +159,8 @@ class Collector(Reader):
             (node of the output, mark, extension, module extension).
 
         Raises:
-            UnsupportedError: If a parameter is used more than once under a user's rule, or a module has several outputs.
+            UnsupportedError: If a parameter is used more than once under a user's rule, a module has several outputs, or what a user says to be
+                carried is at odds with a flow of the library.
         """
         places: dict[ModuleCall, dict[bool, tuple[Node, Mark]]] = {}
         for node, marks in self._plan.walk.marks.items():
@@ -176,6 +177,13 @@ class Collector(Reader):
                 if chosen is not None:
                     if len(call.outputs) > 1:
                         raise UnsupportedError(f"{call.path} returns {len(call.outputs)} tensors, {type(chosen).__name__} gets the gradient of one.")
+                    own = not type(chosen).backpropagate.__module__.startswith("backpack.")
+                    if own and call.derivatives is not None and extension.flow is not None and not extension.flow.is_gradient:
+                        raise UnsupportedError(
+                            f"{call.path}: {type(chosen).__name__}.backpropagate would not be called, as {type(extension).__name__} carries through "
+                            f"{type(module).__name__} by the library's own rule. Write an extension of your own (SecondOrderBackpropExtension with "
+                            "module_exts) to carry something else, or leave backpropagate out."
+                        )
                     found.append((node, mark, extension, chosen))
                     for name in chosen.params:
                         parameter = getattr(module, name, None)
