@@ -3,6 +3,7 @@
 from backpack import compat, extensions
 from backpack.backward import backpack
 from backpack.context import CTX, disable
+from backpack.core.derivatives.check import check_rule
 from backpack.core.derivatives.registry import register
 from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.extending import _register_hooks, clear, extend, leave_out, memory_cleanup, results, unextend
@@ -20,6 +21,7 @@ __all__ = [
     "BackpropExtension",
     "_register_hooks",
     "backpack",
+    "check_rule",
     "clear",
     "convert_module_to_backpack",
     "disable",
