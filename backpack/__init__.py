@@ -8,6 +8,7 @@ from backpack.core.derivatives.registry import register
 from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.extending import _register_hooks, clear, extend, leave_out, memory_cleanup, results, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.support import supported
 from backpack.hooks import hook_run_extensions, hook_store_io
 from backpack.utils.hooks import no_op
 from backpack.utils.module_classification import is_no_op
@@ -35,5 +36,6 @@ __all__ = [
     "no_op",
     "register",
     "results",
+    "supported",
     "unextend",
 ]

@@ -1,0 +1,146 @@
+"""The table of supported layers: each cell is tried with a small net around the layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_derivatives import LAYERS  # with the rows of that file
+from torch import Tensor, nn
+from torch.nn import Flatten, Linear, Module, MSELoss, Parameter, Sequential, Unflatten
+
+from backpack import backpack, extend, supported
+from backpack.core.derivatives.registry import derivatives_for, registered
+from backpack.core.plan import Plan
+from backpack.core.walk import Need, Walk
+from backpack.extensions.support import EXTENSIONS, OTHER, OTHER_MATRICES, OTHER_VECTORS, How
+from backpack.utils.errors import BackpackError
+
+N = 3
+
+
+class Sine(Module):
+    """No parameters, no rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+class Scale(Module):
+    """A vector, no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.factor).sin()
+
+
+class Mix(Module):
+    """A matrix, no rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.matrix).sin()
+
+
+def examples() -> dict[str, tuple[Callable[[], Module], tuple[int, ...]]]:
+    """The first row of each class in the table of layers, with some sample axis; and modules without a rule."""
+    found: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {OTHER: (Sine, (4,)), OTHER_VECTORS: (Scale, (4,)), OTHER_MATRICES: (Mix, (4,))}
+    for layer in LAYERS.values():
+        if layer.shape:
+            found.setdefault(type(layer.make()).__name__, (layer.make, layer.shape))
+    return found
+
+
+EXAMPLES = examples()
+TABLE = supported()
+
+
+@pytest.mark.parametrize("layer", EXAMPLES)
+def test_layer(layer: str) -> None:
+    torch.manual_seed(0)
+    make, shape = EXAMPLES[layer]
+    for name, extension in EXTENSIONS.items():
+        tested = make().eval()
+        features = torch.Size(shape).numel()
+        outputs = tested(torch.randn(N, *shape))[0].numel()
+        model = extend(Sequential(Linear(4, features), Unflatten(1, shape), tested, Flatten(), Linear(outputs, 2)))
+        lossfunc = extend(MSELoss())
+        cell = TABLE[layer][name]
+        with backpack(extension):
+            loss = lossfunc(model(torch.randn(N, 4)), torch.randn(N, 2))
+            if cell.how is How.REFUSED:
+                assert cell.reason
+                with pytest.raises(BackpackError):
+                    loss.backward()
+                continue
+            used = [unit.call.derivatives for unit in plan_of(loss, extension.flow.needs).units.values() if unit.call.module is tested]
+            assert (cell.how is How.RULE) == (used == [derivatives_for(tested)] or returns_input(tested, shape))
+            loss.backward()
+        for param in model.parameters():
+            assert hasattr(param, extension.savefield), (layer, name)
+
+
+def plan_of(loss: Tensor, need: Need) -> Plan:
+    nodes = [loss.grad_fn]
+    return Plan(Walk(nodes), nodes, True, need)
+
+
+def returns_input(module: Module, shape: tuple[int, ...]) -> bool:
+    x = torch.randn(N, *shape)
+    return module(x).data_ptr() == x.data_ptr()
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "CrossEntropyLoss": lambda out: torch.zeros(N, dtype=torch.int64),
+    "BCEWithLogitsLoss": torch.ones_like,
+    "MSELoss": torch.zeros_like,
+    "SmoothL1Loss": torch.zeros_like,
+    "HuberLoss": torch.zeros_like,
+    "L1Loss": torch.zeros_like,
+    "PoissonNLLLoss": torch.ones_like,
+    "SoftMarginLoss": torch.ones_like,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_loss(loss: str) -> None:
+    torch.manual_seed(0)
+    for name, extension in EXTENSIONS.items():
+        model, lossfunc, cell = extend(Sequential(Linear(4, 3), nn.Sigmoid(), Linear(3, 2))), extend(getattr(nn, loss)()), TABLE[loss][name]
+        with backpack(extension):
+            out = model(torch.randn(N, 4))
+            value = lossfunc(out, LOSSES[loss](out.detach()))
+            if cell.how is How.REFUSED:
+                with pytest.raises(BackpackError):
+                    value.backward()
+            else:
+                value.backward()
+                assert all(hasattr(param, extension.savefield) for param in model.parameters())
+
+
+def test_table() -> None:
+    """A row for each registered class, a column for each quantity; what is refused says why; it can be printed."""
+    table = supported()
+    assert {cls.__name__ for cls in registered()} | {OTHER, OTHER_VECTORS, OTHER_MATRICES} == set(table)
+    for row in table.values():
+        assert list(row) == list(EXTENSIONS)
+        assert all((cell.how is How.REFUSED) == bool(cell.reason) for cell in row.values())
+    lines = str(table).splitlines()
+    assert len(lines) == len(table) + 1
+    assert lines[0].split() == list(EXTENSIONS)
+    (softmax,) = (line for line in lines if line.startswith("Softmax "))
+    assert softmax.split()[1:] == [cell.how.value for cell in table["Softmax"].values()]
+    assert table["Linear"]["KFRA"].how is How.RULE
+    assert table["Softmax"]["PCHMP"].reason == "its second derivative is dense"
+
+
+def test_every_layer_of_the_library_is_tried() -> None:
+    classes = {cls.__name__ for cls, rule in registered().items() if cls.__module__.startswith(("torch.", "backpack.")) and not rule.is_loss}
+    assert classes <= EXAMPLES.keys()
