@@ -1,7 +1,7 @@
 """Import paths of earlier releases: one table that says where what they offered lives now.
 
 A path of old is a module without a file: it looks a name up in its home when the name is asked for. The table is about paths only: the classes that
-such a path offers for single layers (``SqrtGGNReLU``, ...) are made by a rule in ``extensions.module_extensions``.
+such a path offers for single layers (``SqrtGGNReLU``, ...) are made by a rule in ``extensions.layer_extensions``.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ HOMES: dict[str, list[str]] = {
     "core.derivatives.convnd": ["core.derivatives.{conv1d,conv2d,conv3d}"],
     "core.derivatives.linear_maps": ["core.derivatives.{flatten,pad,permute,scale_module,slicing,sum_module,zeropad2d}"],
     "core.derivatives.maxpoolnd": ["core.derivatives.{maxpool1d,maxpool2d,maxpool3d}"],
+    "extensions.layer_extensions": ["extensions.secondorder.{diag_ggn,diag_hessian,hbp,sqrt_ggn}." + _LAYERS],
     "extensions.module_extensions": [
         "extensions.mat_to_mat_jac_base",
         "extensions.firstorder.batch_grad.batch_grad_base",
@@ -39,7 +40,6 @@ HOMES: dict[str, list[str]] = {
         "extensions.secondorder.diag_hessian.diag_h_base",
         "extensions.secondorder.hbp.hbpbase",
         "extensions.secondorder.sqrt_ggn.base",
-        "extensions.secondorder.{diag_ggn,diag_hessian,hbp,sqrt_ggn}." + _LAYERS,
         "extensions.curvmatprod.ggnmp.ggnmpbase",
         "extensions.curvmatprod.hmp.hmpbase",
         "extensions.curvmatprod.pchmp.pchmpbase",

@@ -36,6 +36,7 @@ from backpack.extensions import (
     DiagHessian,
     SqrtGGNExact,
     SqrtGGNMC,
+    layer_extensions,
     module_extensions,
 )
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -202,7 +203,7 @@ def test_attribute_access_to_old_paths() -> None:
     """``import backpack.a.b`` and then ``backpack.a.b.name``, in a fresh interpreter, without files and without importing homes."""
     code = (
         "import sys, backpack.core.derivatives.relu, backpack.extensions.secondorder.hbp.losses as losses\n"
-        "assert 'backpack.extensions.module_extensions' not in sys.modules\n"
+        "assert 'backpack.extensions.layer_extensions' not in sys.modules\n"
         "assert backpack.core.derivatives.relu.ReLUDerivatives.__module__ == 'backpack.core.derivatives.activations'\n"
         "assert issubclass(losses.HBPLoss, backpack.extensions.secondorder.hbp.hbpbase.HBPBaseModule)\n"
         "from backpack.core.derivatives import relu\n"
@@ -239,14 +240,14 @@ def test_unknown_names() -> None:
 # --- classes made by a rule -------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", module_extensions.FAMILIES)
+@pytest.mark.parametrize("family", layer_extensions.FAMILIES)
 def test_class_for_each_module(family: str) -> None:
     """Constructed without arguments; a method for each parameter; can be subclassed."""
     for module_class, rule in registered().items():
         if not module_class.__module__.startswith(("torch.", "backpack.")):
             continue
-        cls = getattr(module_extensions, family + module_class.__name__)
-        assert cls is getattr(module_extensions, family + module_class.__name__)
+        cls = getattr(layer_extensions, family + module_class.__name__)
+        assert cls is getattr(layer_extensions, family + module_class.__name__)
         made = type("Mine", (cls,), {})()
         assert isinstance(made, ModuleExtension)
         assert made.params == tuple(rule.params)
@@ -293,7 +294,7 @@ def values(problem: Problem, field: str) -> dict[str, Any]:
 
 
 def entries(family: str) -> dict[type[nn.Module], ModuleExtension]:
-    return {cls: getattr(module_extensions, family + cls.__name__)() for cls in registered() if cls.__module__.startswith(("torch.", "backpack."))}
+    return {cls: getattr(layer_extensions, family + cls.__name__)() for cls in registered() if cls.__module__.startswith(("torch.", "backpack."))}
 
 
 def check(problem: Problem, field: str, expected: dict[str, Tensor]) -> None:
@@ -424,11 +425,11 @@ def test_products(library: Callable[[], BackpropExtension]) -> None:
 def test_class_in_an_extension_of_the_library() -> None:
     """A subclass, set for one module class, receives what the library's own flow carries: chosen samples, signs."""
 
-    class Doubled(module_extensions.DiagHLinear):
+    class Doubled(layer_extensions.DiagHLinear):
         def weight(self, *args: Any) -> Tensor:
             return 2 * self._diagonal("weight", *args)
 
-    class Same(module_extensions.SqrtGGNLinear):
+    class Same(layer_extensions.SqrtGGNLinear):
         pass
 
     problem, hessian, root = build(), DiagHessian(subsampling=[1, 3]), SqrtGGNMC(mc_samples=2, subsampling=[1, 3])
@@ -508,7 +509,7 @@ def test_saved_quantities() -> None:
     """A plain dictionary, not empty while a pass under way carries something, and empty afterwards, also after a failure."""
     seen = []
 
-    class Spy(module_extensions.SqrtGGNLinear):
+    class Spy(layer_extensions.SqrtGGNLinear):
         def weight(self, ext: Any, *args: Any) -> Tensor:
             seen.append(len(ext.saved_quantities._saved_quantities))
             if len(seen) > 3:  # noqa: PLR2004
@@ -629,6 +630,21 @@ def test_state_as_attributes() -> None:
         assert not disable.should_store_io()
     finally:
         disable.store_io = True
+
+
+def test_operations_in_place() -> None:
+    """What an operation in place has overwritten is not asked for by derivatives that do not read it."""
+
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 3), nn.ReLU(inplace=True), nn.Linear(3, 3))
+
+    problem = build(net)
+    active = [Assembled(family) for family in ("SqrtGGN", "DiagGGN", "DiagH")]
+    run(problem, FirstOrderBackpropExtension("of_BatchGrad", entries("BatchGrad")), *active)
+    oracle = Oracle(build(net))
+    check(problem, "of_BatchGrad", oracle.grad_batch)
+    check(problem, "of_DiagGGN", sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)))
+    check(problem, "of_DiagH", sum_batch(oracle.diag_h_batch))
 
 
 class Functional(nn.Module):

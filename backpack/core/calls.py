@@ -220,11 +220,6 @@ class ModuleCall:
         return self.recorder.path or self.recorder.kind
 
     @property
-    def kept(self) -> frozenset[str]:
-        """Which tensors were kept, a subset of ``{"input", "output"}``."""
-        return self._needs
-
-    @property
     def is_loss(self) -> bool:
         """Whether the module is a loss function."""
         return self.derivatives is not None and self.derivatives.is_loss

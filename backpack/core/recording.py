@@ -15,7 +15,6 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core.calls import ModuleCall, recording, transformed
-from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.owners import owners
 
 
@@ -167,20 +166,6 @@ def recorder_of(module: Module) -> Recorder | None:
         if isinstance(owner, Recorder):
             return owner
     return None
-
-
-def executed(module: Module, derivatives: BaseDerivatives) -> Module | ModuleCall:
-    """Return what derivatives are to read, for the execution of a module that a module extension is asked about.
-
-    Args:
-        module: The module.
-        derivatives: Its derivatives.
-
-    Returns:
-        The record of the execution, which knows the shapes of tensors that were not kept, if it kept all that the derivatives need; else the module.
-    """
-    call = (recording.read_from or {}).get(module)
-    return module if call is None or not derivatives.keeps <= call.kept else call
 
 
 class _RecordedTensor:

@@ -1,8 +1,7 @@
-"""Module extensions to build upon: a base for each family of quantities, and by a rule one class for each module that has derivatives.
+"""Module extensions to build upon: a base for each family of quantities.
 
 The library reads its own quantities off flows. Here the same is said in the protocol of module extensions, for extensions that users assemble:
-what is carried goes from ``backpropagate`` to ``backpropagate``. ``SqrtGGNReLU``, ``BatchGradLinear``, ``DiagGGNCrossEntropyLoss``, ... are
-attributes of this module, the name of a family followed by that of a module class, and are constructed without arguments.
+what is carried goes from ``backpropagate`` to ``backpropagate``.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.calls import ModuleCall, recording
+from backpack.core.calls import ModuleCall, Slot, recording
 from backpack.core.carry import Use
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.registry import registered
-from backpack.core.recording import executed, recorder_of
+from backpack.core.recording import recorder_of
 from backpack.core.samples import first_axis
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
@@ -30,22 +28,17 @@ from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import signed_matrices
 from backpack.extensions.secondorder.hbp import HBP
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, LossHessianStrategy
-from backpack.utils.errors import NotRecordedError, UnsupportedError
+from backpack.utils.errors import UnsupportedError
 from backpack.utils.subsampling import subsample
 
 Names = Sequence[str] | None
 
 
 class _Execution:
-    """The record of an execution, with derivatives that need not be those of the registry."""
+    """The record of an execution as derivatives read it, which need not be those of the registry: of what they do not keep, only the shape."""
 
-    def __init__(self, module: Module, derivatives: BaseDerivatives) -> None:
-        recorder = recorder_of(module)
-        call = (recording.read_from or {}).get(module, None if recorder is None else recorder.last)
-        if call is None:
-            raise NotRecordedError(f"No forward pass of {module} was recorded: call extend() first.")
-        self._call: ModuleCall = call
-        self.derivatives = derivatives
+    def __init__(self, call: ModuleCall, derivatives: BaseDerivatives) -> None:
+        self._call, self.derivatives = call, derivatives
 
     @property
     def keep(self) -> bool:
@@ -57,7 +50,27 @@ class _Execution:
         self._call.keep = value
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._call, name)
+        if name.rstrip("0123456789") not in {"input", "output"}:
+            return getattr(self._call, name)
+        slots = self._call.outputs if name == "output" else self._call.inputs[int(name[5:]) :]
+        if slots and isinstance(slots[0], Slot) and name.rstrip("0123456789") not in self.derivatives.keeps:
+            return slots[0].like()
+        return getattr(self._call.module, name)
+
+
+def _execution(module: Module, derivatives: BaseDerivatives) -> Any:
+    """Return what derivatives read.
+
+    Args:
+        module: The module of which a module extension is asked something.
+        derivatives: Its derivatives.
+
+    Returns:
+        The record of its execution; the module, if it has none.
+    """
+    recorder = recorder_of(module)
+    call = (recording.read_from or {}).get(module, None if recorder is None else recorder.last)
+    return module if call is None else _Execution(call, derivatives)
 
 
 def _define(extension: ModuleExtension, params: Names, quantity: Callable[..., Any]) -> None:
@@ -92,7 +105,7 @@ class _OfGradients(FirstOrderModuleExtension):
         super().__init__(params)
 
     def _quantity(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, _: Any) -> Tensor:
-        at, chosen = executed(module, self.derivatives), ext.get_subsampling()
+        at, chosen = _execution(module, self.derivatives), ext.get_subsampling()
         grad = subsample(g_out[0], subsampling=chosen)
         return self._reduce(self.derivatives.param_mjp(name, at, g_inp, g_out, grad, sum_batch=False, subsampling=chosen))
 
@@ -193,8 +206,8 @@ class MatToJacMat(ModuleExtension):
         """
         chosen = extension.get_subsampling()
         if self.derivatives.is_loss:
-            return self._start(extension, _Execution(module, self.derivatives), g_out, chosen)
-        at = executed(module, self.derivatives)
+            return self._start(extension, _execution(module, self.derivatives), g_out, chosen)
+        at = _execution(module, self.derivatives)
         product = partial(self.derivatives.jac_t_mat_prod, at, g_inp, g_out, subsampling=chosen)
         return [product(columns) for columns in bpQuantities] if isinstance(bpQuantities, list) else product(bpQuantities)
 
@@ -206,7 +219,7 @@ class MatToJacMat(ModuleExtension):
         return scaled(mat, at, g_out[0], chosen)
 
     def _columns(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, columns: Tensor) -> Tensor:
-        at = executed(module, self.derivatives)
+        at = _execution(module, self.derivatives)
         return self.derivatives.param_mjp(name, at, g_inp, g_out, columns, sum_batch=False, subsampling=ext.get_subsampling())
 
 
@@ -257,7 +270,7 @@ class DiagHBaseModule(MatToJacMat):
         super().__init__(derivatives, params)
 
     def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
-        flow, at = SignedSqrtFlow(), _Execution(module, self.derivatives)
+        flow, at = SignedSqrtFlow(), _execution(module, self.derivatives)
         if self.derivatives.is_loss:
             return signed_matrices(flow.start(at, g_out[0]))
         arrived = {Source(i): mat for i, mat in enumerate(bpQuantities["matrices"])}
@@ -280,14 +293,14 @@ class HBPBaseModule(MatToJacMat):
     def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
         if not BackpropStrategy.is_batch_average(extension.get_backprop_strategy()):
             return super().backpropagate(extension, module, g_inp, g_out, bpQuantities)
-        return _carry(AverageFlow(extension.get_curv_type()), _Execution(module, self.derivatives), g_out, bpQuantities)
+        return _carry(AverageFlow(extension.get_curv_type()), _execution(module, self.derivatives), g_out, bpQuantities)
 
     def _factors(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, carried: Tensor) -> list[Tensor]:
         if not isinstance(ext, HBP):
             raise UnsupportedError(f"{type(self).__name__} makes Kronecker factors for HBP and its subclasses, not for {type(ext).__name__}.")
         average, samples = BackpropStrategy.is_batch_average(ext.get_backprop_strategy()), len(g_out[0])
         value, parameter = carried if average else {Source(0): carried}, getattr(module, name)
-        use = Use(_Execution(module, self.derivatives), {name: parameter}, value, g_out[0], first_axis(samples))
+        use = Use(_execution(module, self.derivatives), {name: parameter}, value, g_out[0], first_axis(samples))
         return HBP.finish(ext, ext.rule_at(samples).at_call(use, name), parameter)
 
 
@@ -305,14 +318,14 @@ class GGNMPBase(MatToJacMat):
         super().__init__(derivatives, params)
 
     def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
-        return _carry(MatProdFlow(self._curvature(extension)), _Execution(module, self.derivatives), g_out, bpQuantities)
+        return _carry(MatProdFlow(self._curvature(extension)), _execution(module, self.derivatives), g_out, bpQuantities)
 
     def _curvature(self, extension: Any) -> str:
         return self.CURVATURE
 
     def _product(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, carried: Any) -> Callable[[Tensor], Tensor]:
         parameter = getattr(module, name)
-        use = Use(_Execution(module, self.derivatives), {name: parameter}, carried, g_out[0], first_axis(len(g_out[0])))
+        use = Use(_execution(module, self.derivatives), {name: parameter}, carried, g_out[0], first_axis(len(g_out[0])))
         return CurvatureMatrixProduct.finish(ext, (use, name), parameter)
 
 
@@ -332,56 +345,3 @@ class PCHMPBase(GGNMPBase):
 def _carry(flow: AverageFlow | MatProdFlow, at: Any, g_out: Grads, carried: Any) -> Any:
     grad = g_out[0]
     return flow.start(at, grad) if at.derivatives.is_loss else flow.through(at, carried, grad, first_axis(len(grad)))
-
-
-# --- a class for each module ------------------------------------------------------------------------------------------------------------------
-
-_Make = Callable[[BaseDerivatives, Sequence[str]], tuple]
-
-
-def _usual(rule: BaseDerivatives, params: Sequence[str]) -> tuple:
-    return rule, params
-
-
-FAMILIES: dict[str, tuple[type[ModuleExtension], _Make]] = {
-    "BatchGrad": (BatchGradBase, _usual),
-    "BatchL2": (BatchL2Base, lambda rule, params: (params, rule)),
-    "SGS": (SGSBase, _usual),
-    "Grad": (GradBaseModule, _usual),
-    "Variance": (VarianceBaseModule, lambda rule, params: (params, GradBaseModule(rule, params), SGSBase(rule, params))),
-    "DiagGGN": (DiagGGNBaseModule, lambda rule, params: (rule, params, True)),
-    "BatchDiagGGN": (DiagGGNBaseModule, lambda rule, params: (rule, params, False)),
-    "DiagH": (DiagHBaseModule, _usual),
-    "BatchDiagH": (DiagHBaseModule, lambda rule, params: (rule, params, False)),
-    "SqrtGGN": (SqrtGGNBaseModule, _usual),
-    "HBP": (HBPBaseModule, _usual),
-    "GGNMP": (GGNMPBase, _usual),
-    "HMP": (HMPBase, _usual),
-    "PCHMP": (PCHMPBase, _usual),
-}
-"""Name of the family to its base and the arguments of the base's constructor, made from derivatives and names of parameters."""
-
-
-def __getattr__(name: str) -> type[ModuleExtension]:
-    """Make the class of a family for a module class that has derivatives.
-
-    Args:
-        name: Name of the family, followed by that of the module class.
-
-    Returns:
-        The class, the same one whenever it is asked for.
-
-    Raises:
-        AttributeError: If the name is no such name.
-    """
-    rules = {module_class.__name__: rule for module_class, rule in registered().items()}
-    for family, (base, make) in FAMILIES.items():
-        rule = rules.get(name.removeprefix(family)) if name.startswith(family) else None
-        if rule is not None:
-
-            def construct(self: ModuleExtension) -> None:
-                base.__init__(self, *make(rule, rule.params))  # noqa: B023  returned at once
-
-            made = type(name, (base,), {"__init__": construct, "__doc__": f"{family} of {name.removeprefix(family)}.", "__module__": __name__})
-            return globals().setdefault(name, made)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}: no family of quantities followed by a module class that has derivatives")

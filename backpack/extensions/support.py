@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives
@@ -89,7 +91,7 @@ def _of_loss(extension: BackpropExtension, rule: BaseLossDerivatives) -> Support
 
 
 def _of_layer(extension: BackpropExtension, rule: BaseDerivatives) -> Support:
-    flow, layer = extension.flow, SimpleNamespace(training=False)
+    flow = extension.flow
     if isinstance(flow, AverageFlow) and rule.params and not isinstance(rule, AffineDerivatives):
         return Support(How.REFUSED, "batch-averaged factors exist for weights and biases of affine layers only")
     if isinstance(flow, MatProdFlow):
@@ -100,8 +102,8 @@ def _of_layer(extension: BackpropExtension, rule: BaseDerivatives) -> Support:
     if curved and _has(rule, "_jac_t_mat_prod"):
         if not _has(rule, "hessian_is_zero"):
             return Support(How.REFUSED, "its second derivative is not known")
-        if not rule.hessian_is_zero(layer):
-            diagonal = rule.hessian_is_diagonal(layer)
+        if not _claims(rule.hessian_is_zero):
+            diagonal = _claims(rule.hessian_is_diagonal)
             if isinstance(flow, MatProdFlow) and Curvature.is_pch(flow.curvature) and not diagonal:
                 return Support(How.REFUSED, "its second derivative is dense")
             if not _has(rule, "hessian_diagonal" if diagonal else "_residual_mat_prod"):
@@ -130,6 +132,20 @@ def _of_other(extension: BackpropExtension, axes: int) -> Support:
     if isinstance(flow, MatProdFlow) and Curvature.is_pch(flow.curvature):
         return Support(How.REFUSED, "its second derivative is not known to be diagonal")
     return Support(How.GRAPH)
+
+
+def _claims(claim: Callable[[Any], bool]) -> bool:
+    """Ask for something that a rule claims of its layer in evaluation mode.
+
+    Args:
+        claim: Method of the rule.
+
+    Returns:
+        Whether it claims it; no, where this depends on more of the layer.
+    """
+    with suppress(AttributeError):
+        return claim(SimpleNamespace(training=False))
+    return False
 
 
 def _has(rule: BaseDerivatives, method: str) -> bool:
