@@ -23,6 +23,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.core.derivatives.registry import registered
+from backpack.core.derivatives.shape_check import check_shape
 from backpack.extensions import (
     GGNMP,
     HMP,
@@ -686,6 +687,9 @@ def test_private_names() -> None:
         samples.append(derivatives.sqrt_hessian_sampled(loss, None, None, mc_samples=5))
     close(manual[0].abs(), autograd[0].abs(), rtol=1e-5)  # the sign has no meaning
     assert derivatives._make_distribution(loss.input0).sample(torch.Size([3])).shape == (3, N, 2)
+    check_shape(torch.zeros(7, N, 2), loss.input0)
+    with pytest.raises(RuntimeError, match="shape"):
+        check_shape(torch.zeros(7, N, 3), loss.input0, diff=1)
     linear = nn.Linear(4, 3)
     linear.input0 = torch.randn(N, 2, 5, 4)
     assert tuple(LinearDerivatives._get_additional_dims(linear)) == (2, 5)

@@ -19,13 +19,13 @@ from backpack.extensions.module_extensions import (
     GGNMPBase,
     GradBaseModule,
     HBPBaseModule,
+    HBPLoss,
     HMPBase,
     PCHMPBase,
     SGSBase,
     SqrtGGNBaseModule,
     VarianceBaseModule,
 )
-from backpack.extensions.module_extensions import HBPLoss as HBPLoss  # has been at home beside HBPMSELoss, ...
 
 _Make = Callable[[BaseDerivatives, Sequence[str]], tuple]
 
@@ -65,14 +65,15 @@ def __getattr__(name: str) -> type[ModuleExtension]:
     Raises:
         AttributeError: If the name is no such name.
     """
-    rules = {module_class.__name__: rule for module_class, rule in registered().items()}
+    rules = {module_class.__name__: rule for module_class, rule in reversed(registered().items())}  # the library's own come first
     for family, (base, make) in FAMILIES.items():
         rule = rules.get(name.removeprefix(family)) if name.startswith(family) else None
         if rule is not None:
+            parent = HBPLoss if base is HBPBaseModule and rule.is_loss else base
 
             def construct(self: ModuleExtension) -> None:
-                base.__init__(self, *make(rule, rule.params))  # noqa: B023  returned at once
+                parent.__init__(self, *make(rule, rule.params))  # noqa: B023  returned at once
 
-            made = type(name, (base,), {"__init__": construct, "__doc__": f"{family} of {name.removeprefix(family)}.", "__module__": __name__})
+            made = type(name, (parent,), {"__init__": construct, "__doc__": f"{family} of {name.removeprefix(family)}.", "__module__": __name__})
             return globals().setdefault(name, made)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}: no family of quantities followed by a module class that has derivatives")

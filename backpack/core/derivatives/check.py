@@ -19,6 +19,7 @@ from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_generic import sample_hessians
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.errors import BackpackError, UnsupportedError
+from backpack.utils.nested import tensors_in
 
 _COLUMNS = 2
 _DRAWS = 4096
@@ -61,7 +62,7 @@ def check_rule(module: Module, *inputs: Any) -> list[str]:
     given = [value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for value in inputs]
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        output = module(*(value.clone() if isinstance(value, Tensor) else value for value in given))
+        output = tensors_in(module(*(value.clone() if isinstance(value, Tensor) else value for value in given)))[0]
         seen, full = (_Execution(module, given, output, keeps) for keeps in (rule.keeps, frozenset({"input", "output"})))
         if not rule.applies(seen):
             raise UnsupportedError(f"{type(rule).__name__} does not apply to this execution of {module}: the graph takes its place.")
