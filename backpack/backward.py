@@ -85,17 +85,18 @@ class backpack:  # noqa: N801
 
     def __enter__(self) -> None:
         recording.open.clear()  # calls that were interrupted, by a key, say
-        before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph())
+        before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph(), recording.keep_all)
         _entered.contexts.append((before, set()))
         CTX.set_active_exts(self.exts)
         CTX.set_debug(self.debug)
         CTX.set_extension_hook(self.extension_hook)
         CTX.set_retain_graph(self.retain_graph)
+        recording.keep_all = any(ext.has_module_exts for ext in self.exts)
         watch(_on_backward)
 
     def __exit__(self, *exc: Any) -> None:
         unwatch()
-        (exts, debug, hook, retain_graph), _ = _entered.contexts.pop()
+        (exts, debug, hook, retain_graph, recording.keep_all), _ = _entered.contexts.pop()
         CTX.set_active_exts(exts)
         CTX.set_debug(debug)
         CTX.set_extension_hook(hook)
@@ -117,6 +118,24 @@ class _Entered(threading.local):
 
 
 _entered = _Entered()
+
+
+def running() -> bool:
+    """Say whether a backward pass with quantities is running in this thread.
+
+    Returns:
+        Whether one is.
+    """
+    return _entered.running
+
+
+def keeps_tensors() -> bool:
+    """Say whether recorded tensors survive a backward pass under the active context.
+
+    Returns:
+        Whether they do.
+    """
+    return CTX.get_retain_graph() or CTX.is_extension_active(HMP, GGNMP, PCHMP)
 
 
 def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool, some: bool, create_graph: bool, retain: bool) -> Any:
@@ -168,6 +187,8 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
         checking.check(plan)
     carry = Carry(plan, flows, collector)
     handles = []
+    for extension in extensions:
+        extension.saved_quantities.clear()  # of what was left by hand
     try:
         for node, mark, extension, chosen in collector.mapped() if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
             handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
@@ -181,7 +202,9 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
     finally:
         for handle in handles:
             handle.remove()
-        if not (retain or CTX.get_retain_graph() or CTX.is_extension_active(HMP, GGNMP, PCHMP)):
+        for extension in extensions:
+            extension.saved_quantities.clear()
+        if not (retain or keeps_tensors()):
             for call in plan.walk.calls:
                 call.release()
     return result

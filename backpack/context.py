@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from torch.nn import Module
@@ -25,12 +25,26 @@ class _Settings(threading.local):
 
 
 _settings = _Settings()
-_handles: list[Any] = []
 _extended: WeakSet[Module] = WeakSet()
 
 
-class CTX:
-    """Settings of the active context. They belong to the thread that entered it."""
+class _Attributes(type):
+    """The settings as attributes of the class: ``CTX.active_exts``, ``CTX.debug``, ``CTX.extension_hook``, ``CTX.retain_graph``."""
+
+    active_exts = property(lambda cls: cls.get_active_exts(), lambda cls, value: cls.set_active_exts(value))
+    debug = property(lambda cls: cls.get_debug(), lambda cls, value: cls.set_debug(value))
+    extension_hook = property(lambda cls: cls.get_extension_hook(), lambda cls, value: cls.set_extension_hook(value))
+    retain_graph = property(lambda cls: cls.get_retain_graph(), lambda cls, value: cls.set_retain_graph(value))
+
+
+class CTX(metaclass=_Attributes):
+    """Settings of the active context. They belong to the thread that entered it.
+
+    Attributes:
+        hook_handles: Handles of the user's own, removed with the hooks of the extended modules.
+    """
+
+    hook_handles: ClassVar[list[Any]] = []
 
     @staticmethod
     def set_active_exts(active_exts: Iterable[BackpropExtension]) -> None:
@@ -66,7 +80,7 @@ class CTX:
         Args:
             hook_handle: Has a method ``remove``.
         """
-        _handles.append(hook_handle)
+        CTX.hook_handles.append(hook_handle)
 
     @staticmethod
     def remove_hooks() -> None:
@@ -76,9 +90,9 @@ class CTX:
             if recorder is not None:
                 recorder.remove(module)
         _extended.clear()
-        for handle in _handles:
+        for handle in CTX.hook_handles:
             handle.remove()
-        _handles.clear()
+        CTX.hook_handles.clear()
 
     @staticmethod
     def is_extension_active(*extension_classes: type[BackpropExtension]) -> bool:
@@ -147,7 +161,13 @@ class CTX:
         _settings.retain_graph = retain_graph
 
 
-class disable(threading.local):  # noqa: N801
+class _Recording(type):
+    """Whether calls are recorded, as an attribute of the class: ``disable.store_io``."""
+
+    store_io = property(lambda _: recording.on, lambda _, value: setattr(recording, "on", value))
+
+
+class disable(threading.local, metaclass=_Recording):  # noqa: N801
     """Context in which extended modules record nothing. A backward pass over such a graph, with active extensions, is refused."""
 
     def __init__(self) -> None:

@@ -51,13 +51,25 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         if debug:
             print(f"[DEBUG] Extending {path or type(module).__name__}: {type(child).__name__}")
         if (child is module or not is_no_op(child)) and not getattr(child, FLAG, False):
-            recorder = Recorder(path, type(child).__name__)
-            recorder.install(child)
-            CTX.add_extended(child)
+            _register_hooks(child, path)
             setattr(child, FLAG, True)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owners.add(parameter, name)
     return module
+
+
+def _register_hooks(module: Module, path: str = "") -> None:
+    """Install the hooks of ``extend`` on one module, in place of those that it has.
+
+    Args:
+        module: The module.
+        path: What messages call it.
+    """
+    recorder = recorder_of(module)
+    if recorder is not None:
+        recorder.remove(module)
+    Recorder(path, type(module).__name__).install(module)
+    CTX.add_extended(module)
 
 
 def unextend(module: Module) -> Module:

@@ -21,6 +21,8 @@ LAYERS = {
     "backpack.core": 3,
     "backpack.extensions.backprop_extension": 4,
     "backpack.extensions.module_extension": 4,
+    "backpack.extensions.saved_quantities": 4,
+    "backpack.extensions.loss_scale": 4,
     "backpack.extensions.flows": 4,
     "backpack.extensions.rules": 4,
     "backpack.extensions.positions": 4,
@@ -34,7 +36,7 @@ LAYERS = {
     "backpack": 6,
 }
 MAX_LINES = 400
-PRIVATE = re.compile(r"_input_metadata|_base|_version|_saved_\w+|torch\._\w+(\..*)?")
+PRIVATE = re.compile(r"_input_metadata|_base|_version|_saved_(?!quantities)\w+|torch\._\w+(\..*)?")
 KNOWS_PRIVATE = {"backpack.core.graph", "backpack.core.calls", "backpack.core.engine"}
 LAZY = {"backpack.compat"}  # forwards old import paths when they are asked for
 

@@ -650,7 +650,7 @@ def test_names_of_the_users_survive() -> None:
 def test_results_and_clear() -> None:
     problem = extended()
     assert results(problem.model) == {}
-    problem.model[0].bias.mine = "kept"
+    problem.model[0].bias.note = "kept"
     with backpack(BatchGrad(), Variance()):
         loss_of(problem).backward()
     found = results(problem.model)
@@ -662,7 +662,7 @@ def test_results_and_clear() -> None:
     assert set(results(problem.model)["0.weight"]) == {"grad_batch"}
     clear(problem.model)
     assert results(problem.model) == {}
-    assert problem.model[0].bias.mine == "kept"
+    assert problem.model[0].bias.note == "kept"
     assert problem.model[0].bias.grad is not None
     clear(problem.model)
 

@@ -36,9 +36,17 @@ _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
 
 
 class _Recording(threading.local):
-    """What a thread is recording: switched off by ``disable``; the calls whose forward pass has begun and not ended."""
+    """What a thread is recording.
+
+    Attributes:
+        on: Whether calls are recorded at all.
+        keep_all: Whether calls keep all tensors, as rules of users may read any of them.
+        read_from: Module to the call whose tensors it shows; ``None`` for the last ones.
+        open: The calls whose forward pass has begun and not ended.
+    """
 
     on = True
+    keep_all = False
     read_from: dict[Module, ModuleCall] | None = None
 
     def __init__(self) -> None:
@@ -182,7 +190,9 @@ class ModuleCall:
         self.outputs: list[Slot] = []
         # torch's own losses are often temporary objects, `extend(MSELoss())(...)`, and never store what they return: held strongly
         self._module = module if rule is not None and rule.is_loss and type(module).__module__.startswith("torch.nn") else ref(module)
-        if rule is not None:
+        if recording.keep_all:
+            self._needs = _BOTH
+        elif rule is not None:
             self._needs = rule.needs(module)
         else:
             self._needs = _NOTHING if module._modules else _BOTH

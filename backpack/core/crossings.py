@@ -12,7 +12,9 @@ from backpack.core.graph import LINEAR, call_node, checkpointed, operation, outp
 from backpack.core.samples import Layout, decode, keeps_samples, probe, settle
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
-_STATIC = LINEAR - {"Index", "IndexSelect", "Gather", "AsStrided", "MaskedSelect", "Scatter", "Where", "MaxUnpool2D", "MaxUnpool3D", "Embedding"}
+_STATIC = LINEAR - frozenset(
+    "Index IndexSelect Gather AsStrided MaskedSelect Scatter Where MaxUnpool2D MaxUnpool3D Embedding BackwardHookFunction".split()
+)
 _ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
     Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp""".split()

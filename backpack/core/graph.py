@@ -26,7 +26,7 @@ LINEAR = frozenset(
     Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D
     ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D UpsampleNearest1D UpsampleNearest2D
     UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
-    UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout""".split()
+    UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout BackwardHookFunction""".split()
 )
 """Operations that are linear."""
 _MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
@@ -48,7 +48,7 @@ def operation(node: Node) -> str:
     Returns:
         ``"Mul"`` for ``MulBackward0``.
     """
-    return node.name().partition("Backward")[0]
+    return node.name().rpartition("Backward")[0]
 
 
 def shape_of(edge: Edge) -> torch.Size:

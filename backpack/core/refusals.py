@@ -75,8 +75,8 @@ def refuse_uncovered(walk: Walk, node: Node) -> None:
     """
     raise LossNotExtendedError(
         f"No extended loss lies on a path from the tensor on which backward was called to {walk.names(walk.reach[node])}. Second-order "
-        "quantities start at the loss: write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `backpack.leave_out(term)` for a term to be "
-        "ignored."
+        "quantities start at the loss: write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, "
+        "`backpack.register(MyLoss, GenericLossDerivatives)` for a loss class of your own, and `backpack.leave_out(term)` for a term to be ignored."
     )
 
 

@@ -10,10 +10,13 @@ from warnings import warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from backpack.core.derivatives.basederivatives import BaseLossDerivatives
+from backpack.core.derivatives.registry import derivatives_for, register
 from backpack.core.flow import Flow
 from backpack.core.plan import Plan
-from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
+from backpack.extensions.saved_quantities import SavedQuantities
 from backpack.utils.errors import ArgumentError, UnsupportedError
 
 FAIL_ERROR = "ERROR"
@@ -40,6 +43,7 @@ class BackpropExtension(ABC):
         savefield: Name of the attribute under which parameters carry the result.
         ordered: Whether results of several losses have to be aligned, because their columns can be read.
         wants_gradient: Whether a fast rule makes use of the gradient of the parameter.
+        saved_quantities: What module extensions have sent, in an extension whose ``backpropagate`` methods carry it.
     """
 
     ordered: ClassVar[bool] = False
@@ -70,9 +74,12 @@ class BackpropExtension(ABC):
             raise ArgumentError(f"{type(self).__name__}: subsampling must be a list of integer sample indices, got {subsampling!r}.")
         savefields.add(savefield)
         self.savefield = savefield
-        self._module_exts: dict[type[Module], ModuleExtension] = dict(module_exts or {})
+        self._module_exts: dict[type[Module], ModuleExtension] = {}
+        for module_cls, extension in (module_exts or {}).items():
+            self.set_module_extension(module_cls, extension)
         self._fail_mode = fail_mode
         self._subsampling = subsampling
+        self.saved_quantities = SavedQuantities()
 
     # ------------------------------------------------------------------------------------------- the library's own quantities
     @property
@@ -153,6 +160,9 @@ class BackpropExtension(ABC):
                 f"{type(self).__name__} has a module extension for {module_cls.__name__}: {self._module_exts[module_cls]}. Pass overwrite=True."
             )
         self._module_exts[module_cls] = extension
+        derivatives = vars(extension).get("derivatives")
+        if isinstance(derivatives, BaseLossDerivatives) and derivatives_for(module_cls) is None:
+            register(module_cls, derivatives)  # a loss of the user's own: flows of the library can start at it, too
 
     @property
     def has_module_exts(self) -> bool:
@@ -171,6 +181,20 @@ class BackpropExtension(ABC):
         if not self._module_exts:
             return None
         return next((self._module_exts[cls] for cls in type(module).__mro__ if cls in self._module_exts), None)
+
+    def __call__(self, module: Module, g_inp: Grads, g_out: Grads) -> None:
+        """Run the module extension for a module by hand, outside of a pass under ``backpack``.
+
+        Args:
+            module: A module whose last forward pass is recorded.
+            g_inp: Gradients with respect to the inputs, ``None`` where not known.
+            g_out: Gradient with respect to the output.
+        """
+        chosen = self.module_extension(module)
+        if chosen is None:
+            self.fail(module, type(module).__name__)
+        else:
+            chosen(self, module, g_inp, g_out)
 
     def fail(self, module: Module, path: str) -> None:
         """React to a module for which there is neither a rule nor a module extension, if it has parameters or has to be passed.

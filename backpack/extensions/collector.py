@@ -16,10 +16,12 @@ from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import reading, recorder_of
+from backpack.core.samples import first_axis
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
-from backpack.extensions.rules import FromGradient, Rule, find_faster, stack
+from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster, signed_matrices, stack
 from backpack.utils.errors import DifferentiationError, LossNotExtendedError, UnsupportedError
 from backpack.utils.module_classification import is_loss, is_no_op
 
@@ -45,7 +47,6 @@ class Collector(Reader):
         self._states: dict[tuple[int, Any], Any] = {}
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
-        self._carried: dict[tuple[BackpropExtension, Edge], Any] = {}
         self._waiting_for_gradient: dict[int, list[tuple[BackpropExtension, FromGradient]]] = {}
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
@@ -201,7 +202,8 @@ class Collector(Reader):
             (node of the output, mark, extension, module extension).
 
         Raises:
-            UnsupportedError: If a parameter is used more than once under a user's rule, or a module has several outputs.
+            UnsupportedError: If a parameter is used more than once under a user's rule, a module has several outputs, or what a user says to be
+                carried is at odds with a flow of the library.
         """
         places: dict[ModuleCall, dict[bool, tuple[Node, Mark]]] = {}
         for node, marks in self._plan.walk.marks.items():
@@ -218,6 +220,13 @@ class Collector(Reader):
                 if chosen is not None:
                     if len(call.outputs) > 1:
                         raise UnsupportedError(f"{call.path} returns {len(call.outputs)} tensors, {type(chosen).__name__} gets the gradient of one.")
+                    own = not type(chosen).backpropagate.__module__.startswith("backpack.")
+                    if own and call.derivatives is not None and extension.flow is not None and not extension.flow.is_gradient:
+                        raise UnsupportedError(
+                            f"{call.path}: {type(chosen).__name__}.backpropagate would not be called, as {type(extension).__name__} carries through "
+                            f"{type(module).__name__} by the library's own rule. Write an extension of your own (SecondOrderBackpropExtension with "
+                            "module_exts) to carry something else, or leave backpropagate out."
+                        )
                     found.append((node, mark, extension, chosen))
                     for name in chosen.params:
                         parameter = getattr(module, name, None)
@@ -253,17 +262,19 @@ class Collector(Reader):
 
         Raises:
             LossNotExtendedError: If the extension carries something of its own, and it has not arrived here.
+            UnsupportedError: If samples are chosen, and do not lie on axis 0 of the output.
         """
         module = call.module
         carries = extension.flow is None and extension.expects_backpropagation_quantities()
         shape = call.outputs[0].shape
         grad = None if grad is None else grad.reshape(shape)
         if isinstance(value, dict):
-            value = stack(value)
-            value = value.reshape(value.shape[0], *shape)
+            if extension.get_subsampling() is not None and self._plan.states[edge[0]].get(edge[1]) != first_axis(shape[0]):
+                raise UnsupportedError(f"{call.path}: {type(chosen).__name__} can have chosen samples only where these lie on axis 0 of the output.")
+            value = as_published(extension, {source: columns.reshape(columns.shape[0], *shape) for source, columns in value.items()})
         if carries:
-            value = self._carried.get((extension, edge))
-            if value is None and not is_loss(module):
+            value = extension.saved_quantities.retrieve_quantity(edge, delete_old=False)
+            if value is None and not (call.is_loss or is_loss(module)):
                 raise LossNotExtendedError(
                     f"Nothing that {extension.savefield!r} carries has arrived at {call.path}: the loss, and every operation between it and "
                     "this module, must be an extended module with a module extension whose backpropagate returns something."
@@ -275,8 +286,7 @@ class Collector(Reader):
             carried = chosen.backpropagate(extension, module, *given) if below else None
         for slot in below if carried is not None else ():
             for place in {slot.edge, slot.base_edge} - {None}:
-                old = self._carried.get((extension, place))
-                self._carried[extension, place] = carried if old is None else extension.accumulate_backpropagated_quantities(old, carried)
+                extension.saved_quantities.save_quantity(place, carried, extension.accumulate_backpropagated_quantities)
         for name, result in results.items():
             self._values[id(getattr(module, name)), extension] = result
 
@@ -316,6 +326,23 @@ class Collector(Reader):
             print(f"[DEBUG] Extension hook on {recorder_of(module).path or type(module).__name__}")
         self._hook(module)
         self._happened(module)
+
+
+def as_published(extension: BackpropExtension, columns: Columns) -> Any:
+    """Say what one of the library's flows carries as a module extension receives it.
+
+    Args:
+        extension: The library's extension.
+        columns: ``{source: [V, N, *output]}``.
+
+    Returns:
+        ``[V, N, *output]``; of the Hessian's diagonal a dictionary of such, and of their signs. With subsampling ``N`` counts the chosen samples.
+    """
+    choice = ColumnRule(extension.flow, extension.samples(next(iter(columns.values())).shape[1]))
+    if not isinstance(extension.flow, SignedSqrtFlow):
+        return stack(choice.choose(columns))
+    parts = signed_matrices(columns)
+    return {"matrices": list(choice.choose(dict(enumerate(parts["matrices"]))).values()), "signs": parts["signs"]}
 
 
 class _Undifferentiable(torch.autograd.Function):

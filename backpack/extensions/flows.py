@@ -20,6 +20,7 @@ from backpack.core.plan import Plan
 from backpack.core.samples import Layout
 from backpack.core.walk import GENERIC, Need
 from backpack.extensions.curvature import Curvature
+from backpack.extensions.loss_scale import position_weights, scaled
 from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
 
 
@@ -73,26 +74,6 @@ class GradientFlow(ColumnFlow):
         raise AssertionError("The gradient comes from autograd.")
 
 
-def _position_weights(call: ModuleCall, grad: Tensor) -> Tensor | None:
-    """Return what the loss is multiplied by on its way to the root.
-
-    Args:
-        call: The loss call.
-        grad: Gradient of the root with respect to the loss value.
-
-    Returns:
-        Broadcastable to the input of the loss; ``None`` for one.
-
-    Raises:
-        LossValueError: If it is not finite.
-    """
-    if grad.numel() == 1 and grad.item() == 1.0:
-        return None
-    if not grad.isfinite().all():
-        raise LossValueError(f"{call.path} is scaled by a number that is not finite on its way to the tensor on which backward was called.")
-    return call.derivatives.position_weights(call, (grad,))
-
-
 @dataclass(frozen=True)
 class SqrtFlow(ColumnFlow):
     """A square root ``S`` of the loss's Hessian, ``[V, N, *]``, mapped by transposed Jacobians: that of the generalized Gauss-Newton.
@@ -106,13 +87,7 @@ class SqrtFlow(ColumnFlow):
     subsampling: tuple[int, ...] | None = None
 
     def start(self, call: ModuleCall, grad: Tensor) -> Columns:
-        mat = self._factor(call, grad)
-        weights = _position_weights(call, grad)
-        if weights is not None:
-            if (weights < 0).any():
-                raise LossValueError(f"{call.path} is multiplied by a negative number: the generalized Gauss-Newton has no square root then.")
-            mat = mat * weights.sqrt()
-        return {Source(call.order): mat}
+        return {Source(call.order): scaled(self._factor(call, grad), call, grad)}
 
     def _factor(self, call: ModuleCall, grad: Tensor) -> Tensor:
         """Return the square root, zero for samples that were not asked for.
@@ -167,7 +142,7 @@ class SignedSqrtFlow(ColumnFlow):
     needs = Need.CURVATURE
 
     def start(self, call: ModuleCall, grad: Tensor) -> Columns:
-        weights = _position_weights(call, grad)
+        weights = position_weights(call, grad)
         mat = call.derivatives._sqrt_hessian(call, None, (grad,))
         if weights is None:
             return {Source(call.order): mat}
@@ -356,7 +331,7 @@ class MatProdFlow(ChainFlow):
     quantity = "A curvature-matrix product (HMP, GGNMP, PCHMP)"
 
     def start(self, call: ModuleCall, grad: Tensor) -> Product:
-        weights = _position_weights(call, grad)
+        weights = position_weights(call, grad)
         psd = call.derivatives.hessian_is_psd() and (weights is None or bool((weights >= 0).all()))
         Curvature.check_loss_hessian(psd, self.curvature)
         call.keep = True

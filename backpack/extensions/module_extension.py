@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count, takewhile
 from typing import Any
 from warnings import warn
 
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import LossNotExtendedError, UnsupportedError
+from backpack.utils.module_classification import is_loss
 
 Grads = tuple[Tensor | None, ...]
 
@@ -64,6 +66,33 @@ class ModuleExtension:
             g_inp: Gradients with respect to the inputs.
             g_out: Gradient with respect to the output.
         """
+
+    def __call__(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads) -> None:
+        """Save the quantities of a module's parameters, and hand on what the extension carries, by hand.
+
+        What is carried is found again by the memory of the tensors, so that modules have to be visited in the order of a backward pass. Passes under
+        ``backpack`` know the graph, and do not come here.
+
+        Args:
+            extension: The extension.
+            module: A module whose last forward pass is recorded.
+            g_inp: Gradients with respect to the inputs, ``None`` where not known.
+            g_out: Gradient with respect to the output.
+
+        Raises:
+            LossNotExtendedError: If the extension carries something, and nothing has arrived.
+        """
+        saved, carries = extension.saved_quantities, extension.expects_backpropagation_quantities()
+        arrived = saved.retrieve_quantity(module.output.data_ptr(), delete_old=True) if carries else None
+        if carries and arrived is None and not is_loss(module):
+            raise LossNotExtendedError(f"Nothing that {extension.savefield!r} carries has arrived at {module}. Visit the modules below it first.")
+        for name, value in self.compute(extension, module, g_inp, g_out, arrived).items():
+            setattr(getattr(module, name), extension.savefield, value)
+        if carries:
+            sent = self.backpropagate(extension, module, g_inp, g_out, arrived)
+            inputs = takewhile(lambda value: value is not None, (getattr(module, f"input{i}", None) for i in count()))
+            for tensor in (value for value in inputs if isinstance(value, Tensor)):
+                saved.save_quantity(tensor.data_ptr(), sent, extension.accumulate_backpropagated_quantities)
 
     def compute(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bp_quantities: Any) -> dict[str, Any]:
         """Compute the quantity of each parameter that exists and is trainable.

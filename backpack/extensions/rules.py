@@ -99,15 +99,23 @@ class ColumnRule(Rule):
             return rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False, subsampling=sampling)
 
         columns = apply_to_all(value, mjp)
-        return columns if direct else self._choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
+        return columns if direct else self.choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
 
     def at_leaf(self, columns: Columns) -> Columns:
-        return self._choose(columns)
+        return self.choose(columns)
 
     def add(self, one: Columns, other: Columns) -> Columns:
         return add_columns(one, other)
 
-    def _choose(self, columns: Columns) -> Columns:
+    def choose(self, columns: Columns) -> Columns:
+        """Choose samples.
+
+        Args:
+            columns: ``{source: [V, N, *]}``.
+
+        Returns:
+            ``{source: [V, len(subsampling), *]}``.
+        """
         if self.subsampling is None:
             return columns
         if self._rounds is None:
@@ -203,6 +211,26 @@ def stack(columns: Columns) -> Tensor:
     """
     ordered = in_order(columns)
     return columns[ordered[0]] if len(ordered) == 1 else torch.cat([columns[source] for source in ordered])
+
+
+def signed_matrices(columns: Columns) -> dict[str, list]:
+    """Say columns with signs as module extensions of the Hessian's diagonal receive them.
+
+    Args:
+        columns: ``{source: [V, N, *]}``.
+
+    Returns:
+        ``"matrices"``, each ``[V, N, *]``, and ``"signs"``, 1.0 or -1.0 for each of them: entries of the other sign are zero.
+    """
+    parts: dict[str, list] = {"matrices": [], "signs": []}
+    for source in in_order(columns):
+        mat = columns[source]
+        given = source.signs
+        for sign in (1.0,) if given is None else (1.0, -1.0):
+            chosen = mat if given is None else mat * (given == sign).to(mat.dtype).reshape(*given.shape, *[1] * (mat.dim() - 2))
+            parts["matrices"].append(chosen)
+            parts["signs"].append(sign)
+    return parts
 
 
 def in_order(sources: Iterable) -> list:

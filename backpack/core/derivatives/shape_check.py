@@ -12,18 +12,19 @@ from torch import Tensor
 from backpack.utils.errors import ShapeError
 
 
-def check_shape(mat: Tensor, like: Sequence[int], diff: int = 1, what: str = "the matrix") -> None:
+def check_shape(mat: Tensor, like: Tensor | Sequence[int], diff: int = 1, what: str = "the matrix") -> None:
     """Check that all axes but the first ``diff`` are those of ``like``.
 
     Args:
         mat: The matrix.
-        like: The expected shape of a column.
+        like: The expected shape of a column, or a tensor of that shape.
         diff: Number of leading axes in front of ``like``.
         what: Name of the matrix, for the message.
 
     Raises:
         ShapeError: If the shapes do not fit.
     """
+    like = like.shape if isinstance(like, Tensor) else like
     if mat.dim() != diff + len(like) or tuple(mat.shape[diff:]) != tuple(like):
         leading = ", ".join(["V", "N"][:diff])
         raise ShapeError(f"{what} must have shape [{leading}, {', '.join(map(str, like))}], got {list(mat.shape)}.")

@@ -15,6 +15,7 @@ from backpack.core.flow import Flow, Use
 from backpack.extensions.flows import MatProdFlow
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.utils.errors import UnsupportedError
 
 
 class CurvatureMatrixProduct(SecondOrderBackpropExtension):
@@ -51,7 +52,12 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
         if isinstance(rule, GenericDerivatives):
             jacobian = partial(rule.param_jac_mat_prod, name)
         else:
-            jacobian = rule._weight_jac_mat_prod if name == "weight" else rule._bias_jac_mat_prod
+            jacobian = getattr(rule, f"_{name}_jac_mat_prod", None)
+            if jacobian is None:
+                raise UnsupportedError(
+                    f"{self.savefield} of {call.path}.{name}: {type(rule).__name__} has no _{name}_jac_mat_prod, the product with the Jacobian of "
+                    "the output with respect to this parameter. Implement it, or use the products of backpack.hessianfree."
+                )
 
         def product(mat: Tensor) -> Tensor:
             call.refuse_changed()

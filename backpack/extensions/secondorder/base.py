@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 from backpack.core.flow import Flow
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.flows import SqrtFlow
+from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 from backpack.utils.errors import ArgumentError
 
 
@@ -21,38 +23,51 @@ class GGNExtension(SecondOrderBackpropExtension):
     """A quantity of the generalized Gauss-Newton, read off a square root of the loss's Hessian.
 
     Attributes:
-        sampled: Whether the square root is a Monte-Carlo estimate.
+        loss_hessian_strategy: Exact square root, or a Monte-Carlo estimate.
     """
 
-    sampled: ClassVar[bool] = False
+    VALID_LOSS_HESSIAN_STRATEGIES: ClassVar[list[str]] = [LossHessianStrategy.EXACT, LossHessianStrategy.SAMPLING]
 
-    def __init__(self, savefield: str, mc_samples: int = 0, subsampling: list[int] | None = None) -> None:
+    def __init__(self, loss_hessian_strategy: str, savefield: str, subsampling: list[int] | None = None, mc_samples: int = 1) -> None:
         """Choose the square root.
 
         Args:
+            loss_hessian_strategy: One of ``VALID_LOSS_HESSIAN_STRATEGIES``.
             savefield: Name of the attribute under which parameters carry the result.
-            mc_samples: Number of Monte-Carlo samples; 0 for the exact square root.
             subsampling: Indices of the samples; ``None`` for all.
+            mc_samples: Number of Monte-Carlo samples, unless ``get_num_mc_samples`` is overridden.
 
         Raises:
-            ArgumentError: If the number of Monte-Carlo samples is not a positive integer.
+            ArgumentError: If the strategy is unknown, or the number of Monte-Carlo samples is not a positive integer.
         """
         super().__init__(savefield, subsampling=subsampling)
-        if self.sampled and (not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1):
+        if loss_hessian_strategy not in self.VALID_LOSS_HESSIAN_STRATEGIES:
+            raise ArgumentError(
+                f"{type(self).__name__}: loss_hessian_strategy must be one of {self.VALID_LOSS_HESSIAN_STRATEGIES}, got {loss_hessian_strategy!r}."
+            )
+        if not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1:
             raise ArgumentError(f"{type(self).__name__}: mc_samples must be a positive integer, got {mc_samples!r}.")
-        self._mc_samples = mc_samples
-        # other samples are drawn for a subset than for the mini-batch, hence a flow of its own
-        chosen = None if self._subsampling is None else tuple(self._subsampling)
-        self._flow = SqrtFlow(mc_samples, chosen) if self.sampled else SqrtFlow()
+        self.loss_hessian_strategy, self._mc_samples = loss_hessian_strategy, mc_samples
 
-    @property
+    @cached_property
     def flow(self) -> Flow:
-        return self._flow
+        """The square root: other labels are drawn for a subset than for the mini-batch, hence a flow of its own."""
+        if self.loss_hessian_strategy == LossHessianStrategy.EXACT:
+            return SqrtFlow()
+        return SqrtFlow(self.get_num_mc_samples(), None if self._subsampling is None else tuple(self._subsampling))
+
+    def get_loss_hessian_strategy(self) -> str:
+        """Return how the Hessian of the loss enters.
+
+        Returns:
+            One of ``VALID_LOSS_HESSIAN_STRATEGIES``.
+        """
+        return self.loss_hessian_strategy
 
     def get_num_mc_samples(self) -> int:
         """Return the number of Monte-Carlo samples.
 
         Returns:
-            Their number; 0 for the exact square root.
+            Their number, where the square root is sampled.
         """
         return self._mc_samples

@@ -10,6 +10,7 @@ from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.rules import affine_views, faster, place_at_rows, stack, sum_at_rows
 from backpack.extensions.secondorder.base import GGNExtension
+from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 from backpack.utils.moments import squares_per_sample, sum_of_squares
 
 
@@ -39,7 +40,7 @@ class DiagGGNExact(DiagGGN):
         Args:
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("diag_ggn_exact", subsampling=subsampling)
+        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact", subsampling)
 
 
 class DiagGGNMC(DiagGGN):
@@ -48,8 +49,6 @@ class DiagGGNMC(DiagGGN):
     Unbiased: labels are drawn from the distribution that the loss stands for. Costs ``mc_samples`` columns instead of one for each class.
     """
 
-    sampled = True
-
     def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
         """Choose the number of draws.
 
@@ -57,7 +56,7 @@ class DiagGGNMC(DiagGGN):
             mc_samples: Labels drawn for each sample.
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("diag_ggn_mc", mc_samples, subsampling)
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc", subsampling, mc_samples)
 
 
 class BatchDiagGGNExact(BatchDiagGGN):
@@ -72,13 +71,11 @@ class BatchDiagGGNExact(BatchDiagGGN):
         Args:
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("diag_ggn_exact_batch", subsampling=subsampling)
+        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact_batch", subsampling)
 
 
 class BatchDiagGGNMC(BatchDiagGGN):
     """Monte-Carlo estimate of ``diag_ggn_exact_batch``, ``[N, *parameter]``, saved to ``diag_ggn_mc_batch``."""
-
-    sampled = True
 
     def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
         """Choose the number of draws.
@@ -87,7 +84,7 @@ class BatchDiagGGNMC(BatchDiagGGN):
             mc_samples: Labels drawn for each sample.
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("diag_ggn_mc_batch", mc_samples, subsampling)
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", subsampling, mc_samples)
 
 
 @faster(DiagGGN, AffineDerivatives, "weight")

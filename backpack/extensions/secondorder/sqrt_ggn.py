@@ -8,6 +8,7 @@ from torch.nn import Parameter
 from backpack.core.flow import Columns
 from backpack.extensions.rules import stack
 from backpack.extensions.secondorder.base import GGNExtension
+from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 
 
 class SqrtGGN(GGNExtension):
@@ -32,13 +33,11 @@ class SqrtGGNExact(SqrtGGN):
         Args:
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("sqrt_ggn_exact", subsampling=subsampling)
+        super().__init__(LossHessianStrategy.EXACT, "sqrt_ggn_exact", subsampling)
 
 
 class SqrtGGNMC(SqrtGGN):
     """Monte-Carlo square root, ``[mc_samples, N, *parameter]``, saved to ``sqrt_ggn_mc``: ``U^T U`` is right in expectation."""
-
-    sampled = True
 
     def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
         """Choose the number of draws.
@@ -47,4 +46,4 @@ class SqrtGGNMC(SqrtGGN):
             mc_samples: Labels drawn for each sample.
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
         """
-        super().__init__("sqrt_ggn_mc", mc_samples, subsampling)
+        super().__init__(LossHessianStrategy.SAMPLING, "sqrt_ggn_mc", subsampling, mc_samples)

@@ -1,0 +1,250 @@
+"""``check_rule``: compares registered derivatives with automatic differentiation, product by product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor, einsum, eye, randn
+from torch.nn import Module
+
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives
+from backpack.core.derivatives.generic import GenericDerivatives
+from backpack.core.derivatives.loss_generic import sample_hessians
+from backpack.core.derivatives.registry import derivatives_for
+from backpack.utils.errors import BackpackError, UnsupportedError
+from backpack.utils.nested import tensors_in
+
+_COLUMNS = 2
+_DRAWS = 4096
+_TOLERANCE = 1e-6
+_STANDARD_ERRORS = 8
+_GENERIC = GenericDerivatives()
+
+
+class RuleError(BackpackError, AssertionError):
+    """Registered derivatives of a module are wrong."""
+
+    code = "wrong-rule"
+
+
+def check_rule(module: Module, *inputs: Any) -> list[str]:
+    """Compare the derivatives that are registered for the class of a module with automatic differentiation, in double precision.
+
+    All products that the derivatives have are compared; they see only the tensors that they ``keeps``. Give several samples, and no exact kinks.
+
+    Args:
+        module: The module, with the options and in the mode in question; a loss function likewise.
+        *inputs: Its arguments: tensors with the samples on axis 0, and what else it takes.
+
+    Returns:
+        Names of the products that were compared.
+
+    Raises:
+        UnsupportedError: If there is no rule for the class, or it does not apply to this execution. A wrong product raises ``RuleError``, which
+            is an ``AssertionError`` and names the first one, with shapes and the size of the error.
+
+    Example:
+        >>> @register(MyLayer)
+        ... class MyDerivatives(ElementwiseDerivatives): ...
+        >>> check_rule(MyLayer(), torch.randn(4, 3))
+    """
+    rule = derivatives_for(module)
+    if rule is None:
+        raise UnsupportedError(f"No rule is registered for {type(module).__name__}, or for a base class whose forward it keeps.")
+    module = deepcopy(module).double()
+    given = [value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for value in inputs]
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        output = tensors_in(module(*(value.clone() if isinstance(value, Tensor) else value for value in given)))[0]
+        seen, full = (_Execution(module, given, output, keeps) for keeps in (rule.needs(module), frozenset({"input", "output"})))
+        if not rule.applies(seen):
+            raise UnsupportedError(f"{type(rule).__name__} does not apply to this execution of {module}: the graph takes its place.")
+        comparing = _Comparing(f"{type(rule).__name__} of {module}")
+        if isinstance(rule, BaseLossDerivatives):
+            _compare_loss(comparing, rule, seen, full)
+        else:
+            _compare_module(comparing, rule, seen, full)
+    return comparing.done
+
+
+class _Execution:
+    """One execution of a module; tensors that a rule does not keep are known by shape and type only."""
+
+    def __init__(self, module: Module, inputs: list[Any], output: Tensor, keeps: frozenset[str]) -> None:
+        self.module, self.inputs = module, inputs
+        for i, value in enumerate(inputs):
+            setattr(self, f"input{i}", value if "input" in keeps or not isinstance(value, Tensor) else value.to("meta"))
+        self.output = output if "output" in keeps else output.to("meta")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("input") and name[5:].isdigit():
+            raise AttributeError(name)
+        return getattr(self.module, name)
+
+    def __repr__(self) -> str:
+        return repr(self.module)
+
+
+class _Comparing:
+    """Compares results, one after the other, and remembers their names."""
+
+    def __init__(self, title: str) -> None:
+        self.title, self.done = title, []
+
+    def __call__(self, name: str, said: Callable[[], Tensor], true: Tensor, allowed: Tensor | float = 0.0) -> None:
+        """Compare a result; nothing happens where the rule does not have it.
+
+        Args:
+            name: Name of the product.
+            said: Returns what the rule says.
+            true: What is true.
+            allowed: Error that is allowed beside rounding.
+
+        Raises:
+            RuleError: If it is wrong.
+        """
+        title = f"{name} of {self.title}"
+        try:
+            result = said()
+        except UnsupportedError:
+            return
+        except Exception as error:
+            raise RuleError(f"{title} raised {type(error).__name__}: {error} (a tensor that `keeps` does not name has no entries)") from error
+        if result.is_meta or result.shape != true.shape:
+            hint = "depends on a tensor that `keeps` does not name" if result.is_meta else f"should have shape {list(true.shape)}"
+            raise RuleError(f"{title} has shape {list(result.shape)}; it {hint}.")
+        error, largest = (result - true).abs(), true.abs().max().item() if true.numel() else 0.0
+        if not (error <= allowed + _TOLERANCE * largest + _TOLERANCE**2).all():
+            raise RuleError(
+                f"{title} is wrong: error {error.max().item():.3g} in a result of shape {list(result.shape)} with largest entry {largest:.3g}."
+            )
+        self.done.append(name)
+
+
+def _flat(columns: Tensor) -> Tensor:
+    """Flatten each sample.
+
+    Args:
+        columns: ``[[V, N, *]]``.
+
+    Returns:
+        ``[[V, N, D]]``.
+    """
+    return columns.reshape(*columns.shape[:2], columns.shape[2:].numel())
+
+
+def _compare_module(compare: _Comparing, rule: BaseDerivatives, seen: Any, full: Any) -> None:
+    """Compare Jacobian and Hessian products.
+
+    Args:
+        compare: Compares.
+        rule: The rule.
+        seen: The execution as the rule sees it.
+        full: The execution.
+    """
+    x, y = full.input0, full.output
+    chosen = [len(y) - 1, 0, len(y) - 1]
+    mat, some = randn(_COLUMNS, *y.shape, dtype=y.dtype), randn(_COLUMNS, len(chosen), *y.shape[1:], dtype=y.dtype)
+    if x.is_floating_point():
+        size, like_input = y.shape[1:].numel(), randn(_COLUMNS, *x.shape, dtype=x.dtype)
+        units, square = eye(size, dtype=y.dtype).reshape(size, 1, *y.shape[1:]), randn(size, size, dtype=y.dtype)
+        jac = _flat(_GENERIC.jac_t_mat_prod(full, None, None, units.expand(size, *y.shape)))
+
+        def jac_t(columns: Tensor, samples: list[int]) -> Tensor:
+            return einsum("oni,vno->vni", jac[:, samples], _flat(columns)).reshape(*columns.shape[:2], *x.shape[1:])
+
+        true = einsum("oni,vni->vno", jac, _flat(like_input)).reshape(mat.shape)
+        compare("jac_mat_prod", lambda: rule.jac_mat_prod(seen, None, None, like_input), true)
+        compare("jac_t_mat_prod", lambda: rule.jac_t_mat_prod(seen, None, None, mat), jac_t(mat, list(range(len(y)))))
+        compare("jac_t_mat_prod with subsampling", lambda: rule.jac_t_mat_prod(seen, None, None, some, chosen), jac_t(some, chosen))
+        true = einsum("oni,op,pnj->ij", jac, square, jac) / len(y)
+        compare("ea_jac_t_mat_jac_prod", lambda: rule.ea_jac_t_mat_jac_prod(seen, None, None, square), true)
+        with suppress(UnsupportedError):  # torch cannot differentiate every function twice
+            _compare_residual(compare, rule, seen, full, like_input)
+        if rule.any_batch_axis and y.dim() > 1 + rule.feature_axes(full):
+            moved = [value.movedim(1, 0) if isinstance(value, Tensor) else value for value in full.inputs]
+            other = _Execution(full.module, moved, y.movedim(1, 0), rule.needs(full.module))
+            true = jac_t(mat, list(range(len(y)))).movedim(2, 1)
+            compare("jac_t_mat_prod with samples on axis 1", lambda: rule._jac_t_mat_prod(other, None, None, mat.movedim(2, 1)), true)
+    for name in (name for name, _ in full.module.named_parameters() if name in rule.params):
+        for given, samples in ((mat, None), (some, chosen)):
+            for sum_batch in (True, False):
+                title = f"param_mjp({name!r}, sum_batch={sum_batch}{'' if samples is None else ', subsampling'})"
+                true = _GENERIC.param_mjp(name, full, None, None, given, sum_batch, samples)
+                compare(title, partial(rule.param_mjp, name, seen, None, None, given, sum_batch, samples), true)
+        if name in {"weight", "bias"}:
+            like_param = randn(_COLUMNS, *full.module.get_parameter(name).shape, dtype=y.dtype)
+            true = _GENERIC.param_jac_mat_prod(name, full, None, None, like_param)
+            compare(f"{name}_jac_mat_prod", partial(getattr(rule, f"{name}_jac_mat_prod"), seen, None, None, like_param), true)
+        if name == "weight" and isinstance(rule, AffineDerivatives):
+            true = _GENERIC.param_mjp(name, full, None, None, mat)
+            compare("columns and rows", lambda: AffineDerivatives._weight_jac_t_mat_prod(rule, seen, None, None, mat), true)
+
+
+def _compare_residual(compare: _Comparing, rule: BaseDerivatives, seen: Any, full: Any, like_input: Tensor) -> None:
+    """Compare the second derivative, and what the rule claims about it.
+
+    Args:
+        compare: Compares.
+        rule: The rule.
+        seen: The execution as the rule sees it.
+        full: The execution.
+        like_input: Columns.
+    """
+    g_out = (randn(full.output.shape, dtype=full.output.dtype),)
+    residual = _GENERIC.residual(full, None, g_out)
+    diagonal = residual.diagonal(dim1=1, dim2=2)
+    compare("hessian_is_zero", lambda: residual * (not rule.hessian_is_zero(seen)), residual)
+    compare("hessian_is_diagonal", lambda: diagonal.diag_embed() if rule.hessian_is_diagonal(seen) else residual, residual)
+    product = einsum("nij,vnj->vni", residual, _flat(like_input)).reshape(like_input.shape)
+    compare("residual_mat_prod", lambda: rule.residual_mat_prod(seen, None, g_out, like_input), product)
+    with suppress(UnsupportedError):
+        if rule.hessian_is_diagonal(seen):
+            compare("hessian_diagonal", lambda: rule.hessian_diagonal(seen, None, g_out), diagonal.reshape(full.input0.shape))
+
+
+def _compare_loss(compare: _Comparing, rule: BaseLossDerivatives, seen: Any, full: Any) -> None:
+    """Compare square roots and products of a loss's Hessian; the sampled one within its standard error.
+
+    Args:
+        compare: Compares.
+        rule: The rule.
+        seen: The execution as the rule sees it.
+        full: The execution.
+    """
+    hessian, x = sample_hessians(full), full.input0
+    mat, chosen = randn(_COLUMNS, *x.shape, dtype=x.dtype), [len(x) - 1, 0]
+
+    def outer(columns: Tensor) -> Tensor:
+        return einsum("vni,vnj->nij", _flat(columns), _flat(columns))
+
+    compare("hessian_is_psd", lambda: hessian + (eye(hessian.shape[1]) * _deficit(hessian) if rule.hessian_is_psd() else 0), hessian)
+    compare("sqrt_hessian", lambda: outer(rule.sqrt_hessian(seen, None, None)), hessian)
+    compare("sqrt_hessian with subsampling", lambda: outer(rule.sqrt_hessian(seen, None, None, chosen)), hessian[chosen])
+    with suppress(UnsupportedError):
+        draws = _flat(rule.sqrt_hessian_sampled(seen, None, None, mc_samples=_DRAWS)) * sqrt(_DRAWS)
+        squares = einsum("vni,vnj->nij", draws.square(), draws.square()) / _DRAWS
+        allowed = _STANDARD_ERRORS * ((squares - hessian.square()).clamp(min=0) / _DRAWS).sqrt()
+        compare("sqrt_hessian_sampled", lambda: outer(draws) / _DRAWS, hessian, allowed)
+    product = einsum("nij,vnj->vni", hessian, _flat(mat)).reshape(mat.shape)
+    compare("make_hessian_mat_prod", lambda: rule.make_hessian_mat_prod(seen, None, None)(mat), product)
+    compare("sum_hessian", lambda: rule.sum_hessian(seen, None, None), hessian.sum(0).reshape(2 * x.shape[1:]))
+
+
+def _deficit(hessian: Tensor) -> Tensor:
+    """Return by how much the smallest eigenvalue is negative.
+
+    Args:
+        hessian: ``[[N, D, D]]``.
+
+    Returns:
+        A number, not negative.
+    """
+    return (-torch.linalg.eigvalsh(hessian).min()).clamp(min=0)

@@ -1,0 +1,207 @@
+"""``check_rule`` accepts every rule of the library, and finds each planted error by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_derivatives import LAYERS  # with the rows of that file
+from torch import Tensor, nn
+from torch.nn import Module
+
+from backpack import check_rule
+from backpack.core.derivatives.activations import SigmoidDerivatives
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.registry import register
+from backpack.utils.errors import BackpackError
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rules_of_the_library(name: str) -> None:
+    layer = LAYERS[name]
+    inputs = torch.randn(3, *layer.shape, dtype=torch.float64), *layer.more(3)
+    done = check_rule(layer.make().double().eval(), *inputs)
+    assert {"jac_t_mat_prod", "jac_t_mat_prod with subsampling", "jac_mat_prod", "hessian_is_zero"} - set(done) <= {"hessian_is_zero"}
+    for param, _ in layer.make().named_parameters():
+        assert f"param_mjp('{param}', sum_batch=False, subsampling)" in done
+
+
+LOSSES: dict[str, tuple[Callable[[], Module], tuple[Tensor, Tensor]]] = {
+    "MSELoss": (nn.MSELoss, (torch.ones(3, 2), torch.zeros(3, 2))),
+    "CrossEntropyLoss": (lambda: nn.CrossEntropyLoss(reduction="sum"), (torch.eye(3), torch.tensor([0, 1, 1]))),
+    "BCEWithLogitsLoss": (nn.BCEWithLogitsLoss, (torch.eye(3), torch.eye(3))),
+    "HuberLoss": (lambda: nn.HuberLoss(delta=3.0), (torch.eye(3), torch.zeros(3, 3))),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_of_the_library(name: str) -> None:
+    make, inputs = LOSSES[name]
+    done = check_rule(make(), *inputs)
+    assert {"sqrt_hessian", "sqrt_hessian_sampled", "make_hessian_mat_prod", "sum_hessian"} <= set(done)
+
+
+def test_nothing_changes() -> None:
+    """Neither the module, nor the random numbers that follow."""
+    linear, x = nn.Linear(3, 2), torch.randn(4, 3)
+    before, state = torch.get_rng_state(), vars(linear).copy()
+    check_rule(linear, x)
+    assert torch.equal(before, torch.get_rng_state())
+    assert vars(linear) == state
+    assert linear.weight.dtype == torch.float32
+
+
+# --- planted errors -----------------------------------------------------------------------------------------------------------------------------
+
+
+class Curved(ElementwiseDerivatives):
+    """``sin(x)``, right."""
+
+    keeps = frozenset({"input"})
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        return False
+
+    def df(self, module: Module, g_inp: Any, g_out: Any, subsampling: list[int] | None = None) -> Tensor:
+        return (module.input0 if subsampling is None else module.input0[subsampling]).cos()
+
+    def d2f(self, module: Module, g_inp: Any, g_out: Any) -> Tensor:
+        return -module.input0.sin()
+
+
+def jac_t_only(self: Curved, module: Module, g_inp: Any, g_out: Any, mat: Tensor, subsampling: list[int] | None = None) -> Tensor:
+    return 1.01 * mat * self.df(module, g_inp, g_out, subsampling)
+
+
+def residual(self: Curved, module: Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
+    return -module.input0.sin() * g_out[0] * mat
+
+
+ERRORS: dict[str, tuple[dict[str, Any], str]] = {
+    "a factor": ({"_jac_t_mat_prod": jac_t_only}, "jac_t_mat_prod of"),
+    "samples are ignored": (
+        {"_jac_t_mat_prod": lambda self, m, i, o, mat, subsampling=None: mat * m.input0.cos()[: mat.shape[1]]},
+        "jac_t_mat_prod with subsampling",
+    ),
+    "a constant": ({"ea_jac_t_mat_jac_prod": lambda self, m, i, o, mat: mat}, "ea_jac_t_mat_jac_prod"),
+    "flat": ({"hessian_is_zero": lambda self, m: True}, "hessian_is_zero"),
+    "sign of the curvature": ({"d2f": lambda self, m, i, o: m.input0.sin()}, "residual_mat_prod"),
+    "only the diagonal": (
+        {"hessian_diagonal": lambda self, m, i, o: -m.input0.sin(), "_residual_mat_prod": residual},
+        "hessian_diagonal",
+    ),
+    "shape": ({"df": lambda self, m, i, o, subsampling=None: m.input0.cos()[:, :1].expand(-1, 5)}, "jac_mat_prod"),
+    "reads what it does not keep": ({"keeps": frozenset()}, "jac_mat_prod"),
+    "an axis": (
+        {"_jac_t_mat_prod": lambda self, m, i, o, mat, subsampling=None: mat * torch.ones(2, 3).cumsum(0).double()[: mat.shape[1], :, None]},
+        "jac_t_mat_prod",
+    ),
+}
+
+
+class Sine(Module):
+    """A layer of a user's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sin()
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_planted_errors(error: str) -> None:
+    members, says = ERRORS[error]
+    module = type("Wrong", (Sine,), {})()
+    register(type(module), Curved)
+    assert "residual_mat_prod" in check_rule(module, torch.randn(4, 3, 2))
+    register(type(module), type("WrongDerivatives", (Curved,), members))
+    with pytest.raises(AssertionError, match=rf"{says}.*Wrong(.|\n)*\[backpack:wrong-rule\]") as caught:
+        check_rule(module, torch.randn(4, 3, 2))
+    assert isinstance(caught.value, BackpackError)
+
+
+class Transposed(LinearDerivatives):
+    """Columns that do not fit the product that was written by hand."""
+
+    def _weight_jac_t_mat_prod(
+        self, module: Module, g_inp: Any, g_out: Any, mat: Tensor, sum_batch: bool = True, subsampling: list[int] | None = None
+    ) -> Tensor:
+        x = module.input0 if subsampling is None else module.input0[subsampling]
+        return torch.einsum(f"vno,ni->v{'' if sum_batch else 'n'}oi", mat, x)
+
+    def columns(self, module: Module, subsampling: list[int] | None = None) -> Tensor:
+        return 2 * super().columns(module, subsampling)
+
+
+class WrongBias(LinearDerivatives):
+    """Forgets to keep the samples apart."""
+
+    def _bias_jac_t_mat_prod(
+        self, module: Module, g_inp: Any, g_out: Any, mat: Tensor, sum_batch: bool = True, subsampling: list[int] | None = None
+    ) -> Tensor:
+        return mat.sum(1)
+
+
+class WrongJacobian(LinearDerivatives):
+    """Adds the weight where the identity should be."""
+
+    def _bias_jac_mat_prod(self, module: Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
+        return super()._bias_jac_mat_prod(module, g_inp, g_out, mat) * 2
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (Transposed, "weight_jac_mat_prod|columns and rows"),
+        (WrongBias, r"param_mjp\('bias', sum_batch=False\).*shape"),
+        (WrongJacobian, "bias_jac_mat_prod"),
+    ],
+)
+def test_planted_errors_of_parameters(rule: type, says: str) -> None:
+    module = type("MyLinear", (nn.Linear,), {})(3, 2)
+    register(type(module), rule)
+    with pytest.raises(AssertionError, match=says):
+        check_rule(module, torch.randn(4, 3))
+
+
+class WrongLoss(CrossEntropyLossDerivatives):
+    """Divides twice."""
+
+    def _hessian_weight(self, module: Module) -> Tensor | float:
+        return super()._hessian_weight(module) / len(module.input0)
+
+
+class WrongDraw(CrossEntropyLossDerivatives):
+    """Draws from something else."""
+
+    def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
+        return super()._compute_sampled_grads_manual(0.5 * subsampled_input, mc_samples)
+
+
+@pytest.mark.parametrize(("rule", "says"), [(WrongLoss, "make_hessian_mat_prod"), (WrongDraw, "sqrt_hessian_sampled")])
+def test_planted_errors_of_losses(rule: type, says: str) -> None:
+    module = type("MyLoss", (nn.CrossEntropyLoss,), {})()
+    register(type(module), rule)
+    with pytest.raises(AssertionError, match=rf"{says} of"):
+        check_rule(module, 3 * torch.eye(3), torch.tensor([0, 1, 1]))
+
+
+def test_claim_of_convexity() -> None:
+    class Concave(Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return -((x - y) ** 2).sum()
+
+    register(Concave, type("Claims", (CrossEntropyLossDerivatives,), {}))
+    with pytest.raises(AssertionError, match="hessian_is_psd"):
+        check_rule(Concave(), torch.randn(3, 2), torch.randn(3, 2))
+
+
+def test_what_cannot_be_checked() -> None:
+    with pytest.raises(NotImplementedError, match="No rule is registered for Unknown"):
+        check_rule(type("Unknown", (Sine,), {})(), torch.randn(2, 3))
+    with pytest.raises(NotImplementedError, match="does not apply"):
+        check_rule(nn.Dropout(0.5).train(), torch.randn(2, 3))
+    assert SigmoidDerivatives.keeps == {"output"}
+    assert "hessian_diagonal" in check_rule(nn.Sigmoid(), torch.randn(2, 3))
