@@ -18,7 +18,7 @@ from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss, Module
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
-from backpack.core.derivatives.loss_generic import at_least_float32
+from backpack.core.derivatives.loss_generic import at_least_float32, signs_of
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import LossValueError
@@ -33,7 +33,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
     targets are ignored, the mean is not a number, but its gradient is zero, and so is the Hessian here.
     """
 
-    MIN_NDIM: ClassVar[int] = 2
+    least_axes: ClassVar[int] = 2
     keeps: ClassVar[frozenset[str]] = frozenset({"input"})
 
     def __init__(self, use_autograd: bool = False) -> None:
@@ -48,6 +48,9 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
     def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
         return g_out[0].unsqueeze(1) if g_out[0].dim() else g_out[0]
+
+    def hessian_is_psd_at(self, module: Module) -> bool:
+        return not (self._hessian_weight(module) < 0).any()
 
     def _hessian_weight(self, module: Module) -> Tensor:
         logits, target, smoothing = module.input0, module.input1, module.label_smoothing
@@ -90,9 +93,25 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         return logits.log_softmax(1).reshape(*logits.shape[:2], prod(logits.shape[2:]))
 
     def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+        return self._factor(module, self._sqrt_weight(module, subsampling), subsampling)
+
+    def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
+        weight = self._hessian_weight(module)
+        return self._factor(module, weight.abs().sqrt()), signs_of(weight.expand(module.input0.shape).flatten(1))
+
+    def _factor(self, module: Module, weight: Tensor | float, subsampling: Samples = None) -> Tensor:
+        """Compute the factor, column by column, the positions of one class side by side.
+
+        Args:
+            module: The loss with recorded inputs.
+            weight: Square root of each position's factor in the loss, a number or ``[[N, 1, *]]``.
+            subsampling: Indices of samples, or ``None`` for all.
+
+        Returns:
+            ``[[V, N, C, *]]``.
+        """
         log_probs = self._log_probs(module, subsampling)
         num_samples, num_classes, num_positions = log_probs.shape
-        weight = self._sqrt_weight(module, subsampling)
         weight = weight.reshape(num_samples, 1, num_positions) if isinstance(weight, Tensor) else weight
         scale = ((log_probs / 2).exp() * weight).movedim(1, 0).unsqueeze(2)
         delta = torch.eye(num_classes, dtype=scale.dtype, device=scale.device)[:, None, :, None]
