@@ -33,7 +33,7 @@ class BCELossWithLogitsDerivatives(ElementwiseLikelihoodDerivatives):
         return logits.sigmoid() * (-logits).sigmoid()
 
     def _make_distribution(self, subsampled_input: Tensor) -> Binomial:
-        return Binomial(probs=at_least_float32(subsampled_input).sigmoid())
+        return Binomial(probs=at_least_float32(subsampled_input).sigmoid(), validate_args=False)
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
         distribution = self._make_distribution(subsampled_input)

@@ -280,8 +280,7 @@ def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
 
 def _evaluate(module: Module, point: Tensor) -> Tensor:
     # The forward method, not the call: the hooks that record a forward pass are not for this one.
-    loss = module if isinstance(module, Module) else module.module
-    output = loss.forward(point, *_further_arguments(module))
+    output = module_of(module).forward(point, *_further_arguments(module))
     tolerance = sqrt(torch.finfo(output.dtype).eps)
     if not torch.allclose(output.detach(), module.output.detach().to(output.dtype), rtol=tolerance, atol=tolerance, equal_nan=True):
         raise LossValueError(
@@ -317,8 +316,20 @@ def _tolerance(values: Tensor, dtype: torch.dtype) -> float:
     return sqrt(torch.finfo(dtype).eps) * values.abs().max().item() if values.numel() else 0.0
 
 
+def module_of(module: Module) -> Module:
+    """Return the loss itself.
+
+    Args:
+        module: The loss, or the record of one execution.
+
+    Returns:
+        The module, without recorded inputs: reading its attributes there is cheaper.
+    """
+    return module if isinstance(module, Module) else module.module
+
+
 def _name(module: Module) -> str:
-    return type(module if isinstance(module, Module) else module.module).__name__
+    return type(module_of(module)).__name__
 
 
 register(_Loss, GenericLossDerivatives)

@@ -21,7 +21,7 @@ class MSELossDerivatives(ElementwiseLikelihoodDerivatives):
 
     def _make_distribution(self, subsampled_input: Tensor) -> Normal:
         mean = at_least_float32(subsampled_input)
-        return Normal(mean, torch.tensor(0.5, dtype=mean.dtype, device=mean.device).sqrt())
+        return Normal(mean, torch.tensor(0.5, dtype=mean.dtype, device=mean.device).sqrt(), validate_args=False)
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
         return 2 * (self._make_distribution(subsampled_input).sample(torch.Size([mc_samples])) - subsampled_input)
