@@ -25,7 +25,9 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     Nothing else changes: neither outputs nor gradients nor the state dictionary. Extending twice is harmless.
 
     Args:
-        module: A model, a layer or a loss function.
+        module: A model, a layer or a loss function: one of torch's, a class derived from one, or a module of your own without parameters that
+            is extended on its own and makes one number of ``(prediction, target, ...)``. Any other class is declared a loss by
+            ``backpack.core.derivatives.register(MyLoss, backpack.core.derivatives.GenericLossDerivatives)``.
         debug: Print a line for each module visited.
         use_converter: First rewrite the module, by tracing, so that functional operations become modules. Only the quantities that are exact on
             sequences of modules alone (KFRA, HBP, HMP, GGNMP, PCHMP) can profit from it.
@@ -51,7 +53,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         if debug:
             print(f"[DEBUG] Extending {path or type(module).__name__}: {type(child).__name__}")
         if (child is module or not is_no_op(child)) and not getattr(child, FLAG, False):
-            recorder = Recorder(path, type(child).__name__)
+            recorder = Recorder(path, type(child).__name__, next(child.parameters(), None) is None)
             recorder.install(child)
             CTX.add_extended(child)
             setattr(child, FLAG, True)

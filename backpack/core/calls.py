@@ -183,7 +183,7 @@ class ModuleCall:
         if rule is not None:
             self._needs = rule.keeps
         else:
-            self._needs = _NOTHING if module._modules else _BOTH
+            self._needs = _NOTHING if module._modules and not (self.root and recorder.bare) else _BOTH
         if module._parameters:
             self.versions = _versions(module)
         self.see(module, args)

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF
+from backpack.core.losses import take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Layout
 from backpack.utils.errors import UnsupportedError
@@ -89,7 +90,8 @@ class Walk:
         double: Whether the graph contains derivatives of derivatives.
     """
 
-    def __init__(self, roots: list[Node]) -> None:
+    def __init__(self, roots: list[Node], second_order: bool = False) -> None:
+        self._second_order = second_order
         self.parameters: list[Parameter] = []
         self.bits: dict[int, int] = {}
         self.leaves: dict[Node, Tensor] = {}
@@ -196,7 +198,7 @@ class Walk:
         if node in self.marks:
             for mark in self.marks[node]:
                 self.calls[mark.call] = None
-                if mark.call.is_loss:
+                if mark.call.is_loss or (self._second_order and node not in to_loss and take_for_loss(mark.call)):
                     to_loss.add(node)
                 elif mark.call.has_data:
                     has_data.add(node)

@@ -270,21 +270,11 @@ class BaseLossDerivatives(BaseDerivatives):
         return True
 
     def hessian_is_psd_at(self, module: Module) -> bool:
-        """Tell whether the Hessian is positive semi-definite for the recorded inputs, weights and targets.
-
-        Args:
-            module: The loss with recorded inputs.
-
-        Returns:
-            What ``hessian_is_psd`` says, unless a rule looks closer.
-        """
+        """Tell whether the Hessian is positive semi-definite for the recorded inputs, weights and targets."""
         return self.hessian_is_psd()
 
     def _verify_support(self, module: Module) -> None:
         """Refuse hyper-parameters and inputs for which the formulas do not hold. Subclasses may replace this.
-
-        Args:
-            module: The loss with recorded inputs.
 
         Raises:
             ShapeError: If the input has no axis for the samples.
@@ -309,16 +299,9 @@ class BaseLossDerivatives(BaseDerivatives):
         raise self._missing("_sqrt_hessian", module)
 
     def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
-        """Symmetric factor of a loss Hessian that may have negative eigenvalues.
+        """Symmetric factor ``S`` ``[[V, N, *features]]`` and signs ``s`` ``[[V, N]]`` of a loss Hessian ``S[:, n]^T diag(s[:, n]) S[:, n]``.
 
-        Args:
-            module: The loss with recorded inputs.
-            g_inp: Not used.
-            g_out: Not used.
-
-        Returns:
-            Factor ``S`` ``[[V, N, *features]]`` and signs ``s`` ``[[V, N]]``, ``None`` if all are positive: for each ``n``,
-            ``S[:, n]^T diag(s[:, n]) S[:, n]`` is the Hessian of the loss in sample ``n``.
+        The signs are ``None`` if all are positive.
         """
         return self._sqrt_hessian(module, g_inp, g_out), None
 
