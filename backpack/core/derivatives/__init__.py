@@ -8,6 +8,7 @@ from backpack.core.derivatives import (
     linear,
     linear_maps,
     loss_elementwise,
+    loss_generic,
     loss_likelihoods,
     mseloss,
     softmax,
@@ -15,5 +16,5 @@ from backpack.core.derivatives import (
 from backpack.core.derivatives.loss_generic import GenericLossDerivatives
 from backpack.core.derivatives.registry import register
 
-__all__ = ["activations", "bcewithlogitsloss", "crossentropyloss", "dropout", "linear", "linear_maps", "mseloss", "softmax"]
+__all__ = ["activations", "bcewithlogitsloss", "crossentropyloss", "dropout", "linear", "linear_maps", "loss_generic", "mseloss", "softmax"]
 __all__ += ["GenericLossDerivatives", "loss_elementwise", "loss_likelihoods", "register"]

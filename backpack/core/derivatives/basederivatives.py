@@ -270,7 +270,11 @@ class BaseLossDerivatives(BaseDerivatives):
         return True
 
     def hessian_is_psd_at(self, module: Module) -> bool:
-        """Tell whether the Hessian is positive semi-definite for the recorded inputs, weights and targets."""
+        """Tell whether the Hessian is positive semi-definite for the recorded inputs, weights and targets.
+
+        Returns:
+            Whether it is; ``False`` where nothing is known.
+        """
         return self.hessian_is_psd()
 
     def _verify_support(self, module: Module) -> None:
@@ -299,9 +303,11 @@ class BaseLossDerivatives(BaseDerivatives):
         raise self._missing("_sqrt_hessian", module)
 
     def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
-        """Symmetric factor ``S`` ``[[V, N, *features]]`` and signs ``s`` ``[[V, N]]`` of a loss Hessian ``S[:, n]^T diag(s[:, n]) S[:, n]``.
+        """Symmetric factor of a loss Hessian that may have negative eigenvalues.
 
-        The signs are ``None`` if all are positive.
+        Returns:
+            ``S`` ``[[V, N, *features]]`` and signs ``s`` ``[[V, N]]``, ``None`` if all are positive. For each ``n``,
+            ``S[:, n]^T diag(s[:, n]) S[:, n]`` is the Hessian of the loss in sample ``n``.
         """
         return self._sqrt_hessian(module, g_inp, g_out), None
 

@@ -21,6 +21,7 @@ from torch.nn import (
     MarginRankingLoss,
     Module,
     MultiLabelMarginLoss,
+    MultiMarginLoss,
     NLLLoss,
     SmoothL1Loss,
     SoftMarginLoss,
@@ -189,6 +190,16 @@ class PiecewiseLinearRowLossDerivatives(PiecewiseLinearLossDerivatives):
     """As above, for losses that take a vector without a batch axis for a single sample."""
 
     least_axes = 2
+
+
+@register(MultiMarginLoss)
+class MultiMarginLossDerivatives(PiecewiseLinearRowLossDerivatives):
+    """Piecewise linear with ``p=1``; torch has no second derivative of the squares."""
+
+    def _verify_support(self, module: Module) -> None:
+        super()._verify_support(module)
+        if module.p != 1:
+            raise UnsupportedError(f"{module} with p={module.p} cannot be differentiated twice. Use p=1, or a loss of your own.")
 
 
 def _smooth_l1(module: Module, x: Tensor, target: Tensor) -> Tensor:

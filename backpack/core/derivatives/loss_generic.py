@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Generator, Tensor
 from torch.autograd import grad
-from torch.nn import CosineEmbeddingLoss, CTCLoss, Module, MultiMarginLoss, TripletMarginLoss, TripletMarginWithDistanceLoss
+from torch.nn import CosineEmbeddingLoss, CTCLoss, Module, TripletMarginLoss, TripletMarginWithDistanceLoss
 from torch.nn.modules.loss import _Loss
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads, Samples
@@ -89,7 +89,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
     def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
         inputs = module.input0
         values, vectors = torch.linalg.eigh(at_least_float32(subsample(self._blocks(module), subsampling=subsampling)))
-        root = non_negative(values, module, "eigenvalues").sqrt()
+        noise = values.shape[1] * torch.finfo(values.dtype).eps * values.abs().amax(1, keepdim=True) if values.numel() else 0
+        root = non_negative(values, module, "eigenvalues").where(values > noise, 0).sqrt()
         return _columns((vectors * root.unsqueeze(1)) @ vectors.mT, inputs)
 
     def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
@@ -333,5 +334,5 @@ def _name(module: Module) -> str:
 
 
 register(_Loss, GenericLossDerivatives)
-for _loss in (CosineEmbeddingLoss, MultiMarginLoss, TripletMarginLoss, TripletMarginWithDistanceLoss):
+for _loss in (CosineEmbeddingLoss, TripletMarginLoss, TripletMarginWithDistanceLoss):
     register(_loss, RowLossDerivatives)
