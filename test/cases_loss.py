@@ -167,7 +167,8 @@ LOSSES: dict[str, tuple[Module | None, tuple[int, ...], Make]] = {
     "KLDivLoss, log target": (None, (3,), lambda red, N: (nn.KLDivLoss(reduction=red, log_target=True), randn(N, 3).log_softmax(1))),
     "SoftMarginLoss": (None, (3,), lambda red, N: (nn.SoftMarginLoss(reduction=red), signs(N, 3))),
     "MultiLabelSoftMarginLoss": (None, (4,), lambda red, N: (nn.MultiLabelSoftMarginLoss(torch.tensor(WEIGHTS), reduction=red), bits(N, 4))),
-    "MultiMarginLoss": (None, (4,), lambda red, N: (nn.MultiMarginLoss(margin=2.0, reduction=red), labels(N))),
+    "HingeEmbeddingLoss": (None, (3,), lambda red, N: (nn.HingeEmbeddingLoss(0.5, reduction=red), signs(N, 3))),
+    "MarginRankingLoss": (None, (3,), lambda red, N: (nn.MarginRankingLoss(0.5, reduction=red), randn(N, 3), signs(N, 3))),
     "derived loss": (None, (4,), lambda red, N: (Sharpened(reduction=red), labels(N))),
 }
 TAGS = {"KLDivLoss": ("nested", "dense residual"), "derived loss": ("maybe not convex",)}
