@@ -37,7 +37,7 @@ def _over_classes(function: Callable[[Tensor, int], Tensor], logits: Tensor) -> 
     Returns:
         ``[[N, C, *]]``, contiguous where the logits are.
     """
-    if logits.dim() == 2 and logits.shape[1] < _VECTORIZED and not logits.is_cuda:
+    if logits.dim() == 2 and logits.shape[1] < _VECTORIZED and logits.device.type == "cpu":
         return function(logits.T, 0).T.contiguous()
     return function(logits, 1)
 

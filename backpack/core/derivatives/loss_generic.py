@@ -151,9 +151,7 @@ class RowLossDerivatives(GenericLossDerivatives):
 
 @register(CTCLoss)
 class NoSampleAxisDerivatives(GenericLossDerivatives):
-    """A loss of torch that has its samples on another axis than the first."""
-
-    any_forward = False
+    """A loss of torch that has its samples on another axis than the first, and classes derived from it."""
 
     def _verify_support(self, module: Module) -> None:
         raise UnsupportedError(
