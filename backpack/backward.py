@@ -253,7 +253,8 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
     """
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     nodes = [node for node in nodes if node is not None]
-    walk = Walk(nodes)
+    second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
+    walk = Walk(nodes, second_order)
     if walk.double and not returns:
         raise UnsupportedError(
             "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
@@ -266,7 +267,6 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
         )
     if walk.double or not walk.parameters:
         return None
-    second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
     need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
     try:
         plan = Plan(walk, nodes, second_order, need)

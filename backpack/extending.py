@@ -25,7 +25,9 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     Nothing else changes: neither outputs nor gradients nor the state dictionary. Extending twice is harmless.
 
     Args:
-        module: A model, a layer or a loss function.
+        module: A model, a layer or a loss function: one of torch's, a class derived from one, or a module of your own without parameters that
+            is extended on its own and makes one number of ``(prediction, target, ...)``. Any other class is declared a loss by
+            ``backpack.register(MyLoss, backpack.core.derivatives.GenericLossDerivatives)``.
         debug: Print a line for each module visited.
         use_converter: First rewrite the module, by tracing, so that functional operations become modules. Only the quantities that are exact on
             sequences of modules alone (KFRA, HBP, HMP, GGNMP, PCHMP) can profit from it.
@@ -68,7 +70,7 @@ def _register_hooks(module: Module, path: str = "") -> None:
     recorder = recorder_of(module)
     if recorder is not None:
         recorder.remove(module)
-    Recorder(path, type(module).__name__).install(module)
+    Recorder(path, type(module).__name__, next(module.parameters(), None) is None).install(module)
     CTX.add_extended(module)
 
 

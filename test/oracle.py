@@ -19,8 +19,19 @@ import torch
 from torch import Tensor
 from torch.autograd import grad
 from torch.autograd.graph import GradientEdge
-from torch.distributions import Binomial, Categorical, Normal
-from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, EmbeddingBag, Hardsigmoid, Module, MSELoss, Parameter
+from torch.distributions import Binomial, Categorical, Normal, Poisson
+from torch.nn import (
+    BCEWithLogitsLoss,
+    CrossEntropyLoss,
+    EmbeddingBag,
+    GaussianNLLLoss,
+    Hardsigmoid,
+    Module,
+    MSELoss,
+    MultiLabelSoftMarginLoss,
+    Parameter,
+    PoissonNLLLoss,
+)
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -32,13 +43,13 @@ class Term:
 
     Attributes:
         module: Loss function, the module that the tests extend.
-        target: Target.
+        target: Target, or all arguments after the prediction.
         head: Which output of the model enters.
         scale: Factor, a number or a tensor that broadcasts against what the module returns. The number 1 is not multiplied.
     """
 
     module: Module
-    target: Tensor
+    target: Tensor | tuple[Tensor, ...]
     head: int = 0
     scale: float | Tensor = 1.0
 
@@ -51,7 +62,7 @@ class Term:
         Returns:
             A scalar.
         """
-        value = self.module(outputs[self.head], self.target)
+        value = self.module(outputs[self.head], *(self.target if isinstance(self.target, tuple) else (self.target,)))
         if isinstance(self.scale, Tensor) or self.scale != 1.0:
             value = self.scale * value
         return value.sum() if value.dim() else value
@@ -405,7 +416,8 @@ class Oracle:
         """Draw labels for one term of the loss and differentiate the negative log-likelihood.
 
         The expected square of this gradient is the likelihood's Fisher information; its quotient with the Hessian's diagonal gives the
-        weight (reduction, class weights, scale of the loss, ...) of each entry.
+        weight (reduction, class weights, scale of the loss, ...) of each entry. A loss that has no likelihood, or whose Hessian depends on the
+        label, gets ``H^(1/2) e`` with random signs ``e``.
 
         Args:
             i: Index of the term.
@@ -421,21 +433,44 @@ class Oracle:
         if isinstance(term.module, MSELoss):
             gradient = 2 * (out - Normal(out, torch.full_like(out, sqrt(0.5))).sample(size))
             fisher = torch.full_like(out, 2.0)
-        elif isinstance(term.module, CrossEntropyLoss):
+        elif type(term.module) is CrossEntropyLoss:
             probs = out.softmax(1).movedim(1, -1)
             labels = Categorical(probs=probs).sample(size)
             gradient = (probs - F.one_hot(labels, probs.shape[-1])).movedim(-1, 2)
             fisher = (probs * (1 - probs)).movedim(-1, 1)
-        else:
-            assert isinstance(term.module, BCEWithLogitsLoss)
+        elif isinstance(term.module, BCEWithLogitsLoss | MultiLabelSoftMarginLoss):
             probs = out.sigmoid()
             gradient = probs - Binomial(probs=probs).sample(size)
             fisher = probs * (1 - probs)
+        elif isinstance(term.module, PoissonNLLLoss) and term.module.log_input:
+            fisher = out.exp()
+            gradient = fisher - Poisson(fisher).sample(size)
+        elif isinstance(term.module, GaussianNLLLoss):
+            gradient = out - Normal(out, torch.ones_like(out)).sample(size)
+            fisher = torch.ones_like(out)
+        else:
+            return self._signed_columns(i, mc_samples, index)
         heads = [torch.zeros(mc_samples, len(index), width, dtype=out.dtype) for width in self._widths]
         heads[term.head] = gradient.flatten(2)
         curvature = self.term_hessians[i][index].diagonal(dim1=1, dim2=2).split(self._widths, dim=1)[term.head]
         heads[term.head] = gradient.flatten(2) * (curvature / fisher.flatten(1)).sqrt() / sqrt(mc_samples)
         return torch.cat(heads, dim=2)
+
+    def _signed_columns(self, i: int, mc_samples: int, index: list[int]) -> Tensor:
+        """Draw signs for the symmetric root of one term's Hessian; the model has a single head.
+
+        Args:
+            i: Index of the term.
+            mc_samples: Number of samples.
+            index: Samples of the mini-batch.
+
+        Returns:
+            ``[mc_samples, len(index), D]``.
+        """
+        signs = 2 * torch.empty(mc_samples, len(index), self.D, dtype=self._flat.dtype).bernoulli_() - 1
+        values, vectors = torch.linalg.eigh(self.term_hessians[i][index])
+        roots = values.where(values > 1e-12 * values.abs().max(), 0).sqrt()
+        return torch.einsum("nij,nj,nkj,mnk->mni", vectors, roots, vectors, signs) / sqrt(mc_samples)
 
     # --- first order ------------------------------------------------------------------------------------------------------------------
 

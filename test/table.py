@@ -14,6 +14,8 @@ Everything first order, the GGN diagonal and the GGN's square root are exact on 
 * ``other parameters``: some parameter belongs neither to a ``Linear`` nor to a known layer: Kronecker factors are refused, or they are the
   exact block of this parameter; the averages are refused.
 * ``two orientations``: a weight is used as it is and transposed, so that Kronecker factors are refused.
+* ``not convex``: the loss has a Hessian with negative eigenvalues, so that everything that needs its square root is refused. With ``maybe`` in
+  front, it depends on the data.
 * ``special loss``: the loss is a sum of several terms, or not reduced by its module: averages and products are exact or refused.
 """
 
@@ -89,6 +91,8 @@ TAGS = {
     "other parameters",
     "two orientations",
     "special loss",
+    "not convex",
+    "maybe not convex",
 }
 CASES: dict[str, Case] = {}
 

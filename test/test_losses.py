@@ -1,12 +1,14 @@
 """Losses: factors, products and sums of the Hessian against the dense Hessian of the loss's own value, sampled factors against own draws."""
 
 from collections.abc import Callable
+from functools import partial
 from math import prod, sqrt
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributions import Bernoulli, Binomial, Categorical, Normal
+from torch.distributions import Bernoulli, Binomial, Categorical, Normal, Poisson
+from torch.nn.modules.loss import _Loss
 
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
@@ -16,6 +18,7 @@ from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
 from backpack.utils.errors import LossValueError, MixedSamplesError, ShapeError, UnsupportedError
 
+pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # of KLDivLoss
 DOUBLE = torch.float64
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -88,15 +91,52 @@ CASES: dict[str, tuple[Callable[[str], nn.Module], Callable[[], tuple[Tensor, ..
         lambda: (normal(3, 4, 2), uniform(3, 4, 2)),
     ),
     "poisson": (lambda r: nn.PoissonNLLLoss(reduction=r), lambda: (normal(3, 4), uniform(3, 4))),
+    "poisson-full": (lambda r: nn.PoissonNLLLoss(full=True, reduction=r), lambda: (normal(3, 2, 2), classes(3, 2, 2, num=5).double())),
+    "poisson-rate": (lambda r: nn.PoissonNLLLoss(log_input=False, eps=0.1, reduction=r), lambda: (uniform(3, 4), classes(3, 4, num=5))),
     "bce-of-probabilities": (lambda r: nn.BCELoss(weight=uniform(3, 1), reduction=r), lambda: (normal(3, 4).sigmoid(), uniform(3, 4))),
     "huber": (lambda r: nn.HuberLoss(delta=0.7, reduction=r), lambda: (normal(3, 2, 2), normal(3, 2, 2))),
+    "huber-1d": (lambda r: nn.HuberLoss(reduction=r), lambda: (normal(3), normal(3))),
+    "smooth-l1": (lambda r: nn.SmoothL1Loss(beta=0.7, reduction=r), lambda: (normal(3, 4), normal(3, 4))),
+    "smooth-l1-beta-0": (lambda r: nn.SmoothL1Loss(beta=0.0, reduction=r), lambda: (normal(3, 4), normal(3, 4))),
     "gaussian-nll": (lambda r: nn.GaussianNLLLoss(reduction=r), lambda: (normal(3, 4), normal(3, 4), uniform(3, 4))),
+    "gaussian-nll-column": (lambda r: nn.GaussianNLLLoss(full=True, reduction=r), lambda: (normal(3, 4), normal(3, 4), uniform(3, 1))),
+    "gaussian-nll-one-axis-less": (lambda r: nn.GaussianNLLLoss(reduction=r), lambda: (normal(3, 2, 4), normal(3, 2, 1), uniform(3, 2))),
+    "gaussian-nll-clamped": (lambda r: nn.GaussianNLLLoss(eps=0.5, reduction=r), lambda: (normal(3, 4), normal(3, 4), uniform(3, 4))),
+    "kl": (lambda r: nn.KLDivLoss(reduction=r), lambda: (normal(3, 4), uniform(3, 4))),
+    "kl-log": (lambda r: nn.KLDivLoss(reduction=r, log_target=True), lambda: (normal(3, 4), normal(3, 4))),
     "soft-margin": (lambda r: nn.SoftMarginLoss(reduction=r), lambda: (normal(1, 4), normal(1, 4).sign())),
+    "soft-margin-soft": (lambda r: nn.SoftMarginLoss(reduction=r), lambda: (normal(3, 2, 2), normal(3, 2, 2))),
+    "hinge-embedding": (lambda r: nn.HingeEmbeddingLoss(0.3, reduction=r), lambda: (normal(3, 4), normal(3, 4).sign())),
+    "margin-ranking": (lambda r: nn.MarginRankingLoss(0.3, reduction=r), lambda: (normal(3), normal(3), normal(3).sign())),
     "l1-piecewise-linear": (lambda r: nn.L1Loss(reduction=r), lambda: (normal(3, 4), normal(3, 4))),
     "nll-linear": (lambda r: nn.NLLLoss(reduction=r), lambda: (normal(3, 4), classes(3, num=4))),
+    "nll-1d": (
+        lambda r: nn.NLLLoss(weight=uniform(4), ignore_index=1, reduction=r),
+        lambda: (normal(3, 4, 2), classes(3, 2, num=4, ignored=1)),
+    ),
     "multi-label": (lambda r: nn.MultiLabelSoftMarginLoss(reduction=r), lambda: (normal(3, 4), classes(3, 4, num=2).double())),
+    "multi-label-weight": (lambda r: nn.MultiLabelSoftMarginLoss(weight=uniform(4), reduction=r), lambda: (normal(3, 2, 4), uniform(3, 2, 4))),
+    "derived": (lambda r: Sharpened(reduction=r), lambda: (normal(3, 4), classes(3, num=4))),
+    "derived-changed": (lambda r: with_forward(nn.MSELoss(reduction=r), nn.HuberLoss(reduction=r)), lambda: (normal(3, 4), normal(3, 4))),
 }
-OURS = [name for name in CASES if name.startswith(("mse", "ce", "bce")) and name != "bce-of-probabilities"]
+
+
+class Sharpened(nn.CrossEntropyLoss):
+    """A loss derived from one of torch that must not inherit its closed form."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(2 * input, target)
+
+
+def with_forward(loss: nn.Module, other: nn.Module) -> nn.Module:
+    loss.forward = other.forward
+    return loss
+
+
+LIKELIHOODS = ("mse", "ce", "bce", "poisson", "gaussian-nll", "multi-label")
+LINEAR = ("l1", "nll", "kl", "hinge", "margin", "smooth-l1-beta-0")
+OURS = [name for name in CASES if not name.startswith(("derived", "bce-of-probabilities", *LINEAR))]
+SAMPLED = [name for name in OURS if name.startswith(LIKELIHOODS) and "large" not in name and name != "poisson-rate"]
 
 
 def record(loss: nn.Module, *inputs: Tensor) -> nn.Module:
@@ -139,6 +179,14 @@ def gram(factor: Tensor) -> Tensor:
     return torch.einsum("vni,vnj->nij", factor, factor)
 
 
+def assert_signed(loss: nn.Module, blocks: Tensor) -> None:
+    factor, signs = derivatives_for(loss)._signed_sqrt_hessian(loss, None, None)
+    factor = factor.reshape(*factor.shape[:2], -1)
+    signs = torch.ones_like(factor[..., 0]) if signs is None else signs
+    tolerance = 1e-9 if factor.dtype == DOUBLE else 1e-6
+    torch.testing.assert_close(torch.einsum("vni,vn,vnj->nij", factor, signs, factor), blocks, rtol=tolerance, atol=1e-3 * tolerance)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_exact_quantities(name: str, reduction: str) -> None:
@@ -149,6 +197,8 @@ def test_exact_quantities(name: str, reduction: str) -> None:
     factor = derivatives._sqrt_hessian(loss, None, None)
     assert factor.shape == (prod(inputs.shape[1:]), *inputs.shape)
     torch.testing.assert_close(gram(factor), blocks, rtol=1e-9, atol=1e-12)
+
+    assert_signed(loss, blocks)
 
     summed = derivatives._sum_hessian(loss, None, None)
     assert summed.shape == 2 * inputs.shape[1:]
@@ -187,7 +237,7 @@ def test_position_weight_of_a_reduced_loss_is_the_incoming_gradient(reduction: s
 
 
 def test_weights_of_samples_in_the_generic_rule() -> None:
-    loss, derivatives = make("huber", "none")
+    loss, derivatives = make("huber", "none")[0], GenericLossDerivatives()
     factor = derivatives._sqrt_hessian(loss, None, None)
     for weights in (torch.full_like(loss.output, 0.3), uniform(3, 1, 1).expand_as(loss.output)):
         scale = derivatives.position_weights(loss, (weights,)).sqrt()
@@ -208,6 +258,23 @@ def test_mse_broadcasts_input_against_target(shapes: tuple[tuple[int, ...], tupl
     torch.testing.assert_close(gram(scale * derivatives._sqrt_hessian(loss, None, None)), blocks)
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("make_loss", [nn.HuberLoss, nn.SmoothL1Loss, partial(nn.PoissonNLLLoss, False), nn.PoissonNLLLoss, nn.L1Loss])
+def test_other_losses_broadcast_input_against_target(make_loss: Callable[..., nn.Module], reduction: str) -> None:
+    torch.manual_seed(0)
+    loss = record(make_loss(reduction=reduction), uniform(3, 1), 2 * uniform(3, 4))
+    derivatives = derivatives_for(loss)
+    torch.testing.assert_close(gram(derivatives._sqrt_hessian(loss, None, None)), blocks_of(dense_hessian(loss), 3))
+    weights = uniform(3, 1).expand_as(loss.output) if reduction == "none" else torch.tensor(0.7, dtype=DOUBLE)
+    scale = derivatives.position_weights(loss, (weights,)).sqrt()
+    blocks = blocks_of(dense_hessian(loss, weights), 3)
+    torch.testing.assert_close(gram(scale * derivatives._sqrt_hessian(loss, None, None)), blocks)
+    if reduction == "none" and not isinstance(loss, nn.L1Loss) and not getattr(loss, "log_input", False):
+        with pytest.raises(UnsupportedError, match="weighted differently"):
+            derivatives.position_weights(loss, (uniform(3, 4),))
+
+
 # Monte Carlo
 
 
@@ -218,6 +285,12 @@ def own_draw(loss: nn.Module, inputs: Tensor, mc_samples: int) -> Tensor:
     if isinstance(loss, nn.CrossEntropyLoss):
         labels = Categorical(probs=inputs.softmax(1).movedim(1, -1)).sample(shape)
         values = [nn.functional.cross_entropy(point, y, reduction="sum") for y in labels]
+    elif isinstance(loss, nn.PoissonNLLLoss):
+        labels = Poisson(inputs.exp()).sample(shape)
+        values = [(point.exp() - y * point).sum() for y in labels]
+    elif isinstance(loss, nn.GaussianNLLLoss):
+        labels = Normal(inputs, 1.0).sample(shape)
+        values = [(point - y).square().sum() / 2 for y in labels]
     elif isinstance(loss, nn.MSELoss):
         labels = Normal(inputs, torch.tensor(sqrt(0.5), dtype=inputs.dtype)).sample(shape)
         values = [nn.functional.mse_loss(y, point, reduction="sum") for y in labels]
@@ -231,13 +304,12 @@ def factor_of_entries(loss: nn.Module) -> Tensor:
     """What multiplies the unweighted curvature of each entry, read off the dense Hessian: independent of the formulas under test."""
     inputs = loss.input0
     diagonal = dense_hessian(loss).reshape(inputs.numel(), -1).diagonal().reshape(inputs.shape)
-    if isinstance(loss, nn.MSELoss):
-        return diagonal / 2
+    if isinstance(loss, nn.MSELoss | nn.GaussianNLLLoss):
+        return diagonal / (2 if isinstance(loss, nn.MSELoss) else 1)
+    if isinstance(loss, nn.PoissonNLLLoss):
+        return diagonal / inputs.exp()
     probs = inputs.softmax(1) if isinstance(loss, nn.CrossEntropyLoss) else inputs.sigmoid()
     return diagonal / (probs * (1 - probs))
-
-
-SAMPLED = [name for name in OURS if "large" not in name]
 
 
 @pytest.mark.parametrize("subsampling", [None, [-1, 0, 0]])
@@ -261,7 +333,9 @@ def test_sampled_factor_is_the_gradient_of_a_draw(name: str, use_autograd: bool,
 
 
 @pytest.mark.parametrize(
-    "name", ["mse-4d", "ce", "ce-everything", "ce-unnormalised-everything", "ce-default-ignored", "bce-everything", "huber", "poisson"]
+    "name",
+    ["mse-4d", "ce", "ce-everything", "ce-unnormalised-everything", "ce-default-ignored", "bce-everything", "huber", "poisson", "poisson-rate"]
+    + ["gaussian-nll-column", "multi-label-weight", "soft-margin-soft", "bce-of-probabilities", "derived"],
 )
 def test_sampled_factor_is_unbiased(name: str) -> None:
     loss, derivatives = make(name, "none")
@@ -275,6 +349,34 @@ def test_sampled_factor_is_unbiased(name: str) -> None:
     error = squares.std(0) / sqrt(draws)
     assert ((squares.mean(0) - blocks).abs() <= 5 * error + 1e-12).all()
     torch.testing.assert_close(gram(factor), squares.mean(0))
+
+
+@pytest.mark.parametrize("name", ["huber", "smooth-l1", "poisson-rate", "soft-margin-soft", "bce-of-probabilities", "derived"])
+@pytest.mark.parametrize("subsampling", [None, [1, 0, 0]])
+def test_losses_without_a_distribution_draw_signs(name: str, subsampling: list[int] | None) -> None:
+    loss, derivatives = make(name)
+    if name == "soft-margin-soft":
+        subsampling = None if subsampling is None else [-1, 0]
+    picked = list(range(len(loss.input0))) if subsampling is None else subsampling
+    torch.manual_seed(1)
+    factor = derivatives._sqrt_hessian_sampled(loss, None, None, mc_samples=2, subsampling=subsampling)
+    state = torch.get_rng_state()
+    torch.manual_seed(1)
+    signs = 2 * torch.empty(2, *loss.input0[picked].shape, dtype=DOUBLE).bernoulli_() - 1
+    assert torch.equal(state, torch.get_rng_state())  # nothing else is drawn
+    values, vectors = torch.linalg.eigh(blocks_of(dense_hessian(loss), len(loss.input0))[picked])
+    expected = torch.einsum("nij,nj,nkj,mnk->mni", vectors, values.clamp(min=0).sqrt(), vectors, signs.flatten(2)) / sqrt(2)
+    torch.testing.assert_close(factor.flatten(2), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith(LINEAR)])
+def test_a_linear_loss_draws_nothing(name: str) -> None:
+    loss, derivatives = make(name)
+    assert derivatives.hessian_is_psd() or name == "smooth-l1-beta-0"
+    state = torch.get_rng_state()
+    factor = derivatives._sqrt_hessian_sampled(loss, None, None, mc_samples=2, subsampling=[0])
+    assert torch.equal(factor, torch.zeros(2, 1, *loss.input0.shape[1:], dtype=DOUBLE))
+    assert torch.equal(state, torch.get_rng_state()) or name == "smooth-l1-beta-0"
 
 
 # The public methods
@@ -313,12 +415,17 @@ def test_public_methods_look_at_the_output(name: str, method: str) -> None:
 def test_convexity_is_claimed_where_it_is_known() -> None:
     assert all(derivatives.hessian_is_psd() for derivatives in (MSELossDerivatives(), CrossEntropyLossDerivatives(), BCELossWithLogitsDerivatives()))
     assert not GenericLossDerivatives().hessian_is_psd()
+    for name in CASES:
+        loss, derivatives = make(name)
+        assert derivatives.hessian_is_psd_at(loss)
 
 
 # Odd inputs
 
 
-@pytest.mark.parametrize("name", ["mse", "ce-ignored", "ce-unnormalised", "bce-everything", "huber"])
+@pytest.mark.parametrize(
+    "name", ["mse", "ce-ignored", "ce-unnormalised", "bce-everything", "huber", "poisson", "poisson-rate", "nll-1d", "multi-label"]
+)
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_empty_batch(name: str, reduction: str) -> None:
     loss, derivatives = make(name, reduction)
@@ -333,7 +440,7 @@ def test_empty_batch(name: str, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["mse", "ce-1d", "ce-weight-1d", "bce-everything", "huber"])
+@pytest.mark.parametrize("name", ["mse", "ce-1d", "ce-weight-1d", "bce-everything", "huber", "smooth-l1", "poisson", "soft-margin-soft"])
 def test_precision_of_the_input_is_kept(name: str, dtype: torch.dtype) -> None:
     loss, derivatives = make(name)
     expected = blocks_of(dense_hessian(loss), loss.input0.shape[0])
@@ -362,9 +469,16 @@ def test_factor_does_not_underflow_before_the_probabilities_do() -> None:
         (nn.CrossEntropyLoss(), (torch.zeros(3), torch.ones(3) / 3)),
         (nn.MSELoss(), (torch.tensor(1.0), torch.tensor(2.0))),
         (nn.BCEWithLogitsLoss(), (torch.tensor(1.0), torch.tensor(0.5))),
+        (nn.HuberLoss(), (torch.tensor(1.0), torch.tensor(0.5))),
+        (nn.NLLLoss(), (torch.zeros(3), torch.tensor(1))),
+        (nn.MultiLabelSoftMarginLoss(), (torch.zeros(3), torch.ones(3))),
+        (nn.MultiLabelMarginLoss(), (torch.zeros(3), torch.tensor([1, -1, 0]))),
+        (nn.MultiMarginLoss(), (torch.zeros(3), torch.tensor(1))),
+        (nn.CosineEmbeddingLoss(), (torch.ones(3), torch.ones(3), torch.tensor(1.0))),
+        (nn.TripletMarginLoss(), (torch.ones(3), torch.ones(3), torch.zeros(3))),
     ],
 )
-def test_input_without_samples_is_refused(loss: nn.Module, inputs: tuple[Tensor, Tensor], method: str) -> None:
+def test_input_without_samples_is_refused(loss: nn.Module, inputs: tuple[Tensor, ...], method: str) -> None:
     with pytest.raises(ShapeError, match="samples on axis 0"):
         getattr(derivatives_for(loss), method)(record(loss, *inputs), None, None)
 
@@ -384,6 +498,8 @@ def test_negative_weights_have_no_square_root(loss: nn.Module, inputs: tuple[Ten
     for factor in (derivatives._sqrt_hessian, derivatives._sqrt_hessian_sampled):
         with pytest.raises(LossValueError, match="negative factor"):
             factor(loss, None, None)
+    assert not derivatives.hessian_is_psd_at(loss)
+    assert_signed(loss, blocks_of(dense_hessian(loss), 3))
     torch.testing.assert_close(derivatives._sum_hessian(loss, None, None).reshape(3, 3), blocks_of(dense_hessian(loss), 3).sum(0))
 
 
@@ -402,6 +518,72 @@ def test_hessian_is_not_a_number_where_torch_divides_zero_by_zero() -> None:
     gradient = torch.autograd.grad(loss(point, loss.input1), point)[0].isnan().all(1)
     factor = CrossEntropyLossDerivatives()._sqrt_hessian(loss, None, None)
     assert gradient.tolist() == factor.isnan().all(2).all(0).tolist() == [True, False]
+
+
+# What torch has besides
+
+
+@pytest.mark.parametrize(
+    ("loss", "inputs"),
+    [
+        (nn.MultiMarginLoss(), (torch.randn(3, 4), torch.arange(3))),
+        (nn.MultiLabelMarginLoss(), (torch.randn(3, 4), torch.tensor(3 * [[0, 1, -1, 0]]))),
+    ],
+)
+def test_piecewise_linear_losses_that_torch_does_not_differentiate_twice(loss: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
+    record(loss, inputs[0].double(), inputs[1])
+    assert not derivatives_for(loss)._sqrt_hessian(loss, None, None).any()
+    change = 1e-6 * normal(3, 4)
+    differences = [loss(loss.input0 + s * change, loss.input1) - loss.output for s in (1, -1)]
+    assert sum(differences).abs() < 1e-12  # linear around the prediction
+
+
+def unsupported() -> dict[str, tuple[nn.Module, tuple[Tensor, ...]]]:
+    lengths = torch.tensor([2, 2])
+    return {
+        "CTCLoss": (nn.CTCLoss(), (normal(4, 2, 3).log_softmax(2), torch.tensor([[1, 2], [2, 1]]), 2 * lengths, lengths)),
+        "MultiMarginLoss": (nn.MultiMarginLoss(p=2), (normal(3, 4), torch.arange(3))),
+    }
+
+
+@pytest.mark.parametrize("name", ["CTCLoss", "MultiMarginLoss"])
+@pytest.mark.parametrize("method", ["_sqrt_hessian", "_sqrt_hessian_sampled", "_signed_sqrt_hessian", "_make_hessian_mat_prod", "_sum_hessian"])
+def test_refused_by_name(name: str, method: str) -> None:
+    loss, inputs = unsupported()[name]
+    with pytest.raises(UnsupportedError, match=name):
+        getattr(derivatives_for(loss), method)(record(loss, *inputs), None, None)
+
+
+NOT_CONVEX: dict[str, Callable[[], nn.Module]] = {
+    "cosine": lambda: record(nn.CosineEmbeddingLoss(), normal(3, 4), normal(3, 4), torch.ones(3)),
+    "cosine-unlike": lambda: record(nn.CosineEmbeddingLoss(margin=-1.0, reduction="sum"), normal(3, 4), normal(3, 4), -torch.ones(3)),
+    "triplet": lambda: record(nn.TripletMarginLoss(9.0), normal(3, 4), normal(3, 4), normal(3, 4)),
+    "triplet-distance": lambda: record(
+        nn.TripletMarginWithDistanceLoss(distance_function=lambda x, y: (x - y).square().sum(1).sqrt(), margin=9.0), *(normal(3, 4) for _ in range(3))
+    ),
+    "poisson": lambda: record(nn.PoissonNLLLoss(log_input=False), 1 + uniform(3, 4), -uniform(3, 4)),
+    "bce": lambda: record(nn.BCELoss(-uniform(4)), uniform(3, 4), uniform(3, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_CONVEX)
+def test_losses_of_torch_that_are_not_convex(name: str) -> None:
+    torch.manual_seed(0)
+    loss = NOT_CONVEX[name]()
+    derivatives, blocks = derivatives_for(loss), blocks_of(dense_hessian(loss), 3)
+    assert not derivatives.hessian_is_psd_at(loss)
+    assert_signed(loss, blocks)
+    torch.testing.assert_close(derivatives._sum_hessian(loss, None, None), blocks.sum(0))
+    for factor in (derivatives._sqrt_hessian, derivatives._sqrt_hessian_sampled):
+        with pytest.raises(LossValueError, match=f"{type(loss).__name__} has negative"):
+            factor(loss, None, None)
+
+
+def test_every_loss_of_torch_is_tested() -> None:
+    tested = {type(make_loss("mean")) for make_loss, _ in CASES.values()} | {type(make_loss()) for make_loss in NOT_CONVEX.values()}
+    tested |= {nn.MultiMarginLoss, nn.MultiLabelMarginLoss, nn.CTCLoss}
+    known = {value for value in vars(nn).values() if isinstance(value, type) and issubclass(value, _Loss)}
+    assert {loss.__name__ for loss in known - tested} <= {"NLLLoss2d", "LinearCrossEntropyLoss"}  # an old name; a layer and a loss in one
 
 
 # Losses of one's own

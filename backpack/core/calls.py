@@ -195,7 +195,7 @@ class ModuleCall:
         elif rule is not None:
             self._needs = rule.needs(module)
         else:
-            self._needs = _NOTHING if module._modules else _BOTH
+            self._needs = _NOTHING if module._modules and not (self.root and recorder.bare) else _BOTH
         if module._parameters or module._buffers:
             self.versions = _versions(module)
         self.see(module, args)

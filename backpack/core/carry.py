@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall
+from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, recording
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
@@ -95,9 +95,13 @@ class Carry:
     def _at_loss(self, node: Node, mark: Mark, grads: tuple[Tensor | None, ...]) -> None:
         call, grad = mark.call, grads[mark.nr]
         self._refuse_released(call)
-        for flow in self._flows:
-            if not flow.is_gradient and grad is not None:
-                self._deposit(flow, call.inputs[0].edge, Way.DATA, flow.start(call, grad), first_axis(call.inputs[0].shape[0]))
+        before, recording.on = recording.on, False  # the loss may be evaluated again
+        try:
+            for flow in self._flows:
+                if not flow.is_gradient and grad is not None:
+                    self._deposit(flow, call.inputs[0].edge, Way.DATA, flow.start(call, grad), first_axis(call.inputs[0].shape[0]))
+        finally:
+            recording.on = before
         self._reader.after_call(call)
 
     def _at_unit(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:

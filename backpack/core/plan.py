@@ -15,9 +15,10 @@ from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, refuse_second_order, shape_of
+from backpack.core.losses import has_samples, refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import read
 from backpack.core.owners import owners
-from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_uncovered, refuse_unrecorded, refuse_use
+from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_unrecorded, refuse_use, refuse_uses
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
 from backpack.utils.errors import (
@@ -112,15 +113,17 @@ class Plan:
         """
         call = mark.call
         piece = self.walk.piece(node, call)
-        prediction = call.inputs[0].edge
-        if piece is None or piece.parameters or prediction is None or not call.inputs[0].shape or node in self.states:
+        prediction = call.inputs[0].edge if call.inputs and isinstance(call.inputs[0], Slot) else None
+        if piece is None or piece.parameters or prediction is None or node in self.states:
             return False
         if any(slot.edge is not None and self.walk.reach.get(slot.edge[0]) for slot in call.tensor_inputs[1:]):
             if self._second_order:
                 raise LossValueError(
                     f"{call.path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
-                    "respect to its prediction is not all of it. Detach the target."
+                    "respect to its prediction is not all of it. Detach the target, or whatever else it is."
                 )
+            return False
+        if not has_samples(call, self._second_order):
             return False
         self.losses[node] = mark
         self._covered |= piece.inside
@@ -200,6 +203,7 @@ class Plan:
         scaled = name in PRODUCTS and len(active) == 1
         divided = name in ("Div", "DivScalar") and active == [node.next_functions[0][0]]
         if self._second_order and not (name in LINEAR or scaled or divided):
+            refuse_as_loss(self.walk.marks.get(node, ()))
             raise LossValueError(
                 f"{node.name()} lies between the extended loss and the tensor on which backward was called. Second-order quantities are exact only "
                 "for weighted sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss."
@@ -389,12 +393,8 @@ class Plan:
         self.uses[parameter] = self.uses.get(parameter, 0) + uses
         before = self._samples_of.setdefault(parameter, samples)
         if before != samples:
-            raise UnsupportedError(
-                f"{owners[parameter]} is used with mini-batches of {before} and of {samples} samples in one backward pass: which samples "
-                "belong together "
-                "is not known. Call backward for each of them."
-            )
+            refuse_uses(parameter, before, samples)
 
     def _refuse_uncovered(self, node: Node) -> None:
         if self._second_order and node in self._above:
-            refuse_uncovered(self.walk, node)
+            refuse_without_loss(self.walk.names(self.walk.reach[node]), self.walk.calls)

@@ -39,16 +39,22 @@ def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any
 
 
 class Recorder:
-    """The two forward hooks of one extended module."""
+    """The two forward hooks of one extended module.
 
-    __slots__ = ("_last", "kind", "path")
+    Attributes:
+        path: Name of the module.
+        kind: Name of its class.
+        bare: Whether it has no parameters, nor does any module inside it.
+    """
 
-    def __init__(self, path: str, kind: str) -> None:
-        self.path, self.kind = path, kind
+    __slots__ = ("_last", "bare", "kind", "path")
+
+    def __init__(self, path: str, kind: str, bare: bool) -> None:
+        self.path, self.kind, self.bare = path, kind, bare
         self._last: ref | None = None
 
     def __reduce__(self) -> tuple:
-        return Recorder, (self.path, self.kind)
+        return Recorder, (self.path, self.kind, self.bare)
 
     @property
     def last(self) -> ModuleCall | None:

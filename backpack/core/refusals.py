@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from backpack.core.calls import Edge
 from backpack.core.graph import shape_of
+from backpack.core.owners import owners
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk
-from backpack.utils.errors import LossNotExtendedError, MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
+from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
 
 
 def refuse_mixing(walk: Walk, node: Node, how: str) -> None:
@@ -63,23 +65,6 @@ def refuse_use(walk: Walk, node: Node) -> None:
     )
 
 
-def refuse_uncovered(walk: Walk, node: Node) -> None:
-    """Refuse parameters on a path without a loss.
-
-    Args:
-        walk: The graph.
-        node: Node upstream of which the parameters lie.
-
-    Raises:
-        LossNotExtendedError: Always.
-    """
-    raise LossNotExtendedError(
-        f"No extended loss lies on a path from the tensor on which backward was called to {walk.names(walk.reach[node])}. Second-order "
-        "quantities start at the loss: write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, "
-        "`backpack.register(MyLoss, GenericLossDerivatives)` for a loss class of your own, and `backpack.leave_out(term)` for a term to be ignored."
-    )
-
-
 def refuse_ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> None:
     """Refuse a tensor whose samples lie differently for two of its consumers.
 
@@ -113,4 +98,21 @@ def refuse_sizes(walk: Walk, edge: Edge, one: int, other: int) -> None:
     raise UnsupportedError(
         f"Mini-batches of {one} and of {other} samples meet in a tensor of shape {list(shape_of(edge))}: per-sample quantities of "
         f"{walk.names(walk.reach[edge[0]])} are ambiguous. Call backward for each of them."
+    )
+
+
+def refuse_uses(parameter: Parameter, one: int, other: int) -> None:
+    """Refuse a parameter that is used with mini-batches of different size.
+
+    Args:
+        parameter: The parameter.
+        one: Number of samples for one use.
+        other: Number of samples for another one.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"{owners[parameter]} is used with mini-batches of {one} and of {other} samples in one backward pass: which samples belong together "
+        "is not known. Call backward for each of them."
     )

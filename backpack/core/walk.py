@@ -14,6 +14,7 @@ from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import LEAF
+from backpack.core.losses import take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
 from backpack.utils.errors import UnsupportedError
@@ -95,7 +96,8 @@ class Walk:
         leaves_out: Whether a term is left out of all quantities.
     """
 
-    def __init__(self, roots: list[Node]) -> None:
+    def __init__(self, roots: list[Node], second_order: bool = False) -> None:
+        self._second_order = second_order
         self.parameters: list[Parameter] = []
         self.bits: dict[int, int] = {}
         self.leaves: dict[Node, Tensor] = {}
@@ -203,7 +205,7 @@ class Walk:
         if node in self.marks:
             for mark in self.marks[node]:
                 self.calls[mark.call] = None
-                if mark.call.is_loss:
+                if mark.call.is_loss or (self._second_order and node not in to_loss and take_for_loss(mark.call)):
                     to_loss.add(node)
                 elif mark.call.has_data:
                     has_data.add(node)

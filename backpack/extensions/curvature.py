@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from backpack.core.calls import ModuleCall
 from backpack.utils.errors import ArgumentError, LossValueError
 
 
@@ -113,20 +114,35 @@ class Curvature:
         return None if residual is None else cls.RESIDUAL_MODS[cls._known(curv_type)](residual)
 
     @classmethod
-    def check_loss_hessian(cls, loss_hessian_is_psd: bool, curv_type: str) -> None:
+    def check_loss_hessian(cls, loss_hessian_is_psd: bool, curv_type: str, loss: str = "The loss") -> None:
         """Refuse a loss whose Hessian is not positive semidefinite where that is needed.
 
         Args:
             loss_hessian_is_psd: Whether it is.
             curv_type: One of ``CHOICES``.
+            loss: Name of the loss, for the message.
 
         Raises:
             LossValueError: If it is needed and absent.
         """
         if cls.REQUIRE_PSD_LOSS_HESSIAN[cls._known(curv_type)] and not loss_hessian_is_psd:
             raise LossValueError(
-                f"The curvature '{curv_type}' needs a loss whose Hessian is positive semidefinite (and not scaled by a negative number)."
+                f"{loss}: the curvature '{curv_type}' needs a loss whose Hessian is positive semidefinite (and not scaled by a negative number). "
+                "Use HMP, DiagHessian or backpack.hessianfree, a convex loss, or non-negative weights."
             )
+
+    @classmethod
+    def check_loss(cls, call: ModuleCall, weights: Tensor, curv_type: str) -> None:
+        """Refuse a loss call whose Hessian is not positive semidefinite where that is needed.
+
+        Args:
+            call: The loss call.
+            weights: What the loss is multiplied by.
+            curv_type: One of ``CHOICES``.
+        """
+        if cls.REQUIRE_PSD_LOSS_HESSIAN[cls._known(curv_type)]:
+            psd = bool((weights >= 0).all()) and call.derivatives.hessian_is_psd_at(call)
+            cls.check_loss_hessian(psd, curv_type, call.path)
 
     @classmethod
     def _known(cls, curv_type: str) -> str:

@@ -143,14 +143,14 @@ class SignedSqrtFlow(ColumnFlow):
 
     def start(self, call: ModuleCall, grad: Tensor) -> Columns:
         weights = position_weights(call, grad)
-        mat = call.derivatives._sqrt_hessian(call, None, (grad,))
+        mat, signs = call.derivatives._signed_sqrt_hessian(call, None, (grad,))
         if weights is None:
-            return {Source(call.order): mat}
+            return {Source(call.order, signs): mat}
         mat = mat * weights.abs().sqrt()
         # every column lives at a single position of the loss, so that its largest entry has the sign of that position
         place = (mat.abs().flatten(2).argmax(2), weights.expand_as(mat[0]).sign().flatten(1))
-        signs = place[1].expand(mat.shape[0], -1, -1).gather(2, place[0].unsqueeze(2)).squeeze(2)
-        return {Source(call.order, signs): mat}
+        sign = place[1].expand(mat.shape[0], -1, -1).gather(2, place[0].unsqueeze(2)).squeeze(2)
+        return {Source(call.order, sign if signs is None else sign * signs): mat}
 
     def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
         result = super().through(call, value, grad, layout)
@@ -298,7 +298,7 @@ class AverageFlow(ChainFlow):
     def start(self, call: ModuleCall, grad: Tensor) -> Tensor:
         if grad.numel() != 1:
             raise UnsupportedError(f"{call.path}: {self.quantity} needs reduction='mean' or 'sum', got a loss value of shape {list(grad.shape)}.")
-        Curvature.check_loss_hessian(call.derivatives.hessian_is_psd() and grad.item() >= 0, self.curvature)
+        Curvature.check_loss(call, grad, self.curvature)
         mat = call.derivatives._sum_hessian(call, None, (grad,))
         size = call.inputs[0].shape[1:].numel()
         return mat.reshape(size, size) * grad
@@ -332,8 +332,7 @@ class MatProdFlow(ChainFlow):
 
     def start(self, call: ModuleCall, grad: Tensor) -> Product:
         weights = position_weights(call, grad)
-        psd = call.derivatives.hessian_is_psd() and (weights is None or bool((weights >= 0).all()))
-        Curvature.check_loss_hessian(psd, self.curvature)
+        Curvature.check_loss(call, grad if weights is None else weights, self.curvature)
         call.keep = True
         product = call.derivatives._make_hessian_mat_prod(call, None, (grad,))
         return product if weights is None else lambda mat: product(mat) * weights

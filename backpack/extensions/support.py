@@ -86,8 +86,6 @@ def _of_loss(extension: BackpropExtension, rule: BaseLossDerivatives) -> Support
     flow = extension.flow
     if isinstance(flow, GradientFlow):
         return Support(How.GRAPH)
-    if isinstance(flow, ChainFlow) and flow.curvature != Curvature.HESSIAN and not rule.hessian_is_psd():
-        return Support(How.REFUSED, "its Hessian is not known to be positive semidefinite")
     return Support(How.GRAPH if type(rule) is GenericLossDerivatives else How.RULE)
 
 

@@ -12,14 +12,19 @@ from backpack.core.derivatives import (
     embedding,
     linear,
     linear_maps,
+    loss_elementwise,
     loss_generic,
+    loss_likelihoods,
     maxpoolnd,
     mseloss,
     normalization,
     softmax,
 )
+from backpack.core.derivatives.loss_generic import GenericLossDerivatives
+from backpack.core.derivatives.registry import register
 
 __all__ = [
+    "GenericLossDerivatives",
     "activations",
     "adaptive_avg_pool_nd",
     "avgpoolnd",
@@ -31,9 +36,12 @@ __all__ = [
     "embedding",
     "linear",
     "linear_maps",
+    "loss_elementwise",
     "loss_generic",
+    "loss_likelihoods",
     "maxpoolnd",
     "mseloss",
     "normalization",
     "softmax",
+    "register",
 ]

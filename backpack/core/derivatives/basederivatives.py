@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.shape_check import apply_checked, subsampled
-from backpack.utils.errors import LossValueError, UnsupportedError
+from backpack.utils.errors import LossValueError, ShapeError, UnsupportedError
 
 Grads = tuple[Tensor | None, ...] | None
 Samples = Sequence[int] | None
@@ -39,6 +39,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         is_loss: Whether the module is a loss function.
         least_axes: Number of axes that a mini-batch has at least; with fewer, the module was given a single sample without a batch axis.
         params: Names of the parameters that have a rule.
+        any_forward: The rule asks the module's own ``forward``, so that subclasses that replace it inherit the rule all the same.
         any_batch_axis: The rule stays right if the axes in front of the ``feature_axes`` (the last, by default) are permuted, in the recorded
             tensors and the matrices alike, so that any of them may be the sample axis.
         same_jacobian: The Jacobian is the same matrix for every sample.
@@ -46,6 +47,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
 
     keeps: ClassVar[frozenset[str]] = frozenset({"input", "output"})
     any_batch_axis: ClassVar[bool] = False
+    any_forward: ClassVar[bool] = False
     least_axes: ClassVar[int] = 1
     is_loss: ClassVar[bool] = False
     params: ClassVar[tuple[str, ...]] = ()
@@ -283,6 +285,26 @@ class BaseLossDerivatives(BaseDerivatives):
     def hessian_is_psd(self) -> bool:
         return True
 
+    def hessian_is_psd_at(self, module: Module) -> bool:
+        """Tell whether the Hessian is known to be positive semi-definite for the recorded inputs, weights and targets.
+
+        Returns:
+            Whether it is.
+        """
+        return self.hessian_is_psd()
+
+    def _verify_support(self, module: Module) -> None:
+        """Refuse hyper-parameters and inputs for which the formulas do not hold.
+
+        Raises:
+            ShapeError: If the input has no axis for the samples.
+        """
+        if module.input0.dim() < self.least_axes:
+            raise ShapeError(
+                f"{module} got an input of shape {list(module.input0.shape)}, but needs {self.least_axes} axes or more, samples on axis 0. Add a "
+                "batch axis of length 1 to an unbatched input, and to its target."
+            )
+
     def sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
         """Symmetric factor of the loss Hessian.
 
@@ -295,6 +317,14 @@ class BaseLossDerivatives(BaseDerivatives):
 
     def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
         raise self._missing("_sqrt_hessian", module)
+
+    def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
+        """Symmetric factor of a loss Hessian that may have negative eigenvalues.
+
+        Returns:
+            ``S [[V, N, *features]]`` and signs ``s [[V, N]]`` (``None``: positive); the Hessian is ``S[:, n]^T diag(s[:, n]) S[:, n]``.
+        """
+        return self._sqrt_hessian(module, g_inp, g_out), None
 
     def sqrt_hessian_sampled(self, module: Module, g_inp: Grads, g_out: Grads, mc_samples: int = 1, subsampling: Samples = None) -> Tensor:
         """Unbiased estimate of the symmetric factor of the loss Hessian, from gradients at sampled targets.
@@ -338,13 +368,8 @@ class BaseLossDerivatives(BaseDerivatives):
     def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
         """Weights that the incoming gradient of the loss's output puts on the entries of its input.
 
-        A factor times the square root of the weights is a factor of the weighted loss: a column of an exact factor lives where the weight is
-        one number, and a column of a sampled factor holds independent draws at entries of different weight. The default knows that of
-        samples only, hence takes one weight a sample; a loss with one term an entry, or a position, overrides it.
-
-        Args:
-            module: The loss.
-            g_out: Gradient with respect to the output, of any sign.
+        The factor's columns are multiplied by their square roots, which is right where the entries of a column have one weight. The default
+        knows that of samples only; a loss with one term an entry, or a position, overrides it.
 
         Returns:
             Tensor that can be broadcast against ``input0``.

@@ -8,12 +8,12 @@ from torch.distributions import Binomial
 from torch.nn import BCEWithLogitsLoss, Module
 
 from backpack.core.derivatives.loss_generic import at_least_float32
-from backpack.core.derivatives.nll_base import ElementwiseLossDerivatives
+from backpack.core.derivatives.nll_base import ElementwiseLikelihoodDerivatives
 from backpack.core.derivatives.registry import register
 
 
 @register(BCEWithLogitsLoss)
-class BCELossWithLogitsDerivatives(ElementwiseLossDerivatives):
+class BCELossWithLogitsDerivatives(ElementwiseLikelihoodDerivatives):
     """Binary cross-entropy of every logit ``x`` of the input ``[[N, *]]`` with its target ``t``, which may be soft.
 
     With ``s = sigmoid(x)``, the loss ``w ((1 - t) x + (1 + (pos_weight - 1) t) log(1 + e^-x))`` has the second derivative
@@ -33,7 +33,7 @@ class BCELossWithLogitsDerivatives(ElementwiseLossDerivatives):
         return logits.sigmoid() * (-logits).sigmoid()
 
     def _make_distribution(self, subsampled_input: Tensor) -> Binomial:
-        return Binomial(probs=at_least_float32(subsampled_input).sigmoid())
+        return Binomial(probs=at_least_float32(subsampled_input).sigmoid(), validate_args=False)
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
         distribution = self._make_distribution(subsampled_input)

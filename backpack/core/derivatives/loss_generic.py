@@ -7,35 +7,23 @@ of the Hessian; one more product with a fixed pseudo-random vector proves that n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from math import prod, sqrt
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Generator, Tensor
 from torch.autograd import grad
-from torch.nn import (
-    BCELoss,
-    GaussianNLLLoss,
-    HingeEmbeddingLoss,
-    HuberLoss,
-    KLDivLoss,
-    L1Loss,
-    Module,
-    MultiLabelMarginLoss,
-    MultiLabelSoftMarginLoss,
-    MultiMarginLoss,
-    NLLLoss,
-    PoissonNLLLoss,
-    SmoothL1Loss,
-    SoftMarginLoss,
-)
+from torch.nn import CosineEmbeddingLoss, CTCLoss, Module, TripletMarginLoss, TripletMarginWithDistanceLoss
+from torch.nn.modules.loss import _Loss
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads, Samples
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.subsampling import subsample
+
+_WIDE = (torch.float32, torch.float64)
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -47,33 +35,67 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     Returns:
         The same values in single precision, or the tensor itself if it is as precise.
     """
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.dtype in _WIDE else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def random_signs(mc_samples: int, like: Tensor) -> Tensor:
+    """Draw one sign for every entry of every sample and draw; nothing else is drawn.
+
+    Args:
+        mc_samples: Number of draws ``M``.
+        like: A tensor ``[[N, *]]`` that gives shape, data type and device.
+
+    Returns:
+        Entries 1 and -1, ``[[M, N, *]]``.
+    """
+    return like.new_empty(mc_samples, *like.shape).bernoulli_().mul_(2).sub_(1)
 
 
 class GenericLossDerivatives(BaseLossDerivatives):
     """Hessian factors of an arbitrary twice differentiable loss, called as ``loss(input, target, ...)``.
 
-    All comparisons (samples do not mix, the Hessian is positive semidefinite, a second evaluation gives the same value) allow the square
-    root of the machine epsilon, relative to the largest entry of the mini-batch; smaller negative eigenvalues are set to zero.
+    The exact factor is the symmetric root ``H^(1/2)`` of each sample's Hessian. The sampled one is ``H^(1/2) e`` for ``e`` of random signs,
+    whose second moment is ``H``: no distribution of labels is known. All comparisons (samples do not mix, the Hessian is positive
+    semidefinite, a second evaluation gives the same value) allow the square root of the machine epsilon, relative to the largest entry of the
+    mini-batch; smaller negative eigenvalues are set to zero.
 
-    A loss of one's own takes part with ``register(MyLoss, GenericLossDerivatives)``.
+    A loss class of one's own needs nothing if it derives from one of torch's loss classes, or if it is extended on its own, without
+    parameters, and returns one number from a prediction and a target. Any other takes part with ``register(MyLoss, GenericLossDerivatives)``.
     """
+
+    any_forward: ClassVar[bool] = True
 
     def hessian_is_psd(self) -> bool:
         return False  # nothing is known before it has been computed
 
+    def hessian_is_psd_at(self, module: Module) -> bool:
+        if self.hessian_is_psd():
+            return True
+        values = torch.linalg.eigvalsh(at_least_float32(self._blocks(module)))
+        return not (values < -_tolerance(values, module.input0.dtype)).any()
+
+    def _blocks(self, module: Module) -> Tensor:
+        """Compute the Hessian of each sample.
+
+        Args:
+            module: The loss with recorded inputs and output.
+
+        Returns:
+            Symmetric matrices ``[[N, D, D]]``.
+        """
+        self._verify_support(module)
+        return sample_hessians(module)
+
     def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
         inputs = module.input0
-        hessian = at_least_float32(subsample(sample_hessians(module), subsampling=subsampling))
-        values, vectors = torch.linalg.eigh(hessian)
-        if (values < -_tolerance(values, inputs.dtype)).any():
-            raise LossValueError(
-                f"The Hessian of {_name(module)} has negative eigenvalues (smallest {values.min().item():.3g}, largest {values.max().item():.3g}), "
-                "so that it has no real square root. Use a quantity that needs none (HMP, GGNMP, or backpack.hessianfree), a convex loss, or, "
-                "if the loss is convex, float64."
-            )
-        factor = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
-        return factor.movedim(2, 0).reshape(hessian.shape[2], hessian.shape[0], *inputs.shape[1:]).to(inputs.dtype)
+        values, vectors = torch.linalg.eigh(at_least_float32(subsample(self._blocks(module), subsampling=subsampling)))
+        noise = values.shape[1] * torch.finfo(values.dtype).eps * values.abs().amax(1, keepdim=True) if values.numel() else 0
+        root = non_negative(values, module, "eigenvalues").where(values > noise, 0).sqrt()
+        return _columns((vectors * root.unsqueeze(1)) @ vectors.mT, inputs)
+
+    def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
+        values, vectors = torch.linalg.eigh(at_least_float32(self._blocks(module)))
+        return _columns(vectors * values.abs().sqrt().unsqueeze(1), module.input0), signs_of(values)
 
     def _sqrt_hessian_sampled(
         self,
@@ -83,17 +105,120 @@ class GenericLossDerivatives(BaseLossDerivatives):
         mc_samples: int = 1,
         subsampling: Samples = None,
     ) -> Tensor:
-        # Independent signs e with E[e_v e_w] = delta_vw turn the columns of a sample into one column of the same second moment.
-        factor = self._sqrt_hessian(module, g_inp, g_out, subsampling=subsampling)
-        signs = torch.empty(mc_samples, *factor.shape[:2], dtype=factor.dtype, device=factor.device).bernoulli_().mul_(2).sub_(1)
-        return torch.einsum("mvn,vn...->mn...", signs, factor) / sqrt(mc_samples)
+        signs = random_signs(mc_samples, subsample(module.input0, subsampling=subsampling))
+        return self._root_mat_prod(module, signs, subsampling) / sqrt(mc_samples)
+
+    def _root_mat_prod(self, module: Module, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        """Multiply by the symmetric root of each sample's Hessian.
+
+        Args:
+            module: The loss with recorded inputs.
+            mat: ``[[M, N, *]]``.
+            subsampling: Indices of samples, or ``None`` for all.
+
+        Returns:
+            ``[[M, N, *]]``.
+        """
+        factor = self._sqrt_hessian(module, None, None, subsampling=subsampling)
+        return torch.einsum("mnv,vn...->mn...", mat.reshape(*mat.shape[:2], factor.shape[0]), factor)
 
     def _make_hessian_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[[Tensor], Tensor]:
-        hessian = sample_hessians(module)
+        hessian = self._blocks(module)
         return lambda mat: torch.einsum("nij,vnj->vni", hessian, mat.reshape(mat.shape[0], *hessian.shape[:2])).reshape(mat.shape)
 
     def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
-        return sample_hessians(module).sum(0).reshape(2 * module.input0.shape[1:])
+        return self._blocks(module).sum(0).reshape(2 * module.input0.shape[1:])
+
+
+class OwnLossDerivatives(GenericLossDerivatives):
+    """A module that has no rule, and that looks like a loss: it must be curved, since a linear one may only sum up what a loss returned."""
+
+    def _blocks(self, module: Module) -> Tensor:
+        blocks = super()._blocks(module)
+        if blocks.numel() and not blocks.any():
+            raise UnsupportedError(
+                f"{_name(module)} has no rule and is linear, or piecewise linear, in its first input {list(module.input0.shape)}: the curvature of "
+                f"such a loss is zero. If that is meant, say that it is a loss: {how_to_register(module)}"
+            )
+        return blocks
+
+
+class RowLossDerivatives(GenericLossDerivatives):
+    """A loss that takes a vector without a batch axis for a single sample."""
+
+    least_axes = 2
+
+
+@register(CTCLoss)
+class NoSampleAxisDerivatives(GenericLossDerivatives):
+    """A loss of torch that has its samples on another axis than the first, and classes derived from it."""
+
+    def _verify_support(self, module: Module) -> None:
+        raise UnsupportedError(
+            f"{_name(module)} takes its samples from axis 1 of its input [T, N, C], so that second-order quantities, which start at axis 0 of a "
+            "loss's input, are not defined. First-order quantities are, or write a loss of your own whose input is [N, T, C]."
+        )
+
+
+def how_to_register(module: Module) -> str:
+    """Return the line that says that a module is a loss.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Python code.
+    """
+    name = _name(module)
+    return f"`backpack.register({name}, backpack.core.derivatives.GenericLossDerivatives)`"
+
+
+def _columns(factor: Tensor, inputs: Tensor) -> Tensor:
+    """Arrange the columns of each sample's factor.
+
+    Args:
+        factor: ``[[N, D, V]]``.
+        inputs: Input of the loss.
+
+    Returns:
+        ``[[V, N, *]]``.
+    """
+    return factor.movedim(2, 0).reshape(factor.shape[2], factor.shape[0], *inputs.shape[1:]).to(inputs.dtype)
+
+
+def signs_of(values: Tensor) -> Tensor | None:
+    """Return the signs of second derivatives.
+
+    Args:
+        values: ``[[N, V]]``.
+
+    Returns:
+        ``[[V, N]]``, or ``None`` if none is negative.
+    """
+    return values.sign().T if (values < 0).any() else None
+
+
+def non_negative(values: Tensor, module: Module, what: str) -> Tensor:
+    """Refuse negative second derivatives, which have no real square root.
+
+    Args:
+        values: Second derivatives.
+        module: The loss with recorded inputs.
+        what: What they are.
+
+    Returns:
+        The values, without negative ones that are rounding errors.
+
+    Raises:
+        LossValueError: If some are negative.
+    """
+    if (values < -_tolerance(values, module.input0.dtype)).any():
+        raise LossValueError(
+            f"The Hessian of {_name(module)} has negative {what} (smallest {values.min().item():.3g}, largest {values.max().item():.3g}), so "
+            "that it has no real square root. Use a quantity that needs none (DiagHessian, HMP, or backpack.hessianfree), a convex loss, "
+            "non-negative weights, or, if the loss is convex, float64."
+        )
+    return values.clamp(min=0)
 
 
 def sample_hessians(module: Module) -> Tensor:
@@ -106,32 +231,16 @@ def sample_hessians(module: Module) -> Tensor:
         Symmetric matrices ``[[N, D, D]]``, where ``D`` is the number of input entries per sample.
 
     Raises:
-        UnsupportedError: If the loss cannot be differentiated twice.
-        LossValueError: If a second evaluation gives another value than the recorded one.
         MixedSamplesError: If the Hessian couples different samples.
     """
     recorded = module.input0
-    if recorded.dim() == 0 or not recorded.is_floating_point():
-        raise UnsupportedError(
-            f"{_name(module)} got an input of shape {tuple(recorded.shape)} and type {recorded.dtype}. Second-order quantities need a real "
-            "input with the samples on axis 0."
-        )
     num_samples, num_features = recorded.shape[0], prod(recorded.shape[1:])
-    with torch.enable_grad():
-        point = recorded.detach().requires_grad_()
-        output = _evaluate(module, point)
-        try:
-            product = _hessian_product(output.sum(), point)
-            units = torch.eye(num_features, dtype=point.dtype, device=point.device)
-            columns = [product(unit.expand(num_samples, -1)) for unit in units]
-            probe = torch.randn(num_samples, num_features, generator=Generator().manual_seed(0)).to(units)
-            probed = product(probe)
-        except RuntimeError as error:
-            raise UnsupportedError(f"{_name(module)} cannot be differentiated twice: {error}") from error
-
+    units = torch.eye(num_features, dtype=recorded.dtype, device=recorded.device)
+    probe = torch.randn(num_samples, num_features, generator=Generator().manual_seed(0)).to(units)
+    *columns, probed = hessian_products(module, [*(unit.expand(num_samples, -1) for unit in units), probe])
     blocks = torch.stack(columns, 2) if columns else recorded.new_zeros(num_samples, 0, 0)
     deviation = probed - torch.einsum("nij,nj->ni", blocks, probe)
-    if (deviation.abs() > _tolerance(probed, point.dtype)).any():
+    if (deviation.abs() > _tolerance(probed, recorded.dtype)).any():
         raise MixedSamplesError(
             f"The Hessian of {_name(module)} with respect to its input {tuple(recorded.shape)} couples entries with different indices on axis 0, "
             "so that no per-sample quantity exists. The loss must be a sum, or a mean, of one term per sample."
@@ -139,10 +248,38 @@ def sample_hessians(module: Module) -> Tensor:
     return (blocks + blocks.mT) / 2
 
 
+def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
+    """Multiply by the Hessian of (the sum over the entries of) a loss with respect to its first input.
+
+    Args:
+        module: A loss with recorded inputs and output.
+        vectors: Tensors that have as many entries as the input.
+
+    Returns:
+        Products, in the shapes of the vectors.
+
+    Raises:
+        UnsupportedError: If the loss cannot be differentiated twice.
+    """
+    recorded = module.input0
+    if recorded.dim() == 0 or not recorded.is_floating_point():
+        raise UnsupportedError(
+            f"{_name(module)} got an input of shape {tuple(recorded.shape)} and type {recorded.dtype}. Second-order quantities need a real "
+            "input with the samples on axis 0."
+        )
+    with torch.enable_grad():
+        point = recorded.detach().requires_grad_()
+        output = _evaluate(module, point)
+        try:
+            product = _hessian_product(output.sum(), point)
+            return [product(vector) for vector in vectors]
+        except RuntimeError as error:
+            raise UnsupportedError(f"{_name(module)} cannot be differentiated twice: {error}") from error
+
+
 def _evaluate(module: Module, point: Tensor) -> Tensor:
     # The forward method, not the call: the hooks that record a forward pass are not for this one.
-    loss = module if isinstance(module, Module) else module.module
-    output = loss.forward(point, *_further_arguments(module))
+    output = module_of(module).forward(point, *_further_arguments(module))
     tolerance = sqrt(torch.finfo(output.dtype).eps)
     if not torch.allclose(output.detach(), module.output.detach().to(output.dtype), rtol=tolerance, atol=tolerance, equal_nan=True):
         raise LossValueError(
@@ -178,24 +315,22 @@ def _tolerance(values: Tensor, dtype: torch.dtype) -> float:
     return sqrt(torch.finfo(dtype).eps) * values.abs().max().item() if values.numel() else 0.0
 
 
+def module_of(module: Module) -> Module:
+    """Return the loss itself.
+
+    Args:
+        module: The loss, or the record of one execution.
+
+    Returns:
+        The module, without recorded inputs: reading its attributes there is cheaper.
+    """
+    return module if isinstance(module, Module) else module.module
+
+
 def _name(module: Module) -> str:
-    return type(module if isinstance(module, Module) else module.module).__name__
+    return type(module_of(module)).__name__
 
 
-# The losses of torch whose first argument is their only prediction, with the samples on its axis 0.
-for _loss in (
-    BCELoss,
-    GaussianNLLLoss,
-    HingeEmbeddingLoss,
-    HuberLoss,
-    KLDivLoss,
-    L1Loss,
-    MultiLabelMarginLoss,
-    MultiLabelSoftMarginLoss,
-    MultiMarginLoss,
-    NLLLoss,
-    PoissonNLLLoss,
-    SmoothL1Loss,
-    SoftMarginLoss,
-):
-    register(_loss, GenericLossDerivatives)
+register(_Loss, GenericLossDerivatives)
+for _loss in (CosineEmbeddingLoss, TripletMarginLoss, TripletMarginWithDistanceLoss):
+    register(_loss, RowLossDerivatives)

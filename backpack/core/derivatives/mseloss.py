@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 from torch.distributions import Normal
-from torch.nn import Module, MSELoss
+from torch.nn import MSELoss
 
 from backpack.core.derivatives.loss_generic import at_least_float32
-from backpack.core.derivatives.nll_base import ElementwiseLossDerivatives
+from backpack.core.derivatives.nll_base import ElementwiseLikelihoodDerivatives
 from backpack.core.derivatives.registry import register
 
 
 @register(MSELoss)
-class MSELossDerivatives(ElementwiseLossDerivatives):
+class MSELossDerivatives(ElementwiseLikelihoodDerivatives):
     """Squared distance of every entry of the input ``[[N, *]]`` to its target: the Hessian is ``2 I`` over the divisor."""
-
-    def _hessian_weight(self, module: Module) -> float:
-        # An input that is broadcast against the target meets several entries of it; dividing by their number leaves the input's own.
-        if module.reduction == "sum":
-            return prod(torch.broadcast_shapes(module.input0.shape, module.input1.shape)) / (module.input0.numel() or 1)
-        return super()._hessian_weight(module)
 
     def _curvature(self, subsampled_input: Tensor) -> Tensor:
         return torch.full_like(at_least_float32(subsampled_input), 2.0)
 
     def _make_distribution(self, subsampled_input: Tensor) -> Normal:
         mean = at_least_float32(subsampled_input)
-        return Normal(mean, torch.tensor(0.5, dtype=mean.dtype, device=mean.device).sqrt())
+        return Normal(mean, torch.tensor(0.5, dtype=mean.dtype, device=mean.device).sqrt(), validate_args=False)
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
         return 2 * (self._make_distribution(subsampled_input).sample(torch.Size([mc_samples])) - subsampled_input)

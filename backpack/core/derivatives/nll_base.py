@@ -7,7 +7,6 @@ its expected value (information matrix equality, for a loss whose input is the n
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from math import prod, sqrt
 from typing import ClassVar
 
@@ -17,8 +16,9 @@ from torch.distributions import Distribution
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.loss_elementwise import ElementwiseLossDerivatives
 from backpack.core.derivatives.loss_generic import GenericLossDerivatives
-from backpack.utils.errors import LossValueError, ShapeError, UnsupportedError
+from backpack.utils.errors import LossValueError, UnsupportedError
 from backpack.utils.subsampling import subsample
 
 
@@ -30,8 +30,7 @@ class NLLLossDerivatives(GenericLossDerivatives):
     (``_compute_sampled_grads_manual``). Exact quantities come from automatic differentiation until a subclass knows better.
     """
 
-    MIN_NDIM: ClassVar[int] = 1
-    """Number of axes that an input needs so that axis 0 enumerates the samples."""
+    any_forward = False
 
     def __init__(self, use_autograd: bool = True) -> None:
         """Choose where the gradients for sampled labels come from.
@@ -41,20 +40,16 @@ class NLLLossDerivatives(GenericLossDerivatives):
         """
         self.use_autograd = use_autograd
 
-    def _verify_support(self, module: Module) -> None:
-        """Refuse hyper-parameters and inputs for which the formulas do not hold. Subclasses may replace this.
+    def _is_likelihood(self, module: Module) -> bool:
+        """Tell whether the expected Hessian, for labels from the distribution, is that of the recorded targets.
 
         Args:
             module: The loss with recorded inputs.
 
-        Raises:
-            ShapeError: If the input has no axis for the samples.
+        Returns:
+            ``False`` if random signs have to be drawn instead of labels.
         """
-        if module.input0.dim() < self.MIN_NDIM:
-            raise ShapeError(
-                f"{type(self).__name__} got an input of shape {tuple(module.input0.shape)}, but needs at least {self.MIN_NDIM} axes, with the "
-                "samples on axis 0. Add a batch axis of length 1 to an unbatched input, and to its target."
-            )
+        return True
 
     def _make_distribution(self, subsampled_input: Tensor) -> Distribution:
         """Create the distribution of the labels; draws have the shape of the targets, and ``use_autograd`` needs ``log_prob``.
@@ -110,6 +105,8 @@ class NLLLossDerivatives(GenericLossDerivatives):
         subsampling: Samples = None,
     ) -> Tensor:
         self._verify_support(module)
+        if not self._is_likelihood(module):
+            return super()._sqrt_hessian_sampled(module, g_inp, g_out, mc_samples=mc_samples, subsampling=subsampling)
         grads = self.compute_sampled_grads(subsample(module.input0, subsampling=subsampling), mc_samples)
         return (grads * (self._sqrt_weight(module, subsampling) / sqrt(mc_samples))).to(module.input0.dtype)
 
@@ -150,8 +147,8 @@ class NLLLossDerivatives(GenericLossDerivatives):
         raise UnsupportedError(f"{type(self).__name__} has no closed form for sampled gradients: set use_autograd=True.")
 
 
-class ElementwiseLossDerivatives(NLLLossDerivatives):
-    """A loss that adds one term per entry of its input, so that the Hessian is diagonal."""
+class ElementwiseLikelihoodDerivatives(ElementwiseLossDerivatives, NLLLossDerivatives):
+    """A negative log-likelihood of independent labels, one per entry of the input, whose curvature does not depend on the label."""
 
     keeps: ClassVar[frozenset[str]] = frozenset({"input"})
 
@@ -172,30 +169,24 @@ class ElementwiseLossDerivatives(NLLLossDerivatives):
     def hessian_is_psd(self) -> bool:
         return True  # negative weights are refused where a square root is needed
 
+    def _one_target_is_any(self, module: Module) -> bool:
+        return self._is_likelihood(module)
+
     @staticmethod
     def _get_mean_normalization(input: Tensor) -> int:
         return input.numel()
 
-    def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
-        incoming, inputs = g_out[0], module.input0
-        return incoming.sum_to_size(inputs.shape) if incoming.dim() else incoming
-
-    def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
-        self._verify_support(module)
-        inputs = subsample(module.input0, subsampling=subsampling)
-        num_features = prod(inputs.shape[1:])
-        root = self._curvature(inputs).sqrt() * self._sqrt_weight(module, subsampling)
-        columns = root.to(inputs.dtype).reshape(inputs.shape[0], num_features).diag_embed(dim1=0, dim2=2)
-        return columns.reshape(num_features, *inputs.shape)
+    def _hessian_weight(self, module: Module) -> Tensor | float:
+        if module.reduction == "mean":
+            return super()._hessian_weight(module)
+        # An input that is broadcast against the target meets several entries of it; in the mean, they are part of the divisor.
+        return prod(torch.broadcast_shapes(module.input0.shape, module.input1.shape)) / (module.input0.numel() or 1)
 
     def _hessian_diagonal(self, module: Module) -> Tensor:
-        self._verify_support(module)
-        return (self._curvature(module.input0) * self._hessian_weight(module)).to(module.input0.dtype)
+        return self._curvature(module.input0) * self._hessian_weight(module)
 
-    def _make_hessian_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[[Tensor], Tensor]:
-        diagonal = self._hessian_diagonal(module)
-        return lambda mat: diagonal * mat
-
-    def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
-        diagonal = self._hessian_diagonal(module).sum(0)
-        return diagonal.flatten().diag().reshape(2 * diagonal.shape)
+    def _root(self, module: Module, subsampling: Samples = None) -> Tensor:
+        if not self._is_likelihood(module):
+            return super()._root(module, subsampling)
+        inputs = subsample(module.input0, subsampling=subsampling)
+        return (self._curvature(inputs).sqrt() * self._sqrt_weight(module, subsampling)).to(inputs.dtype)

@@ -13,7 +13,7 @@ from backpack.utils.errors import ArgumentTypeError
 Rule = TypeVar("Rule", bound=type[BaseDerivatives])
 
 _RULES: dict[type[Module], BaseDerivatives] = {}
-_FOUND: dict[type[Module], BaseDerivatives | None] = {}
+_FOUND: dict[tuple[type[Module], bool], BaseDerivatives | None] = {}
 
 
 @overload
@@ -57,7 +57,8 @@ def register(module_class: type[Module], rule: BaseDerivatives | type[BaseDeriva
 def derivatives_for(module: Module | type[Module]) -> BaseDerivatives | None:
     """Find the most specific rule along the method resolution order.
 
-    A class that brings its own ``forward`` may compute a different map, hence it does not inherit the rule of a base class.
+    A class that brings its own ``forward`` may compute a different map, hence it does not inherit the rule of a base class, unless the rule
+    asks that ``forward`` (``any_forward``): a subclass of one of torch's losses is differentiated automatically.
 
     Args:
         module: A module or a class of modules.
@@ -65,15 +66,10 @@ def derivatives_for(module: Module | type[Module]) -> BaseDerivatives | None:
     Returns:
         The rule, or ``None`` if there is none.
     """
-    if isinstance(module, type):
-        module_class = module
-    elif "forward" in vars(module):
-        return None
-    else:
-        module_class = type(module)
-    if module_class not in _FOUND:
-        _FOUND[module_class] = _search(module_class)
-    return _FOUND[module_class]
+    key = (module, False) if isinstance(module, type) else (type(module), "forward" in vars(module))
+    if key not in _FOUND:
+        _FOUND[key] = _search(*key)
+    return _FOUND[key]
 
 
 def registered() -> dict[type[Module], BaseDerivatives]:
@@ -85,10 +81,10 @@ def registered() -> dict[type[Module], BaseDerivatives]:
     return dict(_RULES)
 
 
-def _search(module_class: type[Module]) -> BaseDerivatives | None:
+def _search(module_class: type[Module], own_forward: bool) -> BaseDerivatives | None:
     for base in module_class.__mro__:
-        if base in _RULES:
-            return _RULES[base]
-        if "forward" in vars(base):
-            return None
+        rule = _RULES.get(base)
+        if rule is not None and (rule.any_forward or not own_forward):
+            return rule
+        own_forward |= "forward" in vars(base)
     return None

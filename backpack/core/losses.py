@@ -1,0 +1,104 @@
+"""Which calls count as losses: those whose class has the rule of a loss, and modules of the user's own that look like one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from backpack.core.calls import Mark, ModuleCall, Slot
+from backpack.core.derivatives.generic import GenericDerivatives
+from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
+from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
+
+_OWN = OwnLossDerivatives()
+
+
+def take_for_loss(call: ModuleCall) -> bool:
+    """Take a call for that of a loss, if it looks like one: differentiated automatically from now on.
+
+    Args:
+        call: A call, upstream of which there is no loss.
+
+    Returns:
+        Whether a module without rule and parameters, extended on its own, has made one number of a prediction and something else.
+    """
+    if call.derivatives is not None or not call.root or not call.recorder.bare or not _makes_a_number(call):
+        return False
+    prediction = call.inputs[0] if len(call.inputs) > 1 else None
+    if not isinstance(prediction, Slot) or prediction.edge is None or not prediction.shape or not prediction.dtype.is_floating_point:
+        return False
+    call.derivatives = _OWN
+    return True
+
+
+def _makes_a_number(call: ModuleCall) -> bool:
+    return len(call.outputs) == 1 and not call.outputs[0].shape
+
+
+def has_samples(call: ModuleCall, second_order: bool) -> bool:
+    """Say whether the samples of a loss lie on axis 0 of its prediction.
+
+    Args:
+        call: A loss call.
+        second_order: Whether quantities start at the loss, so that anything else is refused.
+
+    Returns:
+        Whether they do.
+
+    Raises:
+        NotImplementedError: What the rule raises, if ``second_order``.
+        ValueError: What the rule raises, if ``second_order``.
+        RuntimeError: What the rule raises, if ``second_order``; for a single sample without a batch axis (``ShapeError``) in any case.
+    """
+    if not second_order and not call.inputs[0].shape:
+        return False  # a loss of one number: the samples have been summed up before
+    try:
+        call.derivatives._verify_support(call)
+    except (NotImplementedError, ValueError, RuntimeError) as error:
+        if second_order or isinstance(error, ShapeError):
+            raise
+        return False
+    return True
+
+
+def refuse_as_loss(marks: Iterable[Mark]) -> None:
+    """Refuse a loss that could not stand for its piece of the graph.
+
+    Args:
+        marks: What calls left on a graph node.
+
+    Raises:
+        LossValueError: If one of them is a loss.
+    """
+    for mark in marks:
+        if mark.call.is_loss:
+            raise LossValueError(
+                f"{mark.call.path} has parameters of its own, or depends on more than its arguments: its curvature with respect to the prediction is "
+                "not all of it. Move layers into the model, and give the loss their output."
+            )
+
+
+def refuse_without_loss(names: str, calls: Iterable[ModuleCall]) -> None:
+    """Refuse a second-order quantity for want of a loss.
+
+    Args:
+        names: Names of the parameters.
+        calls: All calls.
+
+    Raises:
+        LossNotExtendedError: Always.
+    """
+    hint = "write `lossfunc = extend(torch.nn.CrossEntropyLoss())`"
+    for call in calls:
+        if not call.root:
+            continue
+        if not call.recorder.bare and _makes_a_number(call):
+            hint = f"{call.path} has parameters, but a loss is a function of the model's output: {hint} for it"
+        elif call.recorder.bare and len(call.inputs) > 1 and (call.derivatives in (None, _OWN) or isinstance(call.derivatives, GenericDerivatives)):
+            hint = (
+                f"{call.path} has no rule, or depends on more than its arguments. If it is a loss, whose first argument is the prediction with the "
+                f"samples on axis 0, write {how_to_register(call)} before the forward pass"
+            )
+    raise LossNotExtendedError(
+        f"No extended loss lies on a path from the tensor on which backward was called to {names}. Second-order quantities start at the loss: "
+        f"{hint}, and `backpack.leave_out(term)` for a term to be ignored."
+    )

@@ -1,0 +1,209 @@
+"""Which modules count as losses, seen from the front door: losses of the user's own, and what is refused, by name and with a way out."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases_loss import LogCosh
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, extensions
+from backpack.core.recording import recorder_of
+from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
+
+N, C = 3, 4
+
+
+def make(loss: nn.Module) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """Return an extended net, the extended loss, inputs and classes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Sigmoid(), nn.Linear(5, C)).double()
+    return extend(model), extend(loss.double()), torch.randn(N, 3, dtype=torch.float64), torch.randint(C, (N,))
+
+
+def expected_diag_ggn(model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    output = model(x)
+    hessian = torch.autograd.functional.hessian(loss, output.detach()).reshape(output.numel(), -1)
+    rows = [torch.autograd.grad(entry, list(model.parameters()), retain_graph=True) for entry in output.flatten()]
+    jacobians = [torch.stack([g.flatten() for g in column]) for column in zip(*rows, strict=True)]
+    return [(J.T @ hessian @ J).diagonal().reshape(p.shape) for J, p in zip(jacobians, model.parameters(), strict=True)]
+
+
+def assert_diag_ggn(model: nn.Module, expected: list[Tensor]) -> None:
+    for parameter, diagonal in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.diag_ggn_exact, diagonal)
+
+
+class Combined(nn.Module):
+    """Contains a known loss, and adds something curved that does not go through it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross_entropy = nn.CrossEntropyLoss()
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.cross_entropy(logits, target) + 0.1 * logits.square().mean()
+
+
+class CombinedLoss(nn.modules.loss._Loss):
+    """The same, declared as a loss by its base class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross_entropy = nn.CrossEntropyLoss()
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return Combined.forward(self, logits, target)
+
+
+class Sum(nn.Module):
+    """Contains known losses, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cross_entropy = nn.CrossEntropyLoss()
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.cross_entropy(logits, target) + 0.5 * self.cross_entropy(logits, (target + 1) % C)
+
+
+class Temperature(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits / self.temperature, target)
+
+
+class Hinge(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (1 - logits[:, 0] * (target - 1.5)).relu().mean()
+
+
+class Unreduced(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, reduction="none")
+
+
+class TargetFirst(nn.Module):
+    def forward(self, target: Tensor, logits: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target)
+
+
+class WeightedMean(nn.Module):
+    def forward(self, values: Tensor, weights: Tensor) -> Tensor:
+        return (values * weights).mean()
+
+
+@pytest.mark.parametrize("make_loss", [CombinedLoss, Sum])
+def test_diagonal_of_losses_with_parts(make_loss: Callable[[], nn.Module]) -> None:
+    model, loss, x, y = make(make_loss())
+    with backpack(extensions.DiagGGNExact()):
+        loss(model(x), y).backward()
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: loss(logits, y)))
+
+
+def test_evaluating_again_records_nothing() -> None:
+    model, loss, x, y = make(CombinedLoss())
+    value = loss(model(x), y)
+    before = recorder_of(loss.cross_entropy).last
+    with backpack(extensions.DiagGGNExact()):
+        value.backward(retain_graph=True)
+    assert recorder_of(loss.cross_entropy).last is before is not None
+
+
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.DiagGGNMC, extensions.DiagHessian, extensions.KFRA, extensions.GGNMP])
+@pytest.mark.parametrize(
+    ("make_loss", "error", "hint"),
+    [
+        (Combined, LossNotExtendedError, r"register\(Combined, backpack.core.derivatives.GenericLossDerivatives\)"),
+        (Unreduced, LossNotExtendedError, r"register\(Unreduced, "),
+        (Hinge, UnsupportedError, r"zero.*register\(Hinge, "),
+        (Temperature, LossNotExtendedError, "Temperature has parameters"),
+    ],
+)
+def test_what_is_no_loss_by_itself(make_loss: Callable[[], nn.Module], error: type[Exception], hint: str, extension: type) -> None:
+    model, loss, x, y = make(make_loss())
+    with backpack(extension()), pytest.raises(error, match=hint):
+        loss(model(x), y).sum().backward()
+
+
+def test_prediction_comes_first() -> None:
+    model, loss, x, y = make(TargetFirst())
+    with backpack(extensions.DiagGGNExact()), pytest.raises(LossNotExtendedError, match="first argument is the prediction"):
+        loss(y, model(x)).backward()
+
+
+def test_what_sums_up_is_not_taken_for_the_loss() -> None:
+    model, mean, x, y = make(WeightedMean())
+    loss, weights = extend(nn.CrossEntropyLoss(reduction="none")), torch.rand(N, dtype=torch.float64)
+    with backpack(extensions.DiagGGNExact()):
+        mean(loss(model(x), y), weights).backward()
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: mean(F.cross_entropy(logits, y, reduction="none"), weights)))
+    with backpack(extensions.DiagGGNExact()), pytest.raises(UnsupportedError, match="WeightedMean"):
+        mean(F.cross_entropy(model(x), y, reduction="none"), weights).backward()
+
+
+def test_nothing_curved_may_follow_an_own_loss() -> None:
+    model, loss, x, _ = make(LogCosh())
+    with backpack(extensions.DiagGGNExact()), pytest.raises(LossValueError, match="lies between"):
+        loss(model(x), torch.zeros(N, C)).square().backward()
+
+
+@pytest.mark.parametrize("extension", [extensions.BatchGrad, extensions.DiagGGNExact, extensions.DiagGGNMC, extensions.DiagHessian])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.NLLLoss(), nn.MultiMarginLoss()])
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda layer: layer])
+def test_single_sample_without_batch_axis(wrap: Callable, loss: nn.Module, extension: type) -> None:
+    model = extend(wrap(nn.Linear(3, C)))
+    with backpack(extension()), pytest.raises(ShapeError, match="batch axis of length 1"):
+        extend(loss)(model(torch.randn(3)), torch.tensor(1)).backward()
+
+
+def grad_batch_by_loop(model: nn.Module, loss: Callable[[slice], Tensor]) -> list[Tensor]:
+    rows = [torch.autograd.grad(loss(slice(n, n + 1)), list(model.parameters())) for n in range(N)]
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+def assert_grad_batch(model: nn.Module, expected: list[Tensor]) -> None:
+    for parameter, rows in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad_batch, rows)
+
+
+def test_variance_that_depends_on_parameters() -> None:
+    model, loss, x, _ = make(nn.GaussianNLLLoss(reduction="sum"))
+    target = torch.randn(N, 2, dtype=torch.float64)
+
+    def value(rows: slice = slice(None)) -> Tensor:
+        mean, spread = model(x[rows]).chunk(2, dim=1)
+        return loss(mean, target[rows], spread.exp())
+
+    with backpack(extensions.DiagGGNExact()), pytest.raises(LossValueError, match="other than the prediction"):
+        value().backward()
+    with backpack(extensions.BatchGrad()):
+        value().backward()
+    assert_grad_batch(model, grad_batch_by_loop(model, value))
+
+
+def test_ctc_has_gradients_only() -> None:
+    model, loss, _, _ = make(nn.CTCLoss(reduction="sum"))
+    x, target = torch.randn(N, 5, 3, dtype=torch.float64), torch.tensor([[1, 2], [2, 1], [3, 3]])
+
+    def value(rows: slice = slice(None)) -> Tensor:
+        lengths = torch.tensor([5, 2]).repeat(len(x[rows]), 1)
+        return loss(model(x[rows]).log_softmax(2).transpose(0, 1), target[rows], lengths[:, 0], lengths[:, 1])
+
+    with backpack(extensions.DiagGGNExact()), pytest.raises(UnsupportedError, match=r"CTCLoss.*axis 1"):
+        value().backward()
+    with backpack(extensions.BatchGrad()):
+        value().backward()
+    assert_grad_batch(model, grad_batch_by_loop(model, value))
+
+
+def test_layer_and_loss_in_one() -> None:
+    if not hasattr(nn, "LinearCrossEntropyLoss"):  # old torch
+        return
+    model, loss, x, y = make(nn.LinearCrossEntropyLoss(C, C))
+    with backpack(extensions.DiagGGNExact()), pytest.raises(LossValueError, match="LinearCrossEntropyLoss has parameters"):
+        loss(model(x), y).backward()
