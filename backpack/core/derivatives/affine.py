@@ -7,22 +7,53 @@ positions, in ``G`` groups with ``O`` outputs each.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from math import prod
+from typing import ClassVar
 
+import torch
 from torch import Tensor, einsum
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.kinds import ConstantJacobianDerivatives
 
+_SAMPLES = 2**18
+_PRODUCTS = 2**20
+"""Entries of inputs and products of a block of samples, and of products of a block of columns: as much as stays in the cache of a core.
+
+Measured on the layers of 3c3d and All-CNN-C, one thread: from 2^16 to 2^18 entries the squares of one column take the same time, with 2^22 they
+take 1.3 times as long; with 10 and with 100 columns 2^20 is the best by 10 to 30 percent.
+"""
+
+
+def blocks(length: int, elements: int, limit: int = _SAMPLES) -> list[slice]:
+    """Cut an axis into blocks of a limited number of elements, at least one entry each.
+
+    Args:
+        length: Length of the axis.
+        elements: Elements that each of its entries brings.
+        limit: Elements of a block.
+
+    Returns:
+        The blocks.
+    """
+    step = max(1, limit // max(1, elements))
+    return [slice(start, min(length, start + step)) for start in range(0, length, step)]
+
 
 class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
-    """A layer that multiplies by its weight and adds its bias."""
+    """A layer that multiplies by its weight and adds its bias.
+
+    Attributes:
+        unfolds: ``columns`` copies the input several times, so that it is called for few samples at a time.
+    """
 
     keeps = frozenset({"input"})
+    unfolds: ClassVar[bool] = False
 
     @abstractmethod
-    def columns(self, module: Module, subsampling: Samples = None) -> Tensor:
+    def columns(self, module: Module, subsampling: Samples | slice = None) -> Tensor:
         """View of the input.
 
         Args:
@@ -93,8 +124,47 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
     def _weight_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
-        rows, columns = self.rows(module, mat), self.columns(module, subsampling)
-        return self.weight_from_matrix(module, _summed_products(rows, columns) if sum_batch else _products(rows, columns))
+        rows = self.rows(module, mat)
+        if sum_batch:
+            products = _summed_products(rows, self.columns(module, subsampling))
+        elif self.unfolds and rows.shape[4] > 2 * rows.shape[3]:  # the columns take more space than the products
+            products = mat.new_empty(*rows.shape[:4], module.weight.numel() // rows.shape[2:4].numel())
+            for v, n, block in self.weight_blocks(module, mat, subsampling):
+                products[v, n] = block
+        else:
+            products = _products(rows, self.columns(module, subsampling))
+        return self.weight_from_matrix(module, products)
+
+    def weight_blocks(self, module: Module, mat: Tensor, subsampling: Samples = None) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Multiply by the transposed Jacobian of the output with respect to the weight, for a block of columns and samples at a time.
+
+        Args:
+            module: The layer with its recorded input.
+            mat: ``[[V, *output]]``.
+            subsampling: Samples that ``mat`` is about; ``None`` for all.
+
+        Yields:
+            Which columns ``v``, which samples ``n``, and their products ``[[v, n, G, O, K]]``, a tensor that the caller may overwrite.
+        """
+        rows, size = self.rows(module, mat), module.weight.numel()
+        inputs = size // rows.shape[3] * rows.shape[4]
+        for n in blocks(rows.shape[1], size + inputs):
+            columns = self.columns(module, n if subsampling is None else subsampling[n])
+            for v in blocks(rows.shape[0], size * len(columns), _PRODUCTS):
+                yield v, n, einsum("vngol,ngkl->vngok", rows[v, n], columns)
+
+    def input_moment(self, module: Module) -> Tensor:
+        """Sum the outer products of the columns of the input with themselves, over samples and positions.
+
+        Returns:
+            ``[[G, K, K]]``.
+        """
+        total: Tensor | None = None
+        for n in blocks(module.input0.shape[0], module.input0.shape[1:].numel() if self.unfolds else 0) or [slice(None)]:
+            columns = self.columns(module, n)
+            flat = columns[0] if len(columns) == 1 else columns.permute(1, 2, 0, 3).flatten(2)
+            total = flat @ flat.mT if total is None else total.baddbmm_(flat, flat.mT)
+        return total
 
     def _bias_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
@@ -120,7 +190,10 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
         ``[[V, N, G, O, K]]``.
     """
     # one position: a multiplication is two to four times as fast as N matrix products with an inner axis of length one
-    return rows * columns.mT if columns.shape[3] == 1 else rows @ columns.mT
+    if columns.shape[3] == 1:
+        return rows * columns.mT
+    # a broadcast product would copy the columns V times
+    return rows @ columns.mT if len(rows) == 1 else torch.stack([each @ columns.mT for each in rows])
 
 
 def _summed_products(rows: Tensor, columns: Tensor) -> Tensor:

@@ -7,9 +7,9 @@ from torch.nn import Parameter
 
 from backpack.core.carry import Columns, Use
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import squared_norms
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster
-from backpack.utils.moments import squared_norms
+from backpack.extensions.rules import faster
 
 
 class BatchL2Grad(GradientExtension):
@@ -34,5 +34,4 @@ class BatchL2Grad(GradientExtension):
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
 def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    x, rows, _ = affine_views(use)
-    return squared_norms(x, rows[0])
+    return squared_norms(use.call.derivatives, use.call, use.grad[None])

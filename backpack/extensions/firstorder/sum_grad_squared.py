@@ -7,9 +7,9 @@ from torch.nn import Parameter
 
 from backpack.core.carry import Columns, Use
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster
-from backpack.utils.moments import sum_of_squares
+from backpack.extensions.rules import faster
 
 
 class SumGradSquared(GradientExtension):
@@ -32,5 +32,4 @@ class SumGradSquared(GradientExtension):
 
 @faster(SumGradSquared, AffineDerivatives, "weight")
 def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    x, rows, _ = affine_views(use)
-    return use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows))
+    return sum_of_squares(use.call.derivatives, use.call, use.grad[None])

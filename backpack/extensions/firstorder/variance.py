@@ -7,9 +7,9 @@ from torch.nn import Parameter
 
 from backpack.core.carry import Columns, Use
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import sum_and_sum_of_squares
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster
-from backpack.utils.moments import sum_of_squares
+from backpack.extensions.rules import faster
 
 
 class Variance(GradientExtension):
@@ -34,8 +34,7 @@ class Variance(GradientExtension):
 
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> Tensor:
-    x, rows, _ = affine_views(use)
-    rule, samples = use.call.derivatives, max(len(x), 1)
-    mean = rule._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0] / samples
+    total, squares = sum_and_sum_of_squares(use.call.derivatives, use.call, use.grad[None])
+    samples = max(len(use.grad), 1)
     # rounding may take the difference below zero
-    return (rule.weight_from_matrix(use.call, sum_of_squares(x, rows)) / samples - mean.square()).clamp_(min=0)
+    return (squares / samples - (total / samples).square()).clamp_(min=0)

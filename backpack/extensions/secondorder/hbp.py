@@ -22,7 +22,6 @@ from backpack.extensions.rules import KroneckerRule, Rule, ValueRule, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.utils.errors import ArgumentError, UnsupportedError
-from backpack.utils.moments import second_moment
 
 _LARGEST = 2**28
 """Entries of the largest factor that is formed: 1 GiB in single precision."""
@@ -131,10 +130,10 @@ class HBP(SecondOrderBackpropExtension):
         side = use.value.unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
         if name == "bias":
             return [side]
-        x = rule.columns(call)
         if ExpectationApproximation.should_average_param_jac(self._ea_strategy):
-            x = x.mean(0, keepdim=True)
-        return [side, second_moment(x)[0]]
+            mean = rule.columns(call).mean(0)[0]
+            return [side, mean @ mean.T]
+        return [side, rule.input_moment(call)[0] / max(1, use.layout.samples)]
 
     def get_curv_type(self) -> str:
         """Return the kind of curvature.
