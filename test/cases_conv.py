@@ -135,7 +135,7 @@ NETS: dict[str, Callable[[int], Problem]] = {
     ),
 }
 for _name, _problem in NETS.items():
-    add(f"net: {_name}", _problem, "chain", *(["extra axes"] if "average" in _name else []))
+    add(f"net: {_name}", _problem, "chain", *([] if "one position" in _name else ["positions"]), *(["extra axes"] if "average" in _name else []))
 GROUPS: dict[str, Callable[[int], Problem]] = {
     "Conv1d": net((4, 3), lambda: Conv1d(4, 2, 2, groups=2)),
     "Conv1d, one position": net((4, 2), lambda: Conv1d(4, 2, 2, groups=2)),
@@ -143,5 +143,5 @@ GROUPS: dict[str, Callable[[int], Problem]] = {
     "ConvTranspose1d": net((2, 2), lambda: ConvTranspose1d(2, 4, 2, stride=2, groups=2)),
 }
 for _name, _problem in GROUPS.items():
-    add(f"net: groups, {_name}", _problem, "chain", "groups")
-add("net: Conv1d twice", twice, "chain", "reused", "nested")
+    add(f"net: groups, {_name}", _problem, "chain", "positions", "groups")
+add("net: Conv1d twice", twice, "chain", "positions", "reused", "nested")

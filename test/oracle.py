@@ -117,20 +117,91 @@ class Problem:
         return total
 
 
-class LinearUses(TorchFunctionMode):
-    """Records each ``F.linear`` (``nn.Linear`` calls it, too): input, weight, bias, output. Later in-place operations act on a copy."""
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+@dataclass
+class AffineUse:
+    """One use of a weight by a function that multiplies it with its input at several positions, in groups of channels.
+
+    Attributes:
+        func: ``F.linear`` or a convolution.
+        x: Input, without graph.
+        weight: The parameter.
+        options: Further arguments after the bias.
+        out: Output.
+    """
+
+    func: Callable
+    x: Tensor
+    weight: Tensor
+    options: tuple
+    out: Tensor
+
+    @property
+    def groups(self) -> int:
+        """Number of groups, which follows from the number of channels."""
+        if self.func in CONVOLUTIONS:
+            return self.x.shape[1] // self.weight.shape[1]
+        return self.out.shape[1] // self.weight.shape[1] if self.func in TRANSPOSED else 1
+
+    def outputs(self, per_output: Tensor) -> Tensor:
+        """Sum over positions.
+
+        Args:
+            per_output: ``[A, B, *out]``.
+
+        Returns:
+            ``[A, B, G, O]``, where sample axis and positions have been summed over.
+        """
+        axis = -1 if self.func is F.linear else 3
+        summed = per_output.movedim(axis, 2).flatten(3).sum(3)
+        return summed.unflatten(2, (self.groups, -1))
+
+    def inputs(self) -> list[Tensor]:
+        """Return what the weights of each group are multiplied with, one row for each sample and position: ``[N * L, K]``."""
+        weight = self.weight.detach().clone().requires_grad_()
+        out = self.func(self.x, weight, None, *self.options)
+        return multiplied(out if self.func is F.linear else out.movedim(1, -1), weight, self.func in TRANSPOSED, self.groups)
+
+
+def multiplied(out: Tensor, weight: Tensor, transposed: bool, groups: int) -> list[Tensor]:
+    """Find out what weights are multiplied with, by differentiating one output channel of each group.
+
+    Args:
+        out: Output, channels last: ``[..., G * O]``.
+        weight: The weight in its graph.
+        transposed: The output channels are the weight's second axis instead of its first.
+        groups: Number of groups.
+
+    Returns:
+        For each group one row for each sample and position: ``[N * L, K]``.
+    """
+    result = []
+    for g in range(groups):
+        (rows,) = jacobian(out[..., g * out.shape[-1] // groups].reshape(-1, 1), [weight])
+        rows = rows.reshape(-1, *weight.shape)
+        used = rows[:, :, 0].unflatten(1, (groups, -1))[:, g] if transposed else rows[:, g * len(weight) // groups]
+        assert used.count_nonzero() == rows.count_nonzero()
+        result.append(used.flatten(1))
+    return result
+
+
+class AffineUses(TorchFunctionMode):
+    """Records each ``F.linear`` and convolution (the modules call these, too). Later in-place operations act on a copy."""
 
     def __init__(self) -> None:
         """Start with an empty record."""
         super().__init__()
-        self.uses: list[tuple[Tensor, Tensor, Tensor | None, Tensor]] = []
+        self.uses: list[AffineUse] = []
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:  # noqa: D105
         out = func(*args, **(kwargs or {}))
-        if func is not F.linear:
+        if func not in (F.linear, *CONVOLUTIONS, *TRANSPOSED):
             return out
-        x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
-        self.uses.append((x.detach().clone(), weight, bias, out))
+        x, weight, *rest = (*args, *(kwargs or {}).values())
+        self.uses.append(AffineUse(func, x.detach().clone(), weight, tuple(rest[1:]), out))
         return out.clone()
 
 
@@ -442,26 +513,29 @@ class Oracle:
     def kronecker(self, hessian: Tensor) -> dict[str, list[Tensor]]:
         """Kronecker factors of KFAC (sampled ``H_n``) and KFLR (exact ``H_n``).
 
-        Weights of ``F.linear`` have ``[B, A]`` with ``A = 1/N sum x x^T`` over all rows of all uses and ``B = sum_n T_n^T H_n T_n``, where
-        ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. Any other parameter has its exact block.
+        Weights of ``F.linear`` and of convolutions have ``[B, A]`` with ``A = 1/N sum x x^T`` over all rows of all uses and
+        ``B = sum_n T_n^T H_n T_n``, where ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses; with groups, one
+        such list each. Any other parameter has its exact block.
 
         Args:
             hessian: ``H_n`` or an estimate, ``[N, D, D]``.
 
         Returns:
-            List of factors each.
+            List of factors, or of such lists, each.
         """
-        with LinearUses() as mode:
+        with AffineUses() as mode:
             flat = flatten_heads(self._forward())
         assert torch.equal(flat, self._flat)
         factors = {name: [block] for name, block in self.ggn_blocks(hessian).items()}
         for name, param in self.params.items():
-            uses = [(x, z) for x, weight, _, z in mode.uses if weight is param]
+            uses = [use for use in mode.uses if use.weight is param]
             if uses:
-                tracked = jacobian(flat, [z for _, z in uses])
-                T = sum(jac.reshape(*jac.shape[:2], -1, z.shape[-1]).sum(2) for jac, (_, z) in zip(tracked, uses, strict=True))
-                inputs = torch.cat([x.flatten(0, -2) for x, _ in uses])
-                factors[name] = [torch.einsum("ndp,nde,neq->pq", T, hessian, T), inputs.T @ inputs / self.N]
+                tracked = jacobian(flat, [use.out for use in uses])
+                T = sum(use.outputs(jac.reshape(*jac.shape[:2], *use.out.shape)) for jac, use in zip(tracked, uses, strict=True))
+                B = torch.einsum("ndgp,nde,negq->gpq", T, hessian, T)
+                A = [torch.cat(rows) for rows in zip(*(use.inputs() for use in uses), strict=True)]
+                pairs = [[b, a.T @ a / self.N] for b, a in zip(B, A, strict=True)]
+                factors[name] = pairs[0] if len(pairs) == 1 else pairs
         return factors
 
     # --- recursions along a chain of modules ------------------------------------------------------------------------------------------
@@ -472,10 +546,11 @@ class Oracle:
         calls: list[tuple[Module, Tensor, Tensor]] = []
         leaves: list[Tensor] = []
 
-        def before(_: Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor], dict]:
-            (x,) = (*args, *kwargs.values())
+        def before(_: Module, args: tuple, kwargs: dict[str, object]) -> tuple[tuple, dict]:
+            first = next((name for name, value in kwargs.items() if not args and isinstance(value, Tensor)), None)
+            x = args[0] if args else kwargs[first]
             leaves.append(x.detach().clone().requires_grad_())
-            return (leaves[-1].clone(),), {}
+            return (leaves[-1].clone(), *args[1:]), {name: value for name, value in kwargs.items() if name != first}
 
         def after(module: Module, _: tuple[Tensor], output: Tensor) -> None:
             calls.append((module, leaves.pop(), output))
@@ -502,7 +577,7 @@ class Oracle:
                 sum of the residuals, and return Kronecker factors; otherwise one matrix per sample, and return blocks.
 
         Returns:
-            Blocks ``[numel, numel]``, or lists of Kronecker factors of the parameters of ``Linear`` modules.
+            Blocks ``[numel, numel]``, or lists of Kronecker factors of the parameters of ``Linear`` modules and convolutions without groups.
         """
         names = {param: name for name, param in self.params.items()}
         result: dict[str, Tensor | list[Tensor]] = {}
@@ -515,8 +590,12 @@ class Oracle:
                     continue
                 assert names[param] not in result, "parameter used twice"
                 if average:
-                    x_mat = x.detach().flatten(1)
-                    result[names[param]] = [H[0], x_mat.T @ x_mat / self.N] if local == "weight" else [H[0]]
+                    outputs = z.shape[1]  # all else are positions, summed over
+                    B = H[0].unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
+                    result[names[param]] = [B]
+                    if local == "weight":
+                        (rows,) = multiplied(z.movedim(1, -1), param, "ConvTranspose" in type(module).__name__, 1)
+                        result[names[param]].append(rows.T @ rows / self.N)
                 else:
                     (J_param,) = jacobian(z.flatten(1), [param])
                     result[names[param]] = torch.einsum("ndp,nde,neq->pq", J_param, H, J_param)

@@ -12,6 +12,7 @@ import torch
 from cases import CASES
 from oracle import Oracle, Problem, clip, identity
 from torch import Tensor, einsum, nn
+from torch.nn.modules.conv import _ConvNd
 
 from backpack import backpack, extend, extensions
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -49,18 +50,23 @@ def factors(expected: Callable[[Oracle], dict[str, list[Tensor]]]) -> Check:
     return lambda oracle, values: all_factors_close(values, expected(oracle))
 
 
-def all_factors_close(values: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:
+def all_factors_close(values: dict[str, list], expected: dict[str, list]) -> None:
     assert values.keys() == expected.keys()
     for name, value in values.items():
-        assert type(value) is list
-        for actual, factor in zip(value, expected[name], strict=True):
-            close(actual, factor)
+        lists_close(value, expected[name])
+
+
+def lists_close(value: list, expected: list) -> None:
+    """Factors, or one list of factors for each group."""
+    assert type(value) is list
+    for actual, factor in zip(value, expected, strict=True):
+        (lists_close if type(factor) is list else close)(actual, factor)
 
 
 def kronecker_close(oracle: Oracle, values: dict[str, list[Tensor]], hessian: Tensor) -> None:
     """Two factors for weights of layers; the exact block for parameters of functional operations."""
     expected, blocks = oracle.kronecker(hessian), oracle.ggn_blocks(hessian)
-    layers = {id(module.weight) for module in oracle.problem.model.modules() if isinstance(module, nn.Linear)}
+    layers = {id(module.weight) for module in oracle.problem.model.modules() if isinstance(module, nn.Linear | _ConvNd)}
     for name, param in oracle.params.items():
         if id(param) not in layers:
             expected[name] = [blocks[name]]

@@ -10,7 +10,7 @@ from torch import Tensor, einsum, nn, randn
 N = 5
 ALIVE = 1e-6  # a gradient below this would hide errors
 CHAINS = [name for name, case in CASES.items() if "chain" in case.tags and not case.tags & {"reused", "special loss"}]
-FULLY_CONNECTED = [name for name in CHAINS if not CASES[name].tags & {"extra axes", "other parameters"}]
+FULLY_CONNECTED = [name for name in CHAINS if not CASES[name].tags & {"extra axes", "positions", "groups", "other parameters"}]
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -147,8 +147,8 @@ def test_bias_factor_is_exact_block(name: str) -> None:
         if len(factors) == 1:
             close(factors[0], blocks[parameter])
         else:
-            B, A = factors
-            assert B.shape[0] * A.shape[0] == blocks[parameter].shape[0]
+            pairs = factors if type(factors[0]) is list else [factors]
+            assert sum(B.shape[0] * A.shape[0] for B, A in pairs) == blocks[parameter].shape[0]
 
 
 @pytest.mark.parametrize(
