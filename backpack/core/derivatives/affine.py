@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from math import prod
-from typing import ClassVar
 
 import torch
 from torch import Tensor, einsum
@@ -43,14 +42,9 @@ def blocks(length: int, elements: int, limit: int = _SAMPLES) -> list[slice]:
 
 
 class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
-    """A layer that multiplies by its weight and adds its bias.
-
-    Attributes:
-        unfolds: ``columns`` copies the input several times, so that it is called for few samples at a time.
-    """
+    """A layer that multiplies by its weight and adds its bias."""
 
     keeps = frozenset({"input"})
-    unfolds: ClassVar[bool] = False
 
     @abstractmethod
     def columns(self, module: Module, subsampling: Samples | slice = None) -> Tensor:
@@ -127,13 +121,24 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         rows = self.rows(module, mat)
         if sum_batch:
             products = _summed_products(rows, self.columns(module, subsampling))
-        elif self.unfolds and rows.shape[4] > 2 * rows.shape[3]:  # the columns take more space than the products
+        elif self.fills_blocks(rows):
             products = mat.new_empty(*rows.shape[:4], module.weight.numel() // rows.shape[2:4].numel())
             for v, n, block in self.weight_blocks(module, mat, subsampling):
                 products[v, n] = block
         else:
             products = _products(rows, self.columns(module, subsampling))
         return self.weight_from_matrix(module, products)
+
+    def fills_blocks(self, rows: Tensor) -> bool:
+        """Tell whether per-sample products with the weight are better computed for a block of samples at a time.
+
+        Args:
+            rows: ``[[V, N, G, O, L]]``.
+
+        Returns:
+            ``False`` where the columns are a view of the input.
+        """
+        return False
 
     def weight_blocks(self, module: Module, mat: Tensor, subsampling: Samples = None) -> Iterator[tuple[slice, slice, Tensor]]:
         """Multiply by the transposed Jacobian of the output with respect to the weight, for a block of columns and samples at a time.
@@ -159,12 +164,8 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         Returns:
             ``[[G, K, K]]``.
         """
-        total: Tensor | None = None
-        for n in blocks(module.input0.shape[0], module.input0.shape[1:].numel() if self.unfolds else 0) or [slice(None)]:
-            columns = self.columns(module, n)
-            flat = columns[0] if len(columns) == 1 else columns.permute(1, 2, 0, 3).flatten(2)
-            total = flat @ flat.mT if total is None else total.baddbmm_(flat, flat.mT)
-        return total
+        flat = self.columns(module).permute(1, 0, 3, 2).flatten(1, 2)  # makes no copy in a Linear layer
+        return flat.mT @ flat
 
     def _bias_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
