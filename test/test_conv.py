@@ -51,6 +51,8 @@ def test_weight_times_unfolded_input_is_the_output(name: str) -> None:
     close(derivatives.get_unfolded_input(module), unfolded)
     if not module.transposed:
         close(conv.unfold_input(module, x), unfolded)
+    columns = derivatives.columns(module)
+    close(derivatives.input_moment(module), einsum("ngkl,ngml->gkm", columns, columns))
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -182,8 +184,8 @@ def test_blocks_of_samples_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     model = classifier(nn.Conv2d(4, 2, 2, groups=2, padding=1), nn.Tanh(), nn.ConvTranspose2d(2, 3, 2, stride=2), width=192).to(DOUBLE)
     expected = results(model, x, y)
     for samples, columns, unfolded in ((1, 1, 9999), (300, 1, 9999), (1, 300, 9999), (300, 300, 9999), (300, 300, 0)):
-        monkeypatch.setattr("backpack.core.derivatives.affine._SAMPLES", samples)
-        monkeypatch.setattr("backpack.core.derivatives.affine._COLUMNS", columns)
+        monkeypatch.setattr("backpack.core.derivatives.affine._SMALL", samples)
+        monkeypatch.setattr("backpack.core.derivatives.affine._LARGE", columns)
         monkeypatch.setattr("backpack.core.derivatives.convnd._UNFOLDED", unfolded)
         for name, value in results(model, x, y).items():
             if isinstance(value, list):

@@ -7,6 +7,7 @@ A convolution multiplies each patch of its padded input with the weight. The unf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from math import prod
 from typing import Any
 from warnings import warn
@@ -97,6 +98,65 @@ def windows(input: Tensor, kernel_size: Sequence[int], stride: Sequence[int], di
         reach = dilation[axis] * (kernel_size[axis] - 1) + 1
         input = input.unfold(2 + axis, reach, stride[axis])[..., :: dilation[axis]]
     return input.permute(0, 1, *range(2 + axes, 2 + 2 * axes), *range(2, 2 + axes))
+
+
+def unfolded_moment(input: Tensor, module: Module) -> Tensor:
+    """Sum the outer products of the columns of the unfolded input with themselves, over samples and positions.
+
+    Args:
+        input: ``[N, C_in, *]``.
+        module: A convolution over one, two or three axes.
+
+    Returns:
+        ``[G, K, K]`` for ``G`` groups and ``K`` entries of a patch of one of them.
+    """
+    if module.stride[0] != 1:
+        flat = unfold_by_conv(input, module).unflatten(1, (module.groups, -1)).permute(1, 2, 0, 3).flatten(2)
+        return flat @ flat.mT
+    padded = pad(input, paddings(module), module.padding_mode)
+    return patch_moment(padded, module.groups, module.kernel_size, module.stride, module.dilation)
+
+
+def patch_moment(input: Tensor, groups: int, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """Sum the outer products of all patches of a tensor with themselves, without forming the patches.
+
+    The tensor is unfolded along all axes but the first, that of rows. Two rows of a patch that lie a given distance apart meet in nearly the
+    same rows of the tensor wherever in the patch they lie: these are multiplied once, and only those near the border for each pair. On the layers
+    of 3c3d and All-CNN-C this takes a third to a half of the time that unfolding takes, and as long for images of 6 x 6.
+
+    Args:
+        input: ``[N, G * C, *]``, already padded.
+        groups: Number ``G`` of groups of channels.
+        kernel_size: Size of a patch along each axis.
+        stride: Distance of patches; 1 along the first axis.
+        dilation: Distance of the entries of a patch.
+
+    Returns:
+        ``[G, K, K]`` for the ``K`` entries of a patch.
+    """
+    rows, step = kernel_size[0], dilation[0]
+    positions = input.shape[2] - step * (rows - 1)
+    unfolded = windows(input, (1, *kernel_size[1:]), (1, *stride[1:]), (1, *dilation[1:]))
+    axes = len(kernel_size)
+    # [G, C, 1, *kernel, rows of the tensor, N, *positions] -> [G, K / rows, rows of the tensor, *]
+    unfolded = unfolded.unflatten(1, (groups, -1)).movedim(0, 3 + axes).flatten(1, 1 + axes).flatten(3).contiguous()
+    total = unfolded.new_zeros(rows, rows, groups, unfolded.shape[1], unfolded.shape[1])
+    for apart in range(rows):
+        starts = [step * row for row in range(rows - apart)]
+        limits = sorted({*starts, *(start + positions for start in starts)})
+        for low, high in pairwise(limits):
+            inside = [row for row, start in enumerate(starts) if start <= low and high <= start + positions]
+            if inside:
+                upper, lower = (unfolded[:, :, low + shift : high + shift].flatten(2) for shift in (0, step * apart))
+                product = upper @ lower.mT
+                for row in inside:
+                    total[row, row + apart] += product
+    lower, upper = torch.tril_indices(rows, rows, -1)
+    total[lower, upper] = total[upper, lower].mT
+    channels = input.shape[1] // groups
+    by_entry = total.unflatten(4, (channels, -1)).unflatten(3, (channels, -1))  # [rows, rows, G, C, entries of a row, C, entries of a row]
+    size = channels * prod(kernel_size)
+    return by_entry.permute(2, 3, 0, 4, 5, 1, 6).reshape(groups, size, size)
 
 
 def unfold_by_conv(input: Tensor, module: Module) -> Tensor:

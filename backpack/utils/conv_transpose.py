@@ -12,7 +12,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.nn import Module, functional
 
-from backpack.utils.conv import _choose, extract_bias_diagonal, group_squares, pad, windows
+from backpack.utils.conv import _choose, extract_bias_diagonal, group_squares, pad, patch_moment, windows
 
 __all__ = [
     "extract_bias_diagonal",
@@ -74,19 +74,50 @@ def unfold_by_conv_transpose(input: Tensor, module: Module, output_size: Sequenc
     Returns:
         ``[N, C_in * K, X]``, such that for each sample the output is the weight ``[C_out, C_in * K]`` times it.
     """
-    settings = list(zip(input.shape[2:], module.stride, module.padding, module.dilation, module.kernel_size, strict=True))
     if output_size is None:
-        extra = output_paddings(module, input.shape[2:], [0] * len(settings))
+        extra = output_paddings(module, input.shape[2:], [0] * len(module.stride))
         output_size = [own - amount for own, amount in zip(module.output_padding, extra, strict=True)]
+    axes = len(module.kernel_size)
+    patches = windows(_spread(input, module, output_size), module.kernel_size, [1] * axes, module.dilation).flip(*range(2, 2 + axes))
+    return patches.reshape(len(input), prod(patches.shape[1 : 2 + axes]), prod(patches.shape[2 + axes :]))
+
+
+def unfolded_moment(input: Tensor, module: Module, output_size: Sequence[int]) -> Tensor:
+    """Sum the outer products of the columns of the unfolded input with themselves, over samples and positions.
+
+    Args:
+        input: ``[N, C_in, *]``.
+        module: A transposed convolution over one, two or three axes.
+        output_size: Size of the output along each axis.
+
+    Returns:
+        ``[G, K, K]`` for ``G`` groups and ``K`` entries of a patch of one of them.
+    """
+    ones = [1] * len(module.kernel_size)
+    mirrored = patch_moment(_spread(input, module, output_size), module.groups, module.kernel_size, ones, module.dilation)
+    entries = (module.in_channels // module.groups, prod(module.kernel_size))
+    return mirrored.unflatten(2, entries).unflatten(1, entries).flip(2, 4).flatten(3).flatten(1, 2)
+
+
+def _spread(input: Tensor, module: Module, output_size: Sequence[int]) -> Tensor:
+    """Put zeros between the entries of an input, and around them, such that a convolution with stride 1 has the wanted output.
+
+    Args:
+        input: ``[N, C_in, *]``.
+        module: A transposed convolution.
+        output_size: Size of the output along each axis.
+
+    Returns:
+        ``[N, C_in, *]``.
+    """
+    settings = list(zip(input.shape[2:], module.stride, module.padding, module.dilation, module.kernel_size, strict=True))
     apart = input.new_zeros(*input.shape[:2], *((size - 1) * stride + 1 for size, stride, _, _, _ in settings))
     apart[(..., *(slice(None, None, stride) for stride in module.stride))] = input
     amounts = []
     for size, out, (_, _, padding, dilation, kernel) in zip(apart.shape[2:], output_size, settings, strict=True):
         before = dilation * (kernel - 1) - padding
         amounts.append((before, out + dilation * (kernel - 1) - size - before))
-    axes = len(settings)
-    patches = windows(pad(apart, amounts), module.kernel_size, [1] * axes, module.dilation).flip(*range(2, 2 + axes))
-    return patches.reshape(len(input), prod(patches.shape[1 : 2 + axes]), prod(patches.shape[2 + axes :]))
+    return pad(apart, amounts)
 
 
 def get_weight_gradient_factors(input: Tensor, grad_out: Tensor, module: Module) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch.nn import ConvTranspose1d, ConvTranspose2d, ConvTranspose3d, Module
 from backpack.core.derivatives.basederivatives import Samples
 from backpack.core.derivatives.convnd import ConvolutionDerivatives
 from backpack.core.derivatives.registry import register
-from backpack.utils.conv_transpose import matrix_to_weight, output_paddings, unfold_by_conv_transpose
+from backpack.utils.conv_transpose import matrix_to_weight, output_paddings, unfold_by_conv_transpose, unfolded_moment
 from backpack.utils.subsampling import subsample
 
 
@@ -26,6 +26,9 @@ class ConvTransposeNDDerivatives(ConvolutionDerivatives):
     def _options(self, module: Module) -> tuple[Any, ...]:
         extra = output_paddings(module, module.input0.shape[2:], module.output.shape[2:])
         return module.stride, module.padding, module.dilation, True, extra, module.groups
+
+    def _moment(self, module: Module, inputs: Tensor) -> Tensor:
+        return unfolded_moment(inputs, module, module.output.shape[2:])
 
     def columns(self, module: Module, subsampling: Samples | slice = None) -> Tensor:
         inputs = subsample(module.input0, subsampling=subsampling)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.func import vjp
 from torch.nn import Conv1d, Conv2d, Conv3d, Module
 
-from backpack.core.derivatives.affine import AffineDerivatives, blocks_of_samples
+from backpack.core.derivatives.affine import AffineDerivatives, large_blocks
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.registry import register
-from backpack.utils.conv import pad, paddings, unfold_by_conv
+from backpack.utils.conv import pad, paddings, unfold_by_conv, unfolded_moment
 from backpack.utils.subsampling import subsample
 
 _UNFOLDED = 2**19
@@ -102,12 +102,23 @@ class ConvolutionDerivatives(AffineDerivatives):
 
     def input_moment(self, module: Module) -> Tensor:
         inputs = module.input0
-        size = module.weight.shape.numel() // module.weight.shape[self.weight_axis]
+        size = module.weight.numel() // module.out_channels
         total = inputs.new_zeros(module.groups, size, size)
-        for n in blocks_of_samples(len(inputs), inputs.shape[1:].numel()):
-            flat = self.columns(module, n).permute(1, 2, 0, 3).flatten(2)
-            total.baddbmm_(flat, flat.mT)
+        for n in large_blocks(len(inputs), inputs.shape[1:].numel()):
+            total += self._moment(module, inputs[n])
         return total
+
+    @abstractmethod
+    def _moment(self, module: Module, inputs: Tensor) -> Tensor:
+        """Sum the outer products of the columns of some inputs with themselves.
+
+        Args:
+            module: The layer with its recorded output.
+            inputs: ``[[N, C_in, *]]``.
+
+        Returns:
+            ``[[G, K, K]]``.
+        """
 
     def get_unfolded_input(self, module: Module) -> Tensor:
         """Return all patches of the input.
@@ -203,6 +214,9 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         none = [0] * self.N
         native = [before for before, _ in paddings(module)] if module.padding_mode == "zeros" else none
         return module.stride, native, module.dilation, False, none, module.groups
+
+    def _moment(self, module: Module, inputs: Tensor) -> Tensor:
+        return unfolded_moment(inputs, module)
 
     def columns(self, module: Module, subsampling: Samples | slice = None) -> Tensor:
         return unfold_by_conv(subsample(module.input0, subsampling=subsampling), module).unflatten(1, (module.groups, -1))
