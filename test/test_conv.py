@@ -177,6 +177,18 @@ def test_empty_batch(name: str) -> None:
             assert not any(factor.any() for factor in pair)
 
 
+@pytest.mark.parametrize("name", ["Conv1d, all numbers", "Conv2d, same, reflect", "ConvTranspose2d, groups"])
+def test_no_columns(name: str) -> None:
+    module, x = made(name)
+    module.input0, module.output = x, module(x).detach()
+    derivatives, none = derivatives_for(module), x.new_empty(0, *module.output.shape)
+    assert derivatives.jac_t_mat_prod(module, None, None, none).shape == (0, *x.shape)
+    assert derivatives.jac_mat_prod(module, None, None, x[None][:0]).shape == none.shape
+    assert derivatives.weight_jac_mat_prod(module, None, None, module.weight[None][:0]).shape == none.shape
+    assert derivatives.param_mjp("weight", module, None, None, none).shape == (0, *module.weight.shape)
+    assert derivatives.param_mjp("weight", module, None, None, none, sum_batch=False).shape == (0, len(x), *module.weight.shape)
+
+
 def test_blocks_of_samples_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """However few samples and columns are treated at a time, the results are the same."""
     torch.manual_seed(0)
@@ -191,6 +203,21 @@ def test_blocks_of_samples_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
             if isinstance(value, list):
                 continue
             close(value, expected[name])
+
+
+def test_autocast() -> None:
+    """Under autocast the graph is crossed, with the tensors that the kernel saw; Kronecker factors are refused."""
+    torch.manual_seed(0)
+    model, x, y = classifier(nn.Conv1d(2, 3, 2), nn.Conv1d(3, 2, 2), width=4), randn(3, 2, 4), torch.tensor([0, 1, 2])
+    loss = extend(nn.CrossEntropyLoss())
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(extend(model)(x), y)
+    with backpack(extensions.BatchGrad()):
+        value.backward(retain_graph=True)
+    for param in model[:2].parameters():
+        torch.testing.assert_close(param.grad_batch.sum(0).float(), param.grad, rtol=0.05, atol=0.01)
+    with pytest.raises(NotImplementedError, match=r"0\.weight"), backpack(extensions.KFLR()):
+        value.backward()
 
 
 def test_input_without_batch_axis() -> None:

@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from math import prod
 
-import torch
 from torch import Tensor, einsum
 from torch.nn import Module
 
@@ -211,7 +210,7 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
     if columns.shape[3] == 1:
         return rows * columns.mT
     # a broadcast product would copy the columns V times
-    return rows @ columns.mT if len(rows) == 1 else torch.stack([each @ columns.mT for each in rows])
+    return rows @ columns.mT if len(rows) == 1 else einsum("vngol,ngkl->vngok", rows, columns)
 
 
 def _summed_products(rows: Tensor, columns: Tensor) -> Tensor:

@@ -65,22 +65,22 @@ def sum_of_squares(layer: AffineDerivatives, module: Module, mat: Tensor, signs:
 
 
 def sum_and_sum_of_squares(layer: AffineDerivatives, module: Module, mat: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over samples and columns: of the products, and of their element-wise squares.
+    """Sums over samples: of per-sample weight gradients, and of their element-wise squares.
 
     Args:
         layer: Derivatives of the layer.
         module: The layer.
-        mat: Columns ``[[V, *output]]``.
+        mat: A single column, the gradient ``[[1, *output]]``.
 
     Returns:
         Two tensors ``[[*weight]]``.
     """
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
-        return layer._param_mjp("weight", module, None, None, mat).sum(0), sum_of_squares(layer, module, mat)
+        return layer._param_mjp("weight", module, None, None, mat)[0], sum_of_squares(layer, module, mat)
     total, squares = _zeros(module, rows), _zeros(module, rows)
     for _, _, products in layer.weight_blocks(module, mat):
-        for each in products.flatten(0, 1):
+        for each in products[0]:
             total += each
         _add_squares(squares, products, None)
     return layer.weight_from_matrix(module, total), layer.weight_from_matrix(module, squares)

@@ -46,6 +46,10 @@ class ConvolutionDerivatives(AffineDerivatives):
         self.N = N
         self.least_axes = N + 2
 
+    def applies(self, module: Module) -> bool:
+        # under autocast the kernel saw other tensors than the module
+        return module.input0.dtype == module.output.dtype == module.weight.dtype
+
     @abstractmethod
     def _options(self, module: Module) -> tuple[Any, ...]:
         """Return what follows weight and bias in the arguments of torch's convolution.
@@ -146,7 +150,7 @@ class ConvolutionDerivatives(AffineDerivatives):
     def _weight_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
-        if not sum_batch:
+        if not (sum_batch and len(mat)):  # no kernel takes zero channels
             return super()._weight_jac_t_mat_prod(module, g_inp, g_out, mat, sum_batch, subsampling)
         inputs = self._pad(module, subsample(module.input0, subsampling=subsampling))
         columns = _into_channels(mat, module.groups, 2)
@@ -156,6 +160,8 @@ class ConvolutionDerivatives(AffineDerivatives):
         return _out_of_channels(result, len(mat), groups, axis)
 
     def _weight_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        if not len(mat):
+            return super()._weight_jac_mat_prod(module, g_inp, g_out, mat)
         weight = _into_channels(mat, self._weight_groups(module), self.weight_axis + 1)
         result = torch.ops.aten.convolution(self._pad(module, module.input0), weight, None, *self._options(module))
         return _out_of_channels(result, len(mat), module.groups, 1)

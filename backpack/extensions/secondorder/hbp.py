@@ -180,7 +180,8 @@ class KFAC(HBP):
     """Kronecker factors with a Monte-Carlo estimate of the loss's Hessian (Martens & Grosse 2015; Grosse & Martens 2016), saved to ``kfac``.
 
     Linear: ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss), ``A = 1/N sum_n x_n x_n^T``. Extra axes are positions: inputs are
-    summed over them in ``A``, columns before the outer product in ``B``. Further uses of a parameter are further positions.
+    summed over them in ``A``, columns before the outer product in ``B``. Further uses of a parameter are further positions, as are the places at
+    which a convolution applies its kernel: its input is unfolded. Factors of a transposed convolution are those of ``weight.transpose(0, 1)``.
     """
 
     def __init__(self, mc_samples: int = 1) -> None:
