@@ -138,6 +138,22 @@ class Product(NamedTuple):
     transposed: bool
     out: GradientEdge | Tensor
 
+    def outputs(self, per_output: Tensor) -> Tensor:
+        """Sum over positions.
+
+        Args:
+            per_output: ``[A, B, numel of out]``.
+
+        Returns:
+            ``[A, B, G, O]``.
+        """
+        summed = per_output.reshape(*per_output.shape[:2], *self.x.shape[:-1], -1).sum(-2)
+        return summed.unsqueeze(2) if self.x.dim() == 2 else summed
+
+    def inputs(self) -> list[Tensor]:
+        """Return what the weights of each group are multiplied with, one row for each sample and position: ``[N * L, K]``."""
+        return [self.x] if self.x.dim() == 2 else list(self.x)
+
 
 def products(root: Tensor) -> list[Product]:
     """Find the products of inputs with parameters in a graph, whoever computes them: ``F.linear``, ``x @ W``, recurrent and attention layers.
@@ -164,13 +180,87 @@ def products(root: Tensor) -> list[Product]:
     return found
 
 
+CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
+
+
+@dataclass
+class ConvolutionUse:
+    """One use of a weight by a convolution.
+
+    Attributes:
+        func: The function.
+        x: Input, without graph.
+        weight: The parameter.
+        options: Further arguments after the bias.
+        out: Output.
+    """
+
+    func: Callable
+    x: Tensor
+    weight: Tensor
+    options: tuple
+    out: Tensor
+    transposed = False
+
+    @property
+    def groups(self) -> int:
+        """Number of groups, which follows from the number of channels."""
+        if self.func in CONVOLUTIONS:
+            return self.x.shape[1] // self.weight.shape[1]
+        return self.out.shape[1] // self.weight.shape[1]
+
+    def outputs(self, per_output: Tensor) -> Tensor:
+        """Sum over positions.
+
+        Args:
+            per_output: ``[A, B, numel of out]``.
+
+        Returns:
+            ``[A, B, G, O]``, where sample axis and positions have been summed over.
+        """
+        summed = per_output.reshape(*per_output.shape[:2], *self.out.shape).movedim(3, 2).flatten(3).sum(3)
+        return summed.unflatten(2, (self.groups, -1))
+
+    def inputs(self) -> list[Tensor]:
+        """Return what the weights of each group are multiplied with, one row for each sample and position: ``[N * L, K]``."""
+        weight = self.weight.detach().clone().requires_grad_()
+        out = self.func(self.x, weight, None, *self.options)
+        return multiplied(out.movedim(1, -1), weight, self.func in TRANSPOSED, self.groups)
+
+
+def multiplied(out: Tensor, weight: Tensor, transposed: bool, groups: int) -> list[Tensor]:
+    """Find out what weights are multiplied with, by differentiating one output channel of each group.
+
+    Args:
+        out: Output, channels last: ``[..., G * O]``.
+        weight: The weight in its graph.
+        transposed: The output channels are the weight's second axis instead of its first.
+        groups: Number of groups.
+
+    Returns:
+        For each group one row for each sample and position: ``[N * L, K]``.
+    """
+    result = []
+    for g in range(groups):
+        (rows,) = jacobian(out[..., g * out.shape[-1] // groups].reshape(-1, 1), [weight])
+        rows = rows.reshape(-1, *weight.shape)
+        used = rows[:, :, 0].unflatten(1, (groups, -1))[:, g] if transposed else rows[:, g * len(weight) // groups]
+        assert used.count_nonzero() == rows.count_nonzero()
+        result.append(used.flatten(1))
+    return result
+
+
 class LayerUses(TorchFunctionMode):
-    """Records ``F.bilinear``, linear in the outer products of its inputs, and ``F.embedding``, linear in one-hot vectors (zero where padded)."""
+    """Records convolutions, ``F.bilinear``, linear in the outer products of its inputs, and ``F.embedding``, linear in one-hot vectors.
+
+    Where an embedding is padded, the vector is zero.
+    """
 
     def __init__(self) -> None:
         """Start with an empty record."""
         super().__init__()
-        self.products: list[Product] = []
+        self.uses: list[Product | ConvolutionUse] = []
         self.lookups: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:  # noqa: D105
@@ -178,11 +268,14 @@ class LayerUses(TorchFunctionMode):
         given = (*args, *(kwargs or {}).values(), None)
         if func is F.bilinear:
             outer = given[0].unsqueeze(-1) * given[1].unsqueeze(-2)
-            self.products.append(Product(outer.detach().flatten(-2).flatten(0, -2), given[2], False, out))
+            self.uses.append(Product(outer.detach().flatten(-2).flatten(0, -2), given[2], False, out))
         elif func is F.embedding:
             indices, weight, padding = given[:3]
             one_hot = F.one_hot(indices.long(), len(weight)).to(weight.dtype)
             self.lookups.append((one_hot if padding is None else one_hot * (indices != padding).unsqueeze(-1), weight, out))
+        elif func in (*CONVOLUTIONS, *TRANSPOSED):
+            x, weight, *rest = (*args, *(kwargs or {}).values())
+            self.uses.append(ConvolutionUse(func, x.detach().clone(), weight, tuple(rest[1:]), out))
         else:
             return out
         return out.clone()
@@ -567,30 +660,30 @@ class Oracle:
 
         Weights ``W`` of ``x W^T`` have ``[B, A]``, matrices ``W`` of ``x @ W`` have ``[A, B]``, with ``A = 1/N sum x x^T`` over all rows of all
         uses and ``B = sum_n T_n^T H_n T_n``, where ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. A
-        stack of matrices has one such list a matrix. Tables of embeddings have ``[diag A, B]``, of the rows that are not padding. Any other
-        parameter has its exact block.
+        stack of matrices has one such list a matrix, a convolution one a group. Tables of embeddings have ``[diag A, B]``, of the rows that are
+        not padding. Any other parameter has its exact block.
 
         Args:
             hessian: ``H_n`` or an estimate, ``[N, D, D]``.
 
         Returns:
-            List of factors each.
+            List of factors, or of such lists, each.
         """
         with LayerUses() as mode:
             flat = flatten_heads(self._forward())
         assert torch.equal(flat, self._flat)
-        uses_of_all = [*products(flat), *mode.products]
+        uses_of_all = [*products(flat), *mode.uses]
         factors = {name: [block] for name, block in self.ggn_blocks(hessian).items()}
         for name, param in self.params.items():
             uses = [use for use in uses_of_all if use.weight is param]
             if uses:
-                jacobians = zip(uses, jacobian(flat, [use.out for use in uses]), strict=True)
-                T = sum(jac.reshape(*flat.shape, *use.x.shape[:-1], -1).sum(-2) for use, jac in jacobians)
-                inputs = torch.cat([use.x for use in uses], dim=-2)
-                outer = torch.einsum("nd...p,nde,ne...q->...pq", T, hessian, T)
-                pair = [outer, inputs.mT @ inputs / self.N]
-                pair = pair[::-1] if uses[0].transposed else pair
-                factors[name] = pair if inputs.dim() == 2 else [list(one) for one in zip(*pair, strict=True)]
+                tracked = jacobian(flat, [use.out for use in uses])
+                T = sum(use.outputs(jac) for use, jac in zip(uses, tracked, strict=True))
+                B = torch.einsum("ndgp,nde,negq->gpq", T, hessian, T)
+                A = [torch.cat(rows) for rows in zip(*(use.inputs() for use in uses), strict=True)]
+                pairs = [[b, a.T @ a / self.N] for b, a in zip(B, A, strict=True)]
+                pairs = [pair[::-1] for pair in pairs] if uses[0].transposed else pairs
+                factors[name] = pairs[0] if len(pairs) == 1 else pairs
             lookups = [(x.flatten(0, -2), z) for x, weight, z in mode.lookups if weight is param]
             if lookups:
                 tracked = jacobian(flat, [z for _, z in lookups])
@@ -609,10 +702,11 @@ class Oracle:
         calls: list[tuple[Module, Tensor, Tensor]] = []
         leaves: list[Tensor] = []
 
-        def before(_: Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> tuple[tuple[Tensor, ...], dict]:
-            x, *data = (*args, *kwargs.values())
+        def before(_: Module, args: tuple, kwargs: dict[str, object]) -> tuple[tuple, dict]:
+            first = next((name for name, value in kwargs.items() if not args and isinstance(value, Tensor)), None)
+            x = args[0] if args else kwargs[first]
             leaves.append(x.detach().clone().requires_grad_(x.is_floating_point()))
-            return (leaves[-1].clone(), *data), {}
+            return (leaves[-1].clone(), *args[1:]), {name: value for name, value in kwargs.items() if name != first}
 
         def after(module: Module, _: tuple[Tensor], output: Tensor) -> None:
             calls.append((module, leaves.pop(), output))
@@ -639,7 +733,7 @@ class Oracle:
                 sum of the residuals, and return Kronecker factors; otherwise one matrix per sample, and return blocks.
 
         Returns:
-            Blocks ``[numel, numel]``, or lists of Kronecker factors of the parameters of ``Linear`` modules.
+            Blocks ``[numel, numel]``, or lists of Kronecker factors of the parameters of ``Linear`` modules and convolutions without groups.
         """
         names = {param: name for name, param in self.params.items()}
         result: dict[str, Tensor | list[Tensor]] = {}
@@ -652,8 +746,12 @@ class Oracle:
                     continue
                 assert names[param] not in result, "parameter used twice"
                 if average:
-                    x_mat = x.detach().flatten(1)
-                    result[names[param]] = [H[0], x_mat.T @ x_mat / self.N] if local == "weight" else [H[0]]
+                    outputs = z.shape[1]  # all else are positions, summed over
+                    B = H[0].unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
+                    result[names[param]] = [B]
+                    if local == "weight":
+                        (rows,) = multiplied(z.movedim(1, -1), param, "ConvTranspose" in type(module).__name__, 1)
+                        result[names[param]].append(rows.T @ rows / self.N)
                 else:
                     (J_param,) = jacobian(z.flatten(1), [param])
                     result[names[param]] = torch.einsum("ndp,nde,neq->pq", J_param, H, J_param)

@@ -6,6 +6,8 @@ Everything first order, the GGN diagonal and the GGN's square root are exact on 
 * ``chain``: the graph is a sequence of calls of modules, so that KFRA, HBP averages and curvature products are exact. Without it the averages
   are refused, and the products exact or refused.
 * ``extra axes``: a ``Linear`` sees more than two axes, so that the averages are refused.
+* ``positions``: a convolution uses its weight at several positions, so that Kronecker factors are no exact blocks for one sample.
+* ``groups``: a convolution has groups, so that the averages are refused.
 * ``reused``: a parameter is used several times, so that the averages are refused, and the products exact or refused.
 * ``nested``: the Hessian has terms that mix two uses of parameters, or the residual of a module is dense: its diagonal is exact or refused.
 * ``opaque``: an operation in place on a view hides in the graph what it does: the diagonal of the Hessian is exact or refused.
@@ -83,6 +85,8 @@ TAGS = {
     "graph",
     "chain",
     "extra axes",
+    "groups",
+    "positions",
     "reused",
     "nested",
     "opaque",

@@ -143,7 +143,7 @@ def kronecker(tags: frozenset[str]) -> Expect:
 
 
 def average(tags: frozenset[str]) -> Expect:
-    if "chain" not in tags or tags & {"extra axes", "reused", "other parameters"}:
+    if "chain" not in tags or tags & {"extra axes", "groups", "reused", "other parameters"}:
         return Expect.REFUSED
     return Expect.EITHER if "special loss" in tags else Expect.EXACT
 

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 from cases import CASES
-from oracle import Oracle, Problem, clip, flatten_heads, identity, products
+from oracle import LayerUses, Oracle, Problem, clip, flatten_heads, identity, products
 from table import classify, default_dtype
 from test_extensions import QUANTITIES, all_close, all_factors_close, close, collect, grams, oracle_of, run, total_width
 from torch import Tensor, einsum, nn, randn
@@ -199,36 +199,54 @@ def test_one_draw_unless_a_subclass_says_otherwise() -> None:
         assert all(torch.equal(one, other) for one, other in zip(param.hbp, param.kfac, strict=True))
 
 
-def mean_inputs(problem: Problem) -> dict[str, Tensor]:
+def mean_inputs(problem: Problem) -> dict[str, list[Tensor]]:
     """Input-side factors by the definition of Chen et al.: the outer product of the input's mean over samples.
 
     Positions (extra axes, rows of a sample in a folded batch, further uses) are summed over, as in the factors of the mean of outer products.
+    One factor for each group.
     """
+    with LayerUses() as mode:
+        flat = flatten_heads(problem.outputs())
     names = {param: name for name, param in problem.model.named_parameters()}
-    factors: dict[str, Tensor] = {}
-    for x, weight, _, _ in products(flatten_heads(problem.outputs())):
-        means = x.reshape(len(problem.x), -1, x.shape[-1]).mean(0)
-        factors[names[weight]] = factors.get(names[weight], 0) + means.T @ means
+    factors: dict[str, list[Tensor]] = {}
+    for use in (*products(flat), *mode.uses):
+        means = [rows.reshape(len(problem.x), -1, rows.shape[-1]).mean(0) for rows in use.inputs()]
+        before = factors.get(names[use.weight], [0] * len(means))
+        factors[names[use.weight]] = [old + mean.T @ mean for old, mean in zip(before, means, strict=True)]
     return factors
 
 
+def with_inputs(expected: dict[str, list], inputs: dict[str, list[Tensor]]) -> dict[str, list]:
+    """Replace the input-side factors."""
+    replaced = dict(expected)
+    for name, factors in inputs.items():
+        pairs = expected[name] if type(expected[name][0]) is list else [expected[name]]
+        pairs = [[pair[0], factor] for pair, factor in zip(pairs, factors, strict=True)]
+        replaced[name] = pairs if len(pairs) > 1 else pairs[0]
+    return replaced
+
+
 @pytest.mark.parametrize("N", [1, 3])
-@pytest.mark.parametrize("case", ["logreg", "Sigmoid", "CE, 3-d, mean", "linear twice", "residual", "extra axis", "two extra axes", "samples folded"])
+@pytest.mark.parametrize(
+    "case",
+    ["logreg", "Sigmoid", "CE, 3-d, mean", "linear twice", "residual", "extra axis", "two extra axes", "samples folded"]
+    + ["net: Conv2d", "net: ConvTranspose1d", "net: groups, Conv1d"],
+)
 def test_mean_input_of_square_roots(case: str, N: int) -> None:
     """``E(J^T) E(H) E(J)``: the input-side factor is that of the mean input, the output side does not change."""
     problem, oracle = CASES[case].build(N), oracle_of(case, N)
     run(problem, HBP(Curvature.GGN, EXACT, SQRT, CHEN))
     expected, inputs = oracle.kronecker(oracle.hessian_exact), mean_inputs(CASES[case].build(N))
-    all_factors_close(collect(problem, "hbp"), {name: [pair[0], inputs[name]] if name in inputs else pair for name, pair in expected.items()})
+    all_factors_close(collect(problem, "hbp"), with_inputs(expected, inputs))
 
 
 @pytest.mark.parametrize("residual", [None, identity], ids=["ggn", "hessian"])
-@pytest.mark.parametrize("case", ["logreg", "Sigmoid", "ELU", "CE, weights, mean", "nested containers"])
+@pytest.mark.parametrize("case", ["logreg", "Sigmoid", "ELU", "CE, weights, mean", "nested containers", "net: Conv2d", "net: ConvTranspose1d"])
 def test_mean_input_of_averages(case: str, residual: Callable[[Tensor], Tensor] | None) -> None:
     problem, oracle = CASES[case].build(3), oracle_of(case, 3)
     run(problem, HBP(Curvature.GGN if residual is None else Curvature.HESSIAN, SUM, AVERAGE, CHEN))
     expected, inputs = oracle.recursion(residual, average=True), mean_inputs(CASES[case].build(3))
-    all_factors_close(collect(problem, "hbp"), {name: [pair[0], inputs[name]] if name in inputs else pair for name, pair in expected.items()})
+    all_factors_close(collect(problem, "hbp"), with_inputs(expected, inputs))
 
 
 @pytest.mark.parametrize(("curvature", "modify"), [(Curvature.PCH_CLIP, clip), (Curvature.PCH_ABS, torch.abs)], ids=["clip", "abs"])

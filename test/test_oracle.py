@@ -10,7 +10,7 @@ from torch import Tensor, einsum, nn, randn
 N = 5
 ALIVE = 1e-6  # a gradient below this would hide errors
 CHAINS = [name for name, case in CASES.items() if "chain" in case.tags and not case.tags & {"reused", "special loss"}]
-FULLY_CONNECTED = [name for name in CHAINS if not CASES[name].tags & {"extra axes", "other parameters"}]
+FULLY_CONNECTED = [name for name in CHAINS if not CASES[name].tags & {"extra axes", "positions", "groups", "other parameters"}]
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Samples
 from backpack.core.flow import Columns, Use
+from backpack.utils.subsampling import subsample
 
 
 class Part(NamedTuple):
@@ -82,8 +83,8 @@ class PositionDerivatives(AffineDerivatives):
     def groups(self, module: Positions) -> int:
         return self._rule.groups(module)
 
-    def columns(self, module: Positions, subsampling: Samples = None) -> Tensor:
-        return module.columns if subsampling is None else module.columns[list(subsampling)]
+    def columns(self, module: Positions, subsampling: Samples | slice = None) -> Tensor:
+        return subsample(module.columns, subsampling=subsampling)
 
     def rows(self, module: Positions, mat: Tensor) -> Tensor:
         return mat

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, einsum
 
+from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, add_at
@@ -20,7 +21,6 @@ from backpack.core.flow import Columns, Use
 from backpack.core.samples import add_rows
 from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
 from backpack.utils.errors import UnsupportedError
-from backpack.utils.moments import second_moment
 
 Subsampling = tuple[int, ...] | None
 
@@ -161,13 +161,14 @@ class KroneckerRule(Rule):
         outputs = apply_to_all(use.value, lambda mat: add_rows(rule.rows(use.call, mat).sum(-1), use.layout))
         if name == "bias":
             return _without_structure(outputs)
-        x = rule.columns(use.call)
+        samples = max(use.layout.samples, 1)
         if not self._mean_input:
-            return KroneckerState(second_moment(x) * (x.shape[0] / samples), outputs, rule.transposed)
+            return KroneckerState(rule.input_moment(use.call) / samples, outputs, rule.transposed)
+        x = rule.columns(use.call)
         turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
         positions = int(turns.max()) + 1 if len(turns) else 1
         mean = x.new_zeros(positions, *x.shape[1:]).index_add_(0, turns, x) / samples  # rows of one sample are positions
-        return KroneckerState(second_moment(mean) * positions, outputs, rule.transposed)
+        return KroneckerState(einsum("ngkl,ngml->gkm", mean, mean), outputs, rule.transposed)
 
     def at_leaf(self, columns: Columns) -> KroneckerState:
         return _without_structure(columns)
@@ -306,17 +307,16 @@ def find_faster(extension: Any, rule: BaseDerivatives, name: str) -> Faster | No
     return _FOUND[key]
 
 
-def affine_views(use: Use) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the views of an affine layer's input and of the columns at its output, all sources side by side.
+def affine_arguments(use: Use) -> tuple[AffineDerivatives, ModuleCall, Tensor, Tensor | None]:
+    """Return the arguments of the functions that square products of an affine layer, with the columns of all sources side by side.
 
     Args:
         use: A use by an affine layer.
 
     Returns:
-        Columns of the input ``[N, G, K, L]``, rows ``[V, N, G, O, L]``, signs ``[V, N]`` or ``None``.
+        Derivatives, call, columns ``[V, *output]``, signs ``[V, N]`` or ``None``.
     """
-    rule = use.call.derivatives
-    return rule.columns(use.call), rule.rows(use.call, stack(use.value)), signs_of(use.value, None)
+    return use.call.derivatives, use.call, stack(use.value), signs_of(use.value, None)
 
 
 def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:

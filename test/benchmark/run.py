@@ -33,14 +33,41 @@ def mlp() -> tuple[nn.Module, Tensor, Tensor]:
     return nn.Sequential(*layers), torch.rand(128, 784), torch.randint(10, (128,))
 
 
-PROBLEMS = {"logreg": logreg, "mlp": mlp}
+def c3d3() -> tuple[nn.Module, Tensor, Tensor]:
+    """Three convolutions with pooling, three Linear (DeepOBS), shapes of CIFAR-10, 64 samples."""
+    layers: list[nn.Module] = []
+    for channels, outputs, kernel, padding in ((3, 64, 5, 0), (64, 96, 3, 0), (96, 128, 3, 1)):
+        layers += [nn.Conv2d(channels, outputs, kernel, padding=padding), nn.ReLU(), nn.MaxPool2d(3, 2, ceil_mode=True)]
+    layers += [nn.Flatten(), nn.Linear(1152, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 10)]
+    return nn.Sequential(*layers), torch.rand(64, 3, 32, 32), torch.randint(10, (64,))
+
+
+def all_cnn_c() -> tuple[nn.Module, Tensor, Tensor]:
+    """Nine convolutions and the mean over positions (DeepOBS), shapes of CIFAR-100, 16 samples."""
+    layers: list[nn.Module] = []
+    sizes = ((3, 96, 3, 1, 1), (96, 96, 3, 1, 1), (96, 96, 3, 2, 1), (96, 192, 3, 1, 1), (192, 192, 3, 1, 1), (192, 192, 3, 2, 1))
+    for channels, outputs, kernel, stride, padding in (*sizes, (192, 192, 3, 1, 0), (192, 192, 1, 1, 0), (192, 100, 1, 1, 0)):
+        layers += [nn.Conv2d(channels, outputs, kernel, stride, padding), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AvgPool2d(6), nn.Flatten()), torch.rand(16, 3, 32, 32), torch.randint(100, (16,))
+
+
+PROBLEMS = {"logreg": logreg, "mlp": mlp, "3c3d": c3d3, "All-CNN-C": all_cnn_c}
 QUANTITIES = {
     name: getattr(extensions, name)
     for name in """BatchGrad BatchL2Grad SumGradSquared Variance DiagGGNMC DiagGGNExact BatchDiagGGNMC BatchDiagGGNExact SqrtGGNMC SqrtGGNExact
     KFAC KFLR KFRA DiagHessian BatchDiagHessian GGNMP HMP PCHMP""".split()
 }
-LARGE = {"BatchDiagGGNExact": {"mlp"}, "BatchDiagGGNMC": {"mlp"}, "SqrtGGNExact": {"mlp"}, "BatchDiagHessian": {"mlp"}}
-"""Results of a gigabyte and more are left out."""
+LARGE = {
+    "BatchDiagGGNExact": {"mlp", "All-CNN-C"},
+    "BatchDiagGGNMC": {"mlp"},
+    "SqrtGGNExact": {"mlp", "3c3d", "All-CNN-C"},
+    "BatchDiagHessian": {"mlp", "3c3d", "All-CNN-C"},
+    "DiagHessian": {"3c3d", "All-CNN-C"},
+    "DiagGGNExact": {"All-CNN-C"},
+    "KFLR": {"All-CNN-C"},
+    "KFRA": {"3c3d", "All-CNN-C"},
+}
+"""Results, or what is carried, of a gigabyte and more are left out."""
 
 
 def steps(problem: str) -> dict[str, Step]:

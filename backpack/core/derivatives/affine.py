@@ -7,6 +7,7 @@ positions, in ``G`` groups with ``O`` outputs each.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from math import prod
 from typing import ClassVar
 
@@ -15,6 +16,45 @@ from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.kinds import ConstantJacobianDerivatives
+
+_SMALL = 2**18
+_LARGE = 2**20
+"""Entries of a block of samples, and of one of columns: as much as stays in the cache of a core.
+
+Measured on the layers of 3c3d and All-CNN-C, one thread: from 2^16 to 2^18 entries the squares of one column take the same time, with 2^22 they
+take 1.3 times as long; with 10 and with 100 columns 2^20 is the best by 10 to 30 percent.
+"""
+
+
+def small_blocks(length: int, elements: int) -> list[slice]:
+    """Cut an axis into small blocks, of at least one entry each.
+
+    Args:
+        length: Length of the axis.
+        elements: Elements that each of its entries brings.
+
+    Returns:
+        The blocks.
+    """
+    return _blocks(length, elements, _SMALL)
+
+
+def large_blocks(length: int, elements: int) -> list[slice]:
+    """Cut an axis into blocks that are four times as large.
+
+    Args:
+        length: Length of the axis.
+        elements: Elements that each of its entries brings.
+
+    Returns:
+        The blocks.
+    """
+    return _blocks(length, elements, _LARGE)
+
+
+def _blocks(length: int, elements: int, limit: int) -> list[slice]:
+    step = max(1, limit // max(1, elements))
+    return [slice(start, min(length, start + step)) for start in range(0, length, step)]
 
 
 class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
@@ -28,7 +68,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
     transposed: ClassVar[bool] = False
 
     @abstractmethod
-    def columns(self, module: Module, subsampling: Samples = None) -> Tensor:
+    def columns(self, module: Module, subsampling: Samples | slice = None) -> Tensor:
         """View of the input.
 
         Args:
@@ -99,8 +139,55 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
     def _weight_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
-        rows, columns = self.rows(module, mat), self.columns(module, subsampling)
-        return self.weight_from_matrix(module, _summed_products(rows, columns) if sum_batch else _products(rows, columns))
+        rows = self.rows(module, mat)
+        if sum_batch:
+            products = _summed_products(rows, self.columns(module, subsampling))
+        elif self.fills_blocks(module, rows):
+            products = mat.new_empty(*rows.shape[:4], module.weight.numel() // rows.shape[2:4].numel())
+            for v, n, block in self.weight_blocks(module, mat, subsampling):
+                products[v, n] = block
+        else:
+            products = _products(rows, self.columns(module, subsampling))
+        return self.weight_from_matrix(module, products)
+
+    def fills_blocks(self, module: Module, rows: Tensor) -> bool:
+        """Tell whether per-sample products with the weight are better computed for a block of samples at a time.
+
+        Args:
+            module: The layer with its recorded input.
+            rows: ``[[V, N, G, O, L]]``.
+
+        Returns:
+            ``False`` where the columns are a view of the input.
+        """
+        return False
+
+    def weight_blocks(self, module: Module, mat: Tensor, subsampling: Samples = None) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Multiply by the transposed Jacobian of the output with respect to the weight, for a block of columns and samples at a time.
+
+        Args:
+            module: The layer with its recorded input.
+            mat: ``[[V, *output]]``.
+            subsampling: Samples that ``mat`` is about; ``None`` for all.
+
+        Yields:
+            Which columns ``v``, which samples ``n``, and their products ``[[v, n, G, O, K]]``, a tensor that the caller may overwrite.
+        """
+        rows, size = self.rows(module, mat), module.weight.numel()
+        inputs = size // rows.shape[3] * rows.shape[4]
+        for n in small_blocks(rows.shape[1], size + inputs):
+            columns = self.columns(module, n if subsampling is None else subsampling[n])
+            for v in large_blocks(rows.shape[0], size * len(columns)):
+                yield v, n, einsum("vngol,ngkl->vngok", rows[v, n], columns)
+
+    def input_moment(self, module: Module) -> Tensor:
+        """Sum the outer products of the columns of the input with themselves, over samples and positions.
+
+        Returns:
+            ``[[G, K, K]]``.
+        """
+        flat = self.columns(module).permute(1, 0, 3, 2).flatten(1, 2)  # makes no copy in a Linear layer
+        return flat.mT @ flat
 
     def _bias_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
@@ -126,7 +213,10 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
         ``[[V, N, G, O, K]]``.
     """
     # one position: a multiplication is two to four times as fast as N matrix products with an inner axis of length one
-    return rows * columns.mT if columns.shape[3] == 1 else rows @ columns.mT
+    if columns.shape[3] == 1:
+        return rows * columns.mT
+    # a broadcast product would copy the columns V times
+    return rows @ columns.mT if len(rows) == 1 else einsum("vngol,ngkl->vngok", rows, columns)
 
 
 def _summed_products(rows: Tensor, columns: Tensor) -> Tensor:

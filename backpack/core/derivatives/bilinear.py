@@ -21,7 +21,7 @@ class BilinearDerivatives(AffineDerivatives):
     least_axes = 2
     same_jacobian = False
 
-    def columns(self, module: Bilinear, subsampling: Samples = None) -> Tensor:
+    def columns(self, module: Bilinear, subsampling: Samples | slice = None) -> Tensor:
         first, second = (subsample(x, subsampling=subsampling) for x in (module.input0, module.input1))
         outer = first.unsqueeze(-1) * second.unsqueeze(-2)
         return outer.reshape(outer.shape[0], 1, prod(outer.shape[1:-2]), prod(outer.shape[-2:])).mT

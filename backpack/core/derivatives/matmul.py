@@ -21,7 +21,7 @@ class MatmulDerivatives(AffineDerivatives):
         weight = module.weight
         return weight.shape[0] if weight.dim() == 3 else 1
 
-    def columns(self, module: Any, subsampling: Samples = None) -> Tensor:
+    def columns(self, module: Any, subsampling: Samples | slice = None) -> Tensor:
         inputs = subsample(module.input0, subsampling=subsampling)
         return self._stacked(inputs.unsqueeze(0), module)[0]
 

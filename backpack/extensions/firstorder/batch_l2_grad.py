@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster, squares_of_lookups
-from backpack.utils.moments import squared_norms
+from backpack.extensions.rules import faster, squares_of_lookups
 
 
 class BatchL2Grad(GradientExtension):
@@ -35,8 +35,7 @@ class BatchL2Grad(GradientExtension):
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
 def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    x, rows, _ = affine_views(use)
-    return squared_norms(x, rows[0])
+    return squared_norms(use.call.derivatives, use.call, use.grad[None])
 
 
 @faster(BatchL2Grad, LookupDerivatives, "weight")

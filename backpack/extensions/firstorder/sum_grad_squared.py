@@ -6,11 +6,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_views, faster, sum_at_rows
-from backpack.utils.moments import sum_of_squares
+from backpack.extensions.rules import faster, sum_at_rows
 
 
 class SumGradSquared(GradientExtension):
@@ -33,8 +33,7 @@ class SumGradSquared(GradientExtension):
 
 @faster(SumGradSquared, AffineDerivatives, "weight")
 def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    x, rows, _ = affine_views(use)
-    return use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows))
+    return sum_of_squares(use.call.derivatives, use.call, use.grad[None])
 
 
 @faster(SumGradSquared, LookupDerivatives, "weight")

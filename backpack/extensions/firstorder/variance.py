@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives, add_at
 from backpack.core.flow import Columns, Use
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import FromGradient, affine_views, faster
-from backpack.utils.moments import sum_of_squares
+from backpack.extensions.rules import FromGradient, faster
 
 
 class Variance(GradientExtension):
@@ -38,9 +38,8 @@ class Variance(GradientExtension):
 
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
-    x, rows, _ = affine_views(use)
-    square = use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows))
-    return FromGradient(lambda grad: _variance(square, grad, len(x)))
+    squares = sum_of_squares(use.call.derivatives, use.call, use.grad[None])
+    return FromGradient(lambda grad: _variance(squares, grad, use.layout.samples))
 
 
 @faster(Variance, LookupDerivatives, "weight")

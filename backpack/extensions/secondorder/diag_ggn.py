@@ -6,12 +6,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import squares_per_sample, sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
-from backpack.extensions.rules import affine_views, faster, place_at_rows, stack, sum_at_rows
+from backpack.extensions.rules import affine_arguments, faster, place_at_rows, stack, sum_at_rows
 from backpack.extensions.secondorder.base import GGNExtension
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
-from backpack.utils.moments import squares_per_sample, sum_of_squares
 
 
 class DiagGGN(GGNExtension):
@@ -89,14 +89,12 @@ class BatchDiagGGNMC(BatchDiagGGN):
 
 @faster(DiagGGN, AffineDerivatives, "weight")
 def _weight(extension: DiagGGN, use: Use, name: str) -> Tensor:
-    x, rows, _ = affine_views(use)
-    return use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(x, rows))
+    return sum_of_squares(*affine_arguments(use))
 
 
 @faster(BatchDiagGGN, AffineDerivatives, "weight")
 def _weight_batch(extension: BatchDiagGGN, use: Use, name: str) -> Tensor:
-    x, rows, _ = affine_views(use)
-    return use.call.derivatives.weight_from_matrix(use.call, squares_per_sample(x, rows))
+    return squares_per_sample(*affine_arguments(use))
 
 
 @faster(DiagGGN, LookupDerivatives, "weight")

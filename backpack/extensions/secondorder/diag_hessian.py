@@ -6,12 +6,12 @@ from torch import Tensor, einsum
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import squares_per_sample, sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Flow, Use
 from backpack.extensions.flows import SignedSqrtFlow
-from backpack.extensions.rules import affine_views, faster, place_at_rows, signs_of, stack, sum_at_rows
+from backpack.extensions.rules import affine_arguments, faster, place_at_rows, signs_of, stack, sum_at_rows
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.utils.moments import squares_per_sample, sum_of_squares
 
 
 class HessianExtension(SecondOrderBackpropExtension):
@@ -75,12 +75,12 @@ def _squares(extension: HessianExtension, state: Columns) -> Tensor:
 
 @faster(DiagHessian, AffineDerivatives, "weight")
 def _weight(extension: DiagHessian, use: Use, name: str) -> Tensor:
-    return use.call.derivatives.weight_from_matrix(use.call, sum_of_squares(*affine_views(use)))
+    return sum_of_squares(*affine_arguments(use))
 
 
 @faster(BatchDiagHessian, AffineDerivatives, "weight")
 def _weight_batch(extension: BatchDiagHessian, use: Use, name: str) -> Tensor:
-    return use.call.derivatives.weight_from_matrix(use.call, squares_per_sample(*affine_views(use)))
+    return squares_per_sample(*affine_arguments(use))
 
 
 @faster(DiagHessian, LookupDerivatives, "weight")

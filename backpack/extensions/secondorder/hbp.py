@@ -24,7 +24,6 @@ from backpack.extensions.rules import KroneckerRule, Rule, ValueRule, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.utils.errors import ArgumentError, UnsupportedError
-from backpack.utils.moments import second_moment
 
 _LARGEST = 2**28
 """Entries of the largest factor that is formed: 1 GiB in single precision."""
@@ -135,10 +134,10 @@ class HBP(SecondOrderBackpropExtension):
         side = use.value.unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
         if name == "bias":
             return [side]
-        x = rule.columns(call)
         if ExpectationApproximation.should_average_param_jac(self._ea_strategy):
-            x = x.mean(0, keepdim=True)
-        return [side, second_moment(x)[0]]
+            mean = rule.columns(call).mean(0)[0]
+            return [side, mean @ mean.T]
+        return [side, rule.input_moment(call)[0] / max(1, use.layout.samples)]
 
     def get_curv_type(self) -> str:
         """Return the kind of curvature.
@@ -185,7 +184,8 @@ class KFAC(HBP):
     """Kronecker factors with a Monte-Carlo estimate of the loss's Hessian (Martens & Grosse 2015; Grosse & Martens 2016), saved to ``kfac``.
 
     Linear: ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss), ``A = 1/N sum_n x_n x_n^T``. Extra axes are positions: inputs are
-    summed over them in ``A``, columns before the outer product in ``B``. Further uses of a parameter are further positions.
+    summed over them in ``A``, columns before the outer product in ``B``. Further uses of a parameter are further positions, as are the places at
+    which a convolution applies its kernel: its input is unfolded. Factors of a transposed convolution are those of ``weight.transpose(0, 1)``.
 
     Embedding: ``[A, B]``, as if one-hot vectors were multiplied by its table ``[K, D]``. ``A [K]`` is the diagonal of the second moment of these
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.

@@ -1,0 +1,235 @@
+"""Convolutions: unfolding and other functions on tensors, and executions that the table of cases has no row for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases_conv import LAYERS
+from oracle import Oracle, Problem, Term
+from table import default_dtype
+from torch import Tensor, einsum, nn, randn
+from torch.func import functional_call, jacrev
+
+from backpack import backpack, extend, extensions
+from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
+from backpack.core.derivatives.convnd import ConvNDDerivatives, weight_jac_t_save_memory
+from backpack.core.derivatives.registry import derivatives_for
+from backpack.utils import conv, conv_transpose
+from backpack.utils.errors import ArgumentError, MixedSamplesError, ShapeError
+
+DOUBLE = torch.float64
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def made(name: str, N: int = 3) -> tuple[nn.Module, Tensor]:
+    make, shape = LAYERS[name]
+    with default_dtype(DOUBLE):
+        return make(), randn(N, *shape)
+
+
+def utils_of(module: nn.Module) -> object:
+    return conv_transpose if module.transposed else conv
+
+
+# --- functions on tensors ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weight_times_unfolded_input_is_the_output(name: str) -> None:
+    module, x = made(name)
+    derivatives = derivatives_for(module)
+    unfolded = conv_transpose.unfold_by_conv_transpose(x, module) if module.transposed else conv.unfold_by_conv(x, module)
+    matrix = derivatives.matrix_from_weight(module, module.weight[None])
+    close(derivatives.weight_from_matrix(module, matrix)[0], module.weight)
+    out = einsum("gok,ngkl->ngol", matrix[0], unfolded.unflatten(1, (module.groups, -1)))
+    expected = module(x) if module.bias is None else module(x) - module.bias.reshape(-1, *[1] * (x.dim() - 2))
+    close(out.reshape(expected.shape), expected)
+    module.input0, module.output = x, expected
+    close(derivatives.get_unfolded_input(module), unfolded)
+    if not module.transposed:
+        close(conv.unfold_input(module, x), unfolded)
+    columns = derivatives.columns(module)
+    close(derivatives.input_moment(module), einsum("ngkl,ngml->gkm", columns, columns))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_diagonals(name: str) -> None:
+    """Diagonals of ``(J^T S)(J^T S)^T`` from the Jacobian of each sample's output."""
+    module, x = made(name)
+    utils, S = utils_of(module), randn(2, *module(x).shape, dtype=DOUBLE)
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    jacobians = jacrev(lambda p: functional_call(module, p, (x,)))(params)
+    unfolded, grad = utils.get_weight_gradient_factors(x, S[0], module)
+    close(grad, S[0].flatten(2))
+    extract = {"weight": lambda s: utils.extract_weight_diagonal(module, unfolded, S, s), "bias": lambda s: utils.extract_bias_diagonal(module, S, s)}
+    for param, jacobian in jacobians.items():
+        J = jacobian.reshape(len(x), -1, *params[param].shape)
+        expected = einsum("no...,vno->vn...", J, S.flatten(2)).square().sum(0)
+        close(extract[param](False), expected)
+        close(extract[param](True), expected.sum(0))
+
+
+@pytest.mark.parametrize("utils", [conv, conv_transpose])
+def test_diagonals_refuse_shapes_that_do_not_fit(utils: object) -> None:
+    module = (nn.ConvTranspose1d if utils is conv_transpose else nn.Conv1d)(2, 3, 2)
+    unfolded, S = randn(4, 4, 5), randn(2, 4, 3, 5)
+    assert utils.extract_weight_diagonal(module, unfolded, S).shape == module.weight.shape
+    for wrong in (S[0], S[:, :3], S[:, :, :2], S[..., :4]):
+        with pytest.raises(ShapeError):
+            utils.extract_weight_diagonal(module, unfolded, wrong)
+    with pytest.raises(ShapeError):
+        utils.extract_bias_diagonal(module, S[:, :, :2])
+
+
+def test_modules_and_functions_by_number_of_axes() -> None:
+    for n in (1, 2, 3):
+        assert conv.get_conv_module(n) is getattr(nn, f"Conv{n}d")
+        assert conv.get_conv_function(n) is getattr(nn.functional, f"conv{n}d")
+        assert conv_transpose.get_conv_transpose_module(n) is getattr(nn, f"ConvTranspose{n}d")
+        assert conv_transpose.get_conv_transpose_function(n) is getattr(nn.functional, f"conv_transpose{n}d")
+        assert isinstance(ConvNDDerivatives(n), type(derivatives_for(getattr(nn, f"Conv{n}d"))).__base__)
+        assert isinstance(ConvTransposeNDDerivatives(n), type(derivatives_for(getattr(nn, f"ConvTranspose{n}d"))).__base__)
+    for function in (conv.get_conv_module, conv.get_conv_function, conv_transpose.get_conv_transpose_module):
+        with pytest.raises(ArgumentError, match="N=4"):
+            function(4)
+
+
+@pytest.mark.parametrize(("stride", "padding", "kernel", "dilation", "size"), [(2, 1, 3, 1, 6), (3, 0, 2, 2, 11), (1, 2, 3, 1, 4), (4, 1, 3, 1, 12)])
+def test_output_padding_that_restores_the_input_size(stride: int, padding: int, kernel: int, dilation: int, size: int) -> None:
+    module = nn.Conv1d(2, 3, kernel, stride, padding, dilation)
+    x = randn(1, 2, size, requires_grad=True)
+    out = module(x)
+    settings = (module.stride, module.padding, module.kernel_size)
+    extra = conv._grad_input_padding(out, x.shape, *settings, dilation=module.dilation)
+    back = nn.functional.conv_transpose1d(out, module.weight, None, stride, padding, extra, 1, dilation)
+    torch.testing.assert_close(back, torch.autograd.grad(out, x, out)[0])
+    with pytest.raises(ValueError, match=str(size + stride)):
+        conv._grad_input_padding(out, [size + stride], *settings, dilation=module.dilation)
+    if dilation == 1:
+        with pytest.warns(UserWarning, match="assuming 1"):
+            assert conv._grad_input_padding(out, [size], *settings) == extra
+
+
+# --- executions -------------------------------------------------------------------------------------------------------------------------------
+
+
+def results(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    loss = extend(nn.CrossEntropyLoss())
+    with backpack(extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.Variance(), extensions.DiagGGNExact(), extensions.KFLR()):
+        loss(extend(model)(x), y).backward()
+    fields = ("grad_batch", "batch_l2", "variance", "diag_ggn_exact")
+    values = {f"{name} {field}": getattr(p, field) for name, p in model.named_parameters() for field in fields}
+    return values | {f"{name} {i}": factor for name, p in model.named_parameters() for i, factor in enumerate(p.kflr)}
+
+
+def classifier(*layers: nn.Module, width: int) -> nn.Sequential:
+    return nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.Linear(width, 3))
+
+
+def test_saving_memory_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model, x, y = classifier(nn.Conv2d(2, 3, 2), width=12).to(DOUBLE), randn(4, 2, 3, 3, dtype=DOUBLE), torch.tensor([0, 1, 2, 0])
+    expected = results(model, x, y)
+    with weight_jac_t_save_memory():
+        saved = results(model, x, y)
+        with weight_jac_t_save_memory(save_memory=False):
+            assert not ConvNDDerivatives._SAVE_MEMORY
+        assert ConvNDDerivatives._SAVE_MEMORY
+    assert not ConvNDDerivatives._SAVE_MEMORY
+    for name, value in expected.items():
+        close(saved[name], value)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LazyConv1d(3, 2), lambda: nn.LazyConvTranspose1d(3, 2)], ids=["conv", "transposed"])
+def test_lazy_modules(make: object) -> None:
+    """A module that learns its number of channels from the first input, extended before it does."""
+    lazy = make()
+    width = 3 * (4 if isinstance(lazy, nn.LazyConvTranspose1d) else 2)
+    x, y = randn(4, 2, 3), torch.tensor([0, 1, 2, 0])
+    model = extend(nn.Sequential(lazy, nn.Flatten(), nn.Linear(width, 3)))
+    values = results(model, x, y)
+    known = type(lazy)(2, 3, 2)
+    known.load_state_dict(lazy.state_dict())
+    for name, value in results(nn.Sequential(known, nn.Flatten(), model[2]), x, y).items():
+        torch.testing.assert_close(values[name], value)
+
+
+@pytest.mark.parametrize("name", ["Conv1d, all numbers", "Conv2d", "Conv2d, same, reflect", "Conv2d, circular", "Conv3d", "ConvTranspose2d, groups"])
+def test_empty_batch(name: str) -> None:
+    """All per-sample quantities of no samples are empty, all sums zero."""
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    layer = make()
+    model = classifier(layer, width=layer(randn(1, *shape)).numel())
+    loss = extend(nn.CrossEntropyLoss(reduction="sum"))
+    quantities = [extensions.BatchGrad(), extensions.Variance(), extensions.BatchL2Grad(), extensions.DiagGGNExact(), extensions.KFLR()]
+    with backpack(*quantities):
+        loss(extend(model)(torch.empty(0, *shape)), torch.empty(0, dtype=torch.long)).backward()
+    for param in layer.parameters():
+        assert param.grad_batch.shape == (0, *param.shape)
+        assert param.batch_l2.shape == (0,)
+        assert param.diag_ggn_exact.equal(torch.zeros_like(param))
+        assert param.variance.equal(torch.zeros_like(param))
+        for pair in param.kflr if type(param.kflr[0]) is list else [param.kflr]:
+            assert not any(factor.any() for factor in pair)
+
+
+@pytest.mark.parametrize("name", ["Conv1d, all numbers", "Conv2d, same, reflect", "ConvTranspose2d, groups"])
+def test_no_columns(name: str) -> None:
+    module, x = made(name)
+    module.input0, module.output = x, module(x).detach()
+    derivatives, none = derivatives_for(module), x.new_empty(0, *module.output.shape)
+    assert derivatives.jac_t_mat_prod(module, None, None, none).shape == (0, *x.shape)
+    assert derivatives.jac_mat_prod(module, None, None, x[None][:0]).shape == none.shape
+    assert derivatives.weight_jac_mat_prod(module, None, None, module.weight[None][:0]).shape == none.shape
+    assert derivatives.param_mjp("weight", module, None, None, none).shape == (0, *module.weight.shape)
+    assert derivatives.param_mjp("weight", module, None, None, none, sum_batch=False).shape == (0, len(x), *module.weight.shape)
+
+
+def test_blocks_of_samples_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few samples and columns are treated at a time, the results are the same."""
+    torch.manual_seed(0)
+    x, y = randn(5, 4, 3, 3, dtype=DOUBLE), torch.tensor([0, 1, 2, 0, 1])
+    model = classifier(nn.Conv2d(4, 2, 2, groups=2, padding=1), nn.Tanh(), nn.ConvTranspose2d(2, 3, 2, stride=2), width=192).to(DOUBLE)
+    expected = results(model, x, y)
+    for samples, columns, unfolded in ((1, 1, 9999), (300, 1, 9999), (1, 300, 9999), (300, 300, 9999), (300, 300, 0)):
+        monkeypatch.setattr("backpack.core.derivatives.affine._SMALL", samples)
+        monkeypatch.setattr("backpack.core.derivatives.affine._LARGE", columns)
+        monkeypatch.setattr("backpack.core.derivatives.convnd._UNFOLDED", unfolded)
+        for name, value in results(model, x, y).items():
+            if isinstance(value, list):
+                continue
+            close(value, expected[name])
+
+
+def test_autocast() -> None:
+    """Under autocast the graph is crossed, with the tensors that the kernel saw; Kronecker factors are refused."""
+    torch.manual_seed(0)
+    model, x, y = classifier(nn.Conv1d(2, 3, 2), nn.Conv1d(3, 2, 2), width=4), randn(3, 2, 4), torch.tensor([0, 1, 2])
+    loss = extend(nn.CrossEntropyLoss())
+    with torch.autocast("cpu", torch.bfloat16):
+        value = loss(extend(model)(x), y)
+    with backpack(extensions.BatchGrad()):
+        value.backward(retain_graph=True)
+    for param in model[:2].parameters():
+        torch.testing.assert_close(param.grad_batch.sum(0).float(), param.grad, rtol=0.05, atol=0.01)
+    with pytest.raises(NotImplementedError, match=r"0\.weight"), backpack(extensions.KFLR()):
+        value.backward()
+
+
+def test_input_without_batch_axis() -> None:
+    """The first axis of what enters the loss holds the samples: they must not be output channels that share their inputs."""
+    with default_dtype(DOUBLE):
+        model, x, target = nn.Sequential(nn.Conv1d(2, 3, 2), nn.Tanh(), nn.ConvTranspose1d(3, 3, 2)), randn(2, 4), randn(1, 3, 4)
+    oracle = Oracle(Problem(nn.Sequential(*model, nn.Unflatten(0, (1, 3))), x, [Term(nn.MSELoss(), target)]))
+    loss, quantities = extend(nn.MSELoss()), (extensions.BatchGrad(), extensions.DiagGGNExact())
+    with backpack(*quantities):
+        loss(extend(model)(x).unsqueeze(0), target).backward()
+    for name, param in model.named_parameters():
+        close(param.grad_batch, oracle.grad_batch[name])
+        close(param.diag_ggn_exact, oracle.diag_ggn_batch(oracle.hessian_exact)[name].sum(0))
+    with pytest.raises(MixedSamplesError), backpack(*quantities):
+        loss(model(x), target[0]).backward()
