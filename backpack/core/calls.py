@@ -97,11 +97,12 @@ class Slot:
         if base is not None and base.grad_fn is not None:
             self.base_edge = base.grad_fn, base.output_nr
 
-    def read(self, what: str) -> Tensor | None:
+    def read(self, name: str, call: ModuleCall) -> Tensor | None:
         """Return the recorded tensor, detached.
 
         Args:
-            what: Description for the error.
+            name: Its name, for the error.
+            call: The call.
 
         Returns:
             The tensor; ``None`` if it was not kept and nobody else holds it.
@@ -114,10 +115,10 @@ class Slot:
             return None
         if tensor._version != self.version:
             raise OverwrittenError(
-                f"{what} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now {tensor._version}), "
-                "but a rule needs its old value. Do the operation out of place."
+                f"{name} of module {call.path} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
+                f"{tensor._version}), but a rule needs its old value. Do the operation out of place."
             )
-        return tensor.detach()
+        return tensor if self.ref is None else tensor.detach()
 
     def like(self) -> Tensor:
         """Return a tensor without data that has the recorded shape and dtype.
@@ -316,7 +317,7 @@ class ModuleCall:
         slot = slots[index]
         if not isinstance(slot, Slot):
             return slot
-        return slot.read(f"{name} of module {self.path}")
+        return slot.read(name, self)
 
     def replay(self) -> Any:
         """Compute the output again, for a rule that makes it from nothing but inputs and parameters.
@@ -372,8 +373,10 @@ class ModuleCall:
     def __getattr__(self, name: str) -> Any:
         if name == "output" or (name.startswith("input") and name[5:].isdigit()):
             value = self.tensor(name)
+            if value is not None:
+                return value
             slot = self.outputs[0] if name == "output" else self.inputs[int(name[5:])]
-            return slot.like() if value is None and isinstance(slot, Slot) else value
+            return slot.like() if isinstance(slot, Slot) else None
         # not self.module: where that raises an AttributeError, Python would come back here
         return getattr(ModuleCall.module.fget(self), name)
 

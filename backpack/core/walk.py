@@ -180,8 +180,7 @@ class Walk:
             node: The node.
             nexts: The nodes that follow it upstream.
         """
-        name = node.name()
-        if name == LEAF:
+        if not nexts and node.name() == LEAF:
             parameter = node.variable
             tracked = parameter in owners
             if tracked:
@@ -192,6 +191,9 @@ class Walk:
             self.leaves[node] = parameter
             self.reach[node] = self.bits[id(parameter)] if tracked else 0
             return
+        name = type(node).__name__  # cheaper than node.name(), and the same but for types that torch does not register
+        if name == "CppFunction":
+            name = node.name()
         if "BackwardBackward" in name or "BackwardDataBackward" in name:
             self.double = True
         reach, has_data, to_loss = 0, self.has_data, self.to_loss

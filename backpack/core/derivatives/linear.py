@@ -27,12 +27,12 @@ class LinearDerivatives(AffineDerivatives):
     def columns(self, module: Linear, subsampling: Samples = None) -> Tensor:
         inputs = subsample(module.input0, subsampling=subsampling)
         if inputs.dim() == 2:
-            return inputs[:, None, :, None]
+            return inputs.unsqueeze(1).unsqueeze(3)
         return inputs.reshape(inputs.shape[0], 1, prod(inputs.shape[1:-1]), inputs.shape[-1]).mT
 
     def rows(self, module: Linear, mat: Tensor) -> Tensor:
         if mat.dim() == 3:
-            return mat[:, :, None, :, None]
+            return mat.unsqueeze(2).unsqueeze(4)
         return mat.reshape(*mat.shape[:2], 1, prod(mat.shape[2:-1]), mat.shape[-1]).mT
 
     def _bias_jac_t_mat_prod(
@@ -40,6 +40,9 @@ class LinearDerivatives(AffineDerivatives):
     ) -> Tensor:
         mat = mat.flatten(2, -2).sum(2) if mat.dim() > 3 else mat
         return mat.sum(1) if sum_batch else mat
+
+    def weight_from_matrix(self, module: Linear, matrix: Tensor) -> Tensor:
+        return matrix.squeeze(-3)
 
     def output_from_rows(self, module: Linear, rows: Tensor) -> Tensor:
         return rows.mT.reshape(rows.shape[0], *module.output.shape)

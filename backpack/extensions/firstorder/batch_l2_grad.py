@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -30,7 +31,7 @@ class BatchL2Grad(GradientExtension):
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = state[0][0]
-        return gradients.reshape(len(gradients), parameter.numel()).square().sum(1)
+        return torch.linalg.vector_norm(gradients.reshape(len(gradients), parameter.numel()), dim=1).square_()
 
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
