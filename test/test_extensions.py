@@ -351,6 +351,29 @@ def test_single_precision(case: str) -> None:
             close(value.double(), truths[name], rtol=1e-4)
 
 
+@pytest.mark.parametrize("case", ["MSE, mean", "residual", "GELU", "LayerNorm", "net: Conv2d", "transformer: attention"])
+def test_autocast(case: str) -> None:
+    """Under autocast, layers see other tensors than their modules: the graph knows. Results have the parameters' type, and the precision of bfloat16."""
+    problem, truth = CASES[case].build(3, torch.float32), CASES[case].build(3)
+    truth.model.load_state_dict(problem.model.state_dict())
+    truth.x = problem.x.double()
+    for term, other in zip(truth.terms, problem.terms, strict=True):
+        term.target = other.target.double() if other.target.is_floating_point() else other.target
+    oracle = Oracle(truth)
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = problem.loss([out.float() for out in problem.outputs()])
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        loss.backward()
+    for field, truths in (("grad_batch", oracle.grad_batch), ("diag_ggn_exact", sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)))):
+        values = collect(problem, field)
+        assert values.keys() == truths.keys()
+        for name, value in values.items():
+            assert value.dtype == torch.float32
+            close(value.double(), truths[name], rtol=0.1)
+
+
 @pytest.mark.parametrize("index", [[0], [2, 0], [1, 1, 2], [-1, 0]], ids=str)
 @pytest.mark.parametrize(
     "case", ["CE, mean", "CE, 3-d, sum", "BCE, both weights, mean", "MSE, 3-d, mean", "linear twice", "samples second", "extra axis"]

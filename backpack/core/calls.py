@@ -248,6 +248,12 @@ class ModuleCall:
         return False
 
     @property
+    def mixes_types(self) -> bool:
+        """Whether input, output and parameters differ in precision, as under autocast: what was computed is not what the tensors say then."""
+        kind, given = self.outputs[0].dtype, self.inputs[0].dtype
+        return (given != kind and given.is_floating_point) or any(p is not None and p.dtype != kind for p in self.module._parameters.values())
+
+    @property
     def tensor_inputs(self) -> list[Slot]:
         """The inputs that are tensors."""
         return [slot for slot in self.inputs if isinstance(slot, Slot)]

@@ -225,7 +225,7 @@ class Plan:
             rule = self._rule(call)
             if rule is None or call.is_loss or len(call.outputs) > 1 or call in self._claimed or not isinstance(state, Layout):
                 continue
-            if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < rule.least_axes:
+            if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < rule.least_axes or call.mixes_types:
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - rule.feature_axes(call)

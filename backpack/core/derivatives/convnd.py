@@ -46,10 +46,6 @@ class ConvolutionDerivatives(AffineDerivatives):
         self.N = N
         self.least_axes = N + 2
 
-    def applies(self, module: Module) -> bool:
-        # under autocast the kernel saw other tensors than the module
-        return module.input0.dtype == module.output.dtype == module.weight.dtype
-
     @abstractmethod
     def _options(self, module: Module) -> tuple[Any, ...]:
         """Return what follows weight and bias in the arguments of torch's convolution.
