@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module
 
+import backpack.core.node_layers  # noqa: F401  (layers that it reads off graph nodes)
 from backpack.context import CTX
 from backpack.core.calls import Mark, recording, transformed
 from backpack.core.carry import Carry

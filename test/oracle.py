@@ -193,6 +193,7 @@ class ConvolutionUse:
         x: Input, without graph.
         weight: The parameter.
         options: Further arguments after the bias.
+        named: Further arguments by name.
         out: Output.
     """
 
@@ -200,6 +201,7 @@ class ConvolutionUse:
     x: Tensor
     weight: Tensor
     options: tuple
+    named: dict[str, object]
     out: Tensor
     transposed = False
 
@@ -225,7 +227,7 @@ class ConvolutionUse:
     def inputs(self) -> list[Tensor]:
         """Return what the weights of each group are multiplied with, one row for each sample and position: ``[N * L, K]``."""
         weight = self.weight.detach().clone().requires_grad_()
-        out = self.func(self.x, weight, None, *self.options)
+        out = self.func(self.x, weight, None, *self.options, **self.named)
         return multiplied(out.movedim(1, -1), weight, self.func in TRANSPOSED, self.groups)
 
 
@@ -274,8 +276,8 @@ class LayerUses(TorchFunctionMode):
             one_hot = F.one_hot(indices.long(), len(weight)).to(weight.dtype)
             self.lookups.append((one_hot if padding is None else one_hot * (indices != padding).unsqueeze(-1), weight, out))
         elif func in (*CONVOLUTIONS, *TRANSPOSED):
-            x, weight, *rest = (*args, *(kwargs or {}).values())
-            self.uses.append(ConvolutionUse(func, x.detach().clone(), weight, tuple(rest[1:]), out))
+            options = {name: value for name, value in (kwargs or {}).items() if name != "bias"}
+            self.uses.append(ConvolutionUse(func, args[0].detach().clone(), args[1], args[3:], options, out))
         else:
             return out
         return out.clone()

@@ -353,7 +353,7 @@ def test_single_precision(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["MSE, mean", "residual", "GELU", "LayerNorm", "net: Conv2d", "transformer: attention"])
 def test_autocast(case: str) -> None:
-    """Under autocast, layers see other tensors than their modules: the graph knows. Results have the parameters' type, and the precision of bfloat16."""
+    """Under autocast, layers see other tensors than their modules: the graph knows. Results have the parameters' type and bfloat16's precision."""
     problem, truth = CASES[case].build(3, torch.float32), CASES[case].build(3)
     truth.model.load_state_dict(problem.model.state_dict())
     truth.x = problem.x.double()

@@ -95,8 +95,7 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
     if name in _STACKED:
         stays = layout.axis < len(full) - 2
     elif name in ("Softmax", "LogSoftmax"):
-        dim = saved(node, "dim")  # torch reports negative numbers as unsigned ones
-        stays = layout.axis != (dim - 2**64 if dim >= 2**63 else dim) % len(full)
+        stays = layout.axis != saved(node, "dim") % len(full)
     else:
         stays = name in _ELEMENTWISE
     same = all(shape is None or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)

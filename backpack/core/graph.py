@@ -85,7 +85,8 @@ def saved(node: Node, name: str) -> Any:
     Returns:
         The value.
     """
-    return getattr(node, f"_saved_{name}")
+    value = getattr(node, f"_saved_{name}")
+    return value - 2**64 if isinstance(value, int) and value >= 2**63 else value  # torch reports negative numbers as unsigned ones
 
 
 def outputs_of(node: Node) -> int:

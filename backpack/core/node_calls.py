@@ -64,13 +64,36 @@ class NodeUse(NamedTuple):
 
     Attributes:
         call: The call.
-        below: Which of the next edges belongs to the input.
+        below: Which of the next edges belongs to the input, if it can be differentiated.
         factors: Name to number of the next edge, of weight and bias.
+        turned: Whether the weight is used transposed.
     """
 
     call: NodeCall
-    below: int
+    below: int | None
     factors: dict[str, int]
+    turned: bool = False
+
+
+Reader = Callable[[Node, Layout], NodeUse | None]
+_READERS: dict[str, Reader] = {}
+
+
+def reads(*operations: str) -> Callable[[Reader], Reader]:
+    """Register a function that reads the nodes of some operations, given the layout of the output.
+
+    Args:
+        *operations: Names of the operations.
+
+    Returns:
+        A decorator.
+    """
+
+    def decorator(reader: Reader) -> Reader:
+        _READERS.update(dict.fromkeys(operations, reader))
+        return reader
+
+    return decorator
 
 
 def read(node: Node, layout: Layout, walk: Walk) -> tuple[Unit | None, list[Node]]:
@@ -93,7 +116,7 @@ def read(node: Node, layout: Layout, walk: Walk) -> tuple[Unit | None, list[Node
         edge = node.next_functions[number]
         if not walk.reach[edge[0]]:
             continue
-        leaf = _leaf_behind(edge, turned=name == "weight" and not use.call.derivatives.transposed)
+        leaf = _leaf_behind(edge, turned=name == "weight" and use.turned)
         if leaf is not None:
             unit.parameters[name] = walk.leaves[leaf]
             passed += [edge[0], leaf]
@@ -101,8 +124,8 @@ def read(node: Node, layout: Layout, walk: Walk) -> tuple[Unit | None, list[Node
             return None, []  # a product of two activations
         else:
             unit.split[name] = edge
-    unit.arrangement, unit.layout = arrangement(layout)
-    below = node.next_functions[use.below]
+    unit.arrangement, unit.layout = arrangement(layout) if use.call.derivatives.any_batch_axis else (None, layout)
+    below = (None, 0) if use.below is None else node.next_functions[use.below]
     if below[0] is not None and walk.reach[below[0]]:
         unit.below, unit.arrives = below, layout
         factors = [walk.bits[id(p)] for p in unit.parameters.values()] + [walk.reach[edge[0]] for edge in unit.split.values()]
@@ -159,11 +182,14 @@ def _product(node: Node, layout: Layout, first: str, bias: bool) -> NodeUse | No
         if shape_of(node.next_functions[0]) != shape[-1:]:
             return None
         factors["bias"] = 0
-    return NodeUse(call, int(bias), factors)
+    return NodeUse(call, int(bias), factors, turned)
 
 
-_READERS: dict[str, Callable[[Node, Layout], NodeUse | None]] = {
-    "Mm": lambda node, layout: _product(node, layout, "self", False),
-    "Bmm": lambda node, layout: _product(node, layout, "self", False),
-    "Addmm": lambda node, layout: _product(node, layout, "mat1", True),
-}
+@reads("Mm", "Bmm")
+def _matrix(node: Node, layout: Layout) -> NodeUse | None:
+    return _product(node, layout, "self", False)
+
+
+@reads("Addmm")
+def _matrix_and_bias(node: Node, layout: Layout) -> NodeUse | None:
+    return _product(node, layout, "mat1", True)

@@ -1,0 +1,152 @@
+"""Graph nodes of layers that are called as functions: convolutions, normalisations and tables, read like calls of their modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backpack.core.derivatives.basederivatives import Samples
+from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
+from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
+from backpack.core.derivatives.convnd import ConvNDDerivatives
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives
+from backpack.core.graph import saved, shape_of
+from backpack.core.node_calls import NodeCall, NodeUse, reads
+from backpack.core.samples import Layout
+from backpack.utils.subsampling import subsample
+
+
+class SavedLayerNormDerivatives(LayerNormDerivatives):
+    """Layer normalisation by the mean and the inverse deviation that the node has saved, taken for further inputs."""
+
+    def statistics(self, module: Any, subsampling: Samples = None) -> tuple[Tensor, Tensor]:
+        mean, scale = (subsample(part, subsampling=subsampling).reshape(-1, 1).to(module.input0.dtype) for part in (module.input1, module.input2))
+        return (self._groups(module, subsampling) - mean) * scale, scale
+
+
+_CONVOLUTIONS = {(kind, n): kind(n) for kind in (ConvNDDerivatives, ConvTransposeNDDerivatives) for n in (1, 2, 3)}
+_LAYER_NORM, _GROUP_NORM, _BATCH_NORM, _EMBEDDING = (
+    SavedLayerNormDerivatives(),
+    GroupNormDerivatives(),
+    BatchNormNdDerivatives(),
+    EmbeddingDerivatives(),
+)
+
+
+def _saved_or_shape(node: Node, name: str, number: int) -> Callable[[], Tensor | None]:
+    """Return a function that reads a saved factor.
+
+    Args:
+        node: The node.
+        name: Under which name it was saved.
+        number: Which of the next edges is its own.
+
+    Returns:
+        The function: returns the tensor; without data if the node has not needed it; ``None`` if there is no such factor.
+    """
+
+    def read() -> Tensor | None:
+        tensor, edge = saved(node, name), node.next_functions[number]
+        return torch.empty(shape_of(edge), device="meta") if tensor is None and edge[0] is not None else tensor
+
+    return read
+
+
+def _factors(node: Node, **numbers: int) -> dict[str, int]:
+    return {name: number for name, number in numbers.items() if node.next_functions[number][0] is not None}
+
+
+@reads("Convolution")
+def _convolution(node: Node, layout: Layout) -> NodeUse | None:
+    axes, transposed = len(saved(node, "stride")), saved(node, "transposed")
+    if layout.axis != 0 or axes > 3:
+        return None
+    weight, groups = _saved_or_shape(node, "weight", 1), saved(node, "groups")
+    settings = {name: saved(node, name) for name in ("stride", "padding", "dilation", "output_padding")}
+    shape = weight().shape
+    channels = (shape[0], shape[1] * groups) if transposed else (shape[1] * groups, shape[0])
+    settings |= {"in_channels": channels[0], "out_channels": channels[1]}
+    call = NodeCall(
+        node,
+        _CONVOLUTIONS[ConvTransposeNDDerivatives if transposed else ConvNDDerivatives, axes],
+        input0=_saved_or_shape(node, "input", 0),
+        weight=weight,
+        groups=lambda: groups,
+        kernel_size=lambda: shape[2:],
+        padding_mode=lambda: "zeros",
+        **{name: lambda value=value: value for name, value in settings.items()},
+    )
+    return NodeUse(call, 0, _factors(node, weight=1, bias=2))
+
+
+@reads("NativeLayerNorm")
+def _layer_norm(node: Node, layout: Layout) -> NodeUse | None:
+    normalized = torch.Size(saved(node, "normalized_shape"))
+    if layout.axis >= len(shape_of((node, 0))) - len(normalized):
+        return None
+    call = NodeCall(
+        node,
+        _LAYER_NORM,
+        input0=lambda: saved(node, "input"),
+        weight=_saved_or_shape(node, "weight", 1),
+        bias=_saved_or_shape(node, "bias", 2),
+        input1=lambda: saved(node, "result1"),
+        input2=lambda: saved(node, "result2"),
+        normalized_shape=lambda: normalized,
+    )
+    return NodeUse(call, 0, _factors(node, weight=1, bias=2))
+
+
+@reads("NativeGroupNorm")
+def _group_norm(node: Node, layout: Layout) -> NodeUse | None:
+    if layout.axis != 0:
+        return None
+    shape = shape_of((node, 0))
+    call = NodeCall(
+        node,
+        _GROUP_NORM,
+        input0=lambda: saved(node, "input"),
+        weight=_saved_or_shape(node, "weight", 1),
+        bias=lambda: torch.empty(shape[1], device="meta"),
+        num_groups=lambda: saved(node, "group"),
+        eps=lambda: saved(node, "eps"),
+    )
+    return NodeUse(call, 0, _factors(node, weight=1, bias=2))
+
+
+@reads("NativeBatchNorm")
+def _batch_norm(node: Node, layout: Layout) -> NodeUse | None:
+    if layout.axis != 0 or saved(node, "training") or saved(node, "running_mean") is None:
+        return None
+    shape = shape_of((node, 0))
+    call = NodeCall(
+        node,
+        _BATCH_NORM,
+        input0=lambda: saved(node, "input"),
+        weight=_saved_or_shape(node, "weight", 1),
+        bias=lambda: torch.empty(shape[1], device="meta"),
+        running_mean=lambda: saved(node, "running_mean"),
+        running_var=lambda: saved(node, "running_var"),
+        eps=lambda: saved(node, "eps"),
+    )
+    return NodeUse(call, 0, _factors(node, weight=1, bias=2))
+
+
+@reads("Embedding")
+def _embedding(node: Node, layout: Layout) -> NodeUse | None:
+    if layout.axis >= len(shape_of((node, 0))) - 1 or saved(node, "scale_grad_by_freq"):
+        return None
+    padding = saved(node, "padding_idx")
+    call = NodeCall(
+        node,
+        _EMBEDDING,
+        input0=lambda: saved(node, "indices"),
+        weight=lambda: torch.empty(shape_of(node.next_functions[0]), dtype=call.outputs[0].dtype, device="meta"),
+        padding_idx=lambda: None if padding < 0 else padding,
+    )
+    return NodeUse(call, None, {"weight": 0})
