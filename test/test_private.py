@@ -11,7 +11,7 @@ from torch.autograd import Variable, grad
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.core.graph import checkpointed, outputs_of, saved_maxima, shape_of
+from backpack.core.graph import checkpointed, outputs_of, saved, saved_maxima, shape_of
 from backpack.extensions import BatchGrad
 
 
@@ -99,3 +99,52 @@ def test_legacy_batched_gradients_pass_by() -> None:
         rows = torch.autograd.grad(out.sum(0), model.weight, torch.eye(2), is_grads_batched=True)[0]
     assert not hasattr(model.weight, "grad_batch")
     torch.testing.assert_close(rows[0, 0], x.sum(0))
+
+
+X, W = torch.rand(2, 3, 4, dtype=torch.float64, requires_grad=True), torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+LEFT = X.detach()[0]
+
+
+@pytest.mark.parametrize(
+    ("output", "operation", "names", "values"),
+    [
+        (X[0] @ W, "Mm", ("self", "mat2"), (LEFT, W)),
+        (torch.addmm(W[0], X[0], W, alpha=2), "Addmm", ("mat1", "mat2", "alpha", "beta"), (LEFT, W, 2, 1)),
+        (torch.bmm(X, W.expand(2, 4, 3)), "Bmm", ("self", "mat2"), (X, W.expand(2, 4, 3))),
+        (X.softmax(-1), "Softmax", ("dim",), (-1,)),
+        (
+            nn.functional.conv1d(X, W.unsqueeze(2), stride=2),
+            "Convolution",
+            ("input", "weight", "stride", "padding", "dilation", "output_padding", "groups", "transposed"),
+            (X, W.unsqueeze(2), (2,), (0,), (1,), (0,), 1, False),
+        ),
+        (
+            nn.functional.layer_norm(X, (4,), W[:, 0]),
+            "NativeLayerNorm",
+            ("input", "weight", "normalized_shape", "result1"),
+            (X, W[:, 0], (4,), X.mean(2, keepdim=True)),
+        ),
+        (nn.functional.group_norm(X, 3, W[0], eps=0.5), "NativeGroupNorm", ("input", "weight", "group", "eps"), (X, W[0], 3, 0.5)),
+        (
+            nn.functional.batch_norm(X, LEFT[:, 0], LEFT[:, 1], W[0]),
+            "NativeBatchNorm",
+            ("input", "weight", "running_mean", "running_var", "training", "eps"),
+            (X, W[0], LEFT[:, 0], LEFT[:, 1], False, 1e-5),
+        ),
+        (
+            nn.functional.embedding(torch.tensor([1, 0]), W),
+            "Embedding",
+            ("indices", "padding_idx", "scale_grad_by_freq"),
+            (torch.tensor([1, 0]), -1, False),
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_nodes_have_saved(output: torch.Tensor, operation: str, names: tuple[str, ...], values: tuple) -> None:
+    """Products and layers are read off their nodes by these names."""
+    node = output.grad_fn
+    while node.name().partition("Backward")[0] != operation:
+        node = next(upstream for upstream, _ in node.next_functions if upstream is not None)
+    for name, value in zip(names, values, strict=True):
+        found = saved(node, name)
+        assert torch.allclose(found.reshape(value.shape), value) if isinstance(value, torch.Tensor) else found == value
