@@ -18,7 +18,8 @@ from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, recording
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
-from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of
+from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of, tensor_at
+from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
 from backpack.core.walk import Unit
@@ -45,6 +46,8 @@ class Carry:
             handles.append(node.register_prehook(self._hook(self._at_loss, node, mark)))
         for node, unit in plan.units.items():
             handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
+        for node, composite in plan.composites.items():
+            handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
         only_gradient = all(flow.is_gradient for flow in self._flows)
         for node, gap in plan.gaps.items():
             if not only_gradient or any(self._explicit(n) for n in gap.nexts):
@@ -125,11 +128,7 @@ class Carry:
             if not flow.is_gradient and flow.crosses_gaps and (unit.base or turn is not None):
                 value = {s: c.reshape(len(c), *slot.shape) for s, c in value.items()}
                 value = value if turn is None else {s: turn.front(c, 1) for s, c in value.items()}
-            use = Use(view, unit.parameters, value, grad, unit.layout)
-            if unit.parameters:
-                self._reader.at_call(flow, use)
-            for name, upstream in unit.split.items():
-                self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
+            self._at_use(flow, unit, Use(view, unit.parameters, value, grad, unit.layout))
             below = unit.below
             if below is None or (flow.is_gradient and not self._explicit(below)):
                 continue
@@ -142,6 +141,51 @@ class Carry:
         for parameter in unit.parameters.values():
             self._used(parameter)
         self._reader.after_call(call)
+
+    def _at_use(self, flow: Flow, unit: Unit, use: Use) -> None:
+        """Let what needs it know of a use, and hand columns to factors that are no parameters.
+
+        Args:
+            flow: The flow.
+            unit: The unit.
+            use: The use.
+        """
+        if unit.parameters:
+            self._reader.at_call(flow, use)
+        for name, upstream in unit.split.items():
+            self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
+
+    def _at_composite(self, node: Node, composite: Composite, grads: tuple[Tensor | None, ...]) -> None:
+        outputs = [tensor_at((node, nr)) for nr in range(outputs_of(node))]
+        # the columns of all flows are carried together, behind the gradient
+        arrived: dict[tuple[Flow | None, Hashable], dict[int, Tensor]] = {(None, 0): {nr: g[None] for nr, g in enumerate(grads) if g is not None}}
+        for flow in self._flows:
+            for nr in range(len(outputs)) if not flow.is_gradient else ():
+                for source, columns in self._data.pop((flow, (node, nr)), {}).items():
+                    arrived.setdefault((flow, source), {})[nr] = columns
+        sizes = [next((len(c) for c in given.values()), 1) for given in arrived.values()]
+        wide = []
+        for nr, slot in enumerate(outputs):
+            none = torch.zeros((), dtype=slot.dtype, device=slot.device)
+            wide.append(torch.cat([given.get(nr, none).expand(size, *slot.shape) for given, size in zip(arrived.values(), sizes, strict=True)]))
+        inner, below = composite.pull(wide)
+        split = [columns.split(sizes) for columns in (inner, *below)]
+        pulled = dict(zip(arrived, zip(*split, strict=True), strict=True))
+        for flow in self._flows:
+            value = {source: parts for (owner, source), parts in pulled.items() if owner is (None if flow.is_gradient else flow)}
+            if not value:
+                continue
+            for unit in composite.parts:
+                turn = unit.arrangement
+                columns = {source: turn.front(parts[0], 1) for source, parts in value.items()}
+                grad = turn.front(pulled[None, 0][0][0])
+                self._at_use(flow, unit, Use(BatchFirst(unit.call, turn), unit.parameters, columns, grad, unit.layout))
+            for i, (edge, layout) in enumerate(composite.below, 1):
+                if not flow.is_gradient or self._explicit(edge):
+                    self._deposit(flow, edge, Way.DATA, {source: parts[i] for source, parts in value.items()}, layout)
+        for unit in composite.parts:
+            for parameter in unit.parameters.values():
+                self._used(parameter)
 
     def _at_gradient(self, node: Node, parameter: Parameter, grads: tuple[Tensor | None, ...]) -> None:
         self._reader.at_gradient(parameter, grads[0])
