@@ -22,11 +22,12 @@ LEAF = "torch::autograd::AccumulateGrad"
 """Name of the node of a leaf tensor."""
 LINEAR = frozenset(
     """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
-    Split SplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal Tril Triu ConstantPadNd Movedim
-    Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D
-    ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D UpsampleNearest1D UpsampleNearest2D
-    UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D UpsampleBilinear2D UpsampleBicubic2D
-    UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout BackwardHookFunction""".split()
+    Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal
+    Tril Triu ConstantPadNd Movedim Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D
+    AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
+    UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D
+    UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout
+    BackwardHookFunction""".split()
 )
 """Operations that are linear."""
 _MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
