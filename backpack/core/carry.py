@@ -32,8 +32,8 @@ class Carry:
     def __init__(self, plan: Plan, flows: list[Flow], reader: Reader) -> None:
         self._plan, self._flows, self._reader = plan, flows, reader
         self._pending = dict(plan.uses)
-        self._data: dict[tuple[Flow, Edge], Any] = {}
-        self._split: dict[tuple[Flow, Edge], Columns] = {}
+        self._data: dict[Flow, dict[Edge, Any]] = {flow: {} for flow in flows}
+        self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
 
     def install(self) -> list[Any]:
         """Register the hooks.
@@ -67,7 +67,7 @@ class Carry:
         Returns:
             The value; ``None`` if there is none.
         """
-        return self._data.get((flow, edge))
+        return self._data.get(flow, {}).get(edge)
 
     @staticmethod
     def _hook(run: Callable, node: Node, what: Any) -> Callable:
@@ -92,7 +92,7 @@ class Carry:
         return upstream is not None and (self._is_leaf(upstream[0]) or self._plan.states[upstream[0]].get(upstream[1]) is SPLIT)
 
     def _is_leaf(self, node: Node) -> bool:
-        return not node.next_functions and hasattr(node, "variable")
+        return node in self._plan.walk.leaves
 
     # --------------------------------------------------------------------------------------------------------------- nodes
     def _at_loss(self, node: Node, mark: Mark, grads: tuple[Tensor | None, ...]) -> None:
@@ -122,7 +122,7 @@ class Carry:
         grad = grad.reshape(slot.shape) if unit.base else grad
         grad = grad if turn is None else turn.front(grad)
         for flow in self._flows:
-            value = {0: grad[None]} if flow.is_gradient else self._data.pop((flow, edge), None)
+            value = {0: grad[None]} if flow.is_gradient else self._data[flow].pop(edge, None)
             if value is None:
                 continue
             if not flow.is_gradient and flow.crosses_gaps and (unit.base or turn is not None):
@@ -161,7 +161,7 @@ class Carry:
         arrived: dict[tuple[Flow | None, Hashable], dict[int, Tensor]] = {(None, 0): {nr: g[None] for nr, g in enumerate(grads) if g is not None}}
         for flow in self._flows:
             for nr in range(len(outputs)) if not flow.is_gradient else ():
-                for source, columns in self._data.pop((flow, (node, nr)), {}).items():
+                for source, columns in self._data[flow].pop((node, nr), {}).items():
                     arrived.setdefault((flow, source), {})[nr] = columns
         sizes = [next((len(c) for c in given.values()), 1) for given in arrived.values()]
         wide = []
@@ -229,12 +229,13 @@ class Carry:
             if not flow.crosses_gaps:
                 continue
             wanted = [c is not None and (not flow.is_gradient or self._explicit(n)) for n, c in zip(gap.nexts, gap.crossings, strict=True)]
+            arrived = self._data[flow]
             data = {
-                nr: ({} if grads[nr] is None else {0: grads[nr][None]}) if flow.is_gradient else self._data.pop((flow, (node, nr)), {})
+                nr: ({} if grads[nr] is None else {0: grads[nr][None]}) if flow.is_gradient else arrived.pop((node, nr), {})
                 for nr, state in gap.states.items()
                 if state is not SPLIT
             }
-            parts = {nr: self._split.pop((flow, (node, nr)), {}) for nr, state in gap.states.items() if state is SPLIT}
+            parts = {nr: self._split[flow].pop((node, nr), {}) for nr, state in gap.states.items() if state is SPLIT}
             sources = dict.fromkeys(source for value in (*data.values(), *parts.values()) for source in value)
             for source in sources if any(wanted) else ():
                 given = {nr: value[source] for nr, value in data.items() if source in value}
@@ -281,7 +282,7 @@ class Carry:
 
     @staticmethod
     def _full(gap: Gap, columns: dict[int, Tensor]) -> list[Tensor | None]:
-        return [columns.get(nr) for nr in range(outputs_of(gap.node))]
+        return [columns.get(nr) for nr in range(gap.outputs)]
 
     def _call_split(self, gap: Gap, columns: dict[int, Tensor]) -> list[Tensor | None]:
         """Call a gap node with split columns.
@@ -334,11 +335,10 @@ class Carry:
                 if node.variable in self._pending:
                     self._reader.at_leaf(flow, node.variable, value)
                 return
-            store = self._split
+            store = self._split[flow]
         else:
-            store = self._data
-        key = (flow, edge)
-        store[key] = flow.merge(store[key], value) if key in store else value
+            store = self._data[flow]
+        store[edge] = flow.merge(store[edge], value) if edge in store else value
 
     def _used(self, parameter: Parameter) -> None:
         self._pending[parameter] -= 1
