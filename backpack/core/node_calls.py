@@ -191,6 +191,7 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
         The composite; ``None`` if the samples do not lie along ``R``, or are in a weight.
     """
     steps, rows, size = shape_of((node, 0))
+    # of a single sample any axis may have been taken for that of samples
     found = {(0,) * rows if s.samples == 1 else s.labels if s.axis == int(nr == 0) else None for nr, s in states.items()}
     labels, samples = found.pop(), next(iter(states.values())).samples
     if labels is None or found or saved(node, "mode") != _LSTM or saved(node, "batch_sizes") or tensor_at((node, 0)).dtype != torch.float32:
@@ -204,8 +205,9 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
     def pull(columns: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         bias = [saved(node, name) if saved(node, "has_biases") else None for name in biases]
         gates = sum(F.linear(inputs(part), saved(node, weights[part]), bias[part]) for part in range(2))
-        rows, hidden, cell = LSTMSteps(gates, saved(node, "cx_"), saved(node, "weight1"), reverse).pull_back(*columns)
-        return rows, [(hidden, cell)[number - 5] if number else rows @ saved(node, "weight0") for number in below]
+        inner, *first = LSTMSteps(gates, saved(node, "cx_"), saved(node, "weight1"), reverse).pull_back(*columns)
+        # time comes first in memory: a product in that order makes no copy
+        return inner, [first[number - 5] if number else (inner.transpose(0, 1) @ saved(node, "weight0")).transpose(0, 1) for number in below]
 
     below = [number for number in (0, 5, 6) if walk.reach.get(node.next_functions[number][0])]
     parts = []
