@@ -18,7 +18,8 @@ from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, recording
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
-from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of
+from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of, tensor_at
+from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
 from backpack.core.walk import Unit
@@ -31,8 +32,8 @@ class Carry:
     def __init__(self, plan: Plan, flows: list[Flow], reader: Reader) -> None:
         self._plan, self._flows, self._reader = plan, flows, reader
         self._pending = dict(plan.uses)
-        self._data: dict[tuple[Flow, Edge], Any] = {}
-        self._split: dict[tuple[Flow, Edge], Columns] = {}
+        self._data: dict[Flow, dict[Edge, Any]] = {flow: {} for flow in flows}
+        self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
 
     def install(self) -> list[Any]:
         """Register the hooks.
@@ -45,6 +46,8 @@ class Carry:
             handles.append(node.register_prehook(self._hook(self._at_loss, node, mark)))
         for node, unit in plan.units.items():
             handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
+        for node, composite in plan.composites.items():
+            handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
         only_gradient = all(flow.is_gradient for flow in self._flows)
         for node, gap in plan.gaps.items():
             if not only_gradient or any(self._explicit(n) for n in gap.nexts):
@@ -64,7 +67,7 @@ class Carry:
         Returns:
             The value; ``None`` if there is none.
         """
-        return self._data.get((flow, edge))
+        return self._data.get(flow, {}).get(edge)
 
     @staticmethod
     def _hook(run: Callable, node: Node, what: Any) -> Callable:
@@ -89,7 +92,7 @@ class Carry:
         return upstream is not None and (self._is_leaf(upstream[0]) or self._plan.states[upstream[0]].get(upstream[1]) is SPLIT)
 
     def _is_leaf(self, node: Node) -> bool:
-        return not node.next_functions and hasattr(node, "variable")
+        return node in self._plan.walk.leaves
 
     # --------------------------------------------------------------------------------------------------------------- nodes
     def _at_loss(self, node: Node, mark: Mark, grads: tuple[Tensor | None, ...]) -> None:
@@ -119,17 +122,13 @@ class Carry:
         grad = grad.reshape(slot.shape) if unit.base else grad
         grad = grad if turn is None else turn.front(grad)
         for flow in self._flows:
-            value = {0: grad[None]} if flow.is_gradient else self._data.pop((flow, edge), None)
+            value = {0: grad[None]} if flow.is_gradient else self._data[flow].pop(edge, None)
             if value is None:
                 continue
             if not flow.is_gradient and flow.crosses_gaps and (unit.base or turn is not None):
                 value = {s: c.reshape(len(c), *slot.shape) for s, c in value.items()}
                 value = value if turn is None else {s: turn.front(c, 1) for s, c in value.items()}
-            use = Use(view, unit.parameters, value, grad, unit.layout)
-            if unit.parameters:
-                self._reader.at_call(flow, use)
-            for name, upstream in unit.split.items():
-                self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
+            self._at_use(flow, unit, Use(view, unit.parameters, value, grad, unit.layout))
             below = unit.below
             if below is None or (flow.is_gradient and not self._explicit(below)):
                 continue
@@ -142,6 +141,51 @@ class Carry:
         for parameter in unit.parameters.values():
             self._used(parameter)
         self._reader.after_call(call)
+
+    def _at_use(self, flow: Flow, unit: Unit, use: Use) -> None:
+        """Let what needs it know of a use, and hand columns to factors that are no parameters.
+
+        Args:
+            flow: The flow.
+            unit: The unit.
+            use: The use.
+        """
+        if unit.parameters:
+            self._reader.at_call(flow, use)
+        for name, upstream in unit.split.items():
+            self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
+
+    def _at_composite(self, node: Node, composite: Composite, grads: tuple[Tensor | None, ...]) -> None:
+        outputs = [tensor_at((node, nr)) for nr in range(outputs_of(node))]
+        # the columns of all flows are carried together, behind the gradient
+        arrived: dict[tuple[Flow | None, Hashable], dict[int, Tensor]] = {(None, 0): {nr: g[None] for nr, g in enumerate(grads) if g is not None}}
+        for flow in self._flows:
+            for nr in range(len(outputs)) if not flow.is_gradient else ():
+                for source, columns in self._data[flow].pop((node, nr), {}).items():
+                    arrived.setdefault((flow, source), {})[nr] = columns
+        sizes = [next((len(c) for c in given.values()), 1) for given in arrived.values()]
+        wide = []
+        for nr, slot in enumerate(outputs):
+            none = torch.zeros((), dtype=slot.dtype, device=slot.device)
+            wide.append(torch.cat([given.get(nr, none).expand(size, *slot.shape) for given, size in zip(arrived.values(), sizes, strict=True)]))
+        inner, below = composite.pull(wide)
+        split = [columns.split(sizes) for columns in (inner, *below)]
+        pulled = dict(zip(arrived, zip(*split, strict=True), strict=True))
+        for flow in self._flows:
+            value = {source: parts for (owner, source), parts in pulled.items() if owner is (None if flow.is_gradient else flow)}
+            if not value:
+                continue
+            for unit in composite.parts:
+                turn = unit.arrangement
+                columns = {source: turn.front(parts[0], 1) for source, parts in value.items()}
+                grad = turn.front(pulled[None, 0][0][0])
+                self._at_use(flow, unit, Use(BatchFirst(unit.call, turn), unit.parameters, columns, grad, unit.layout))
+            for i, (edge, layout) in enumerate(composite.below, 1):
+                if not flow.is_gradient or self._explicit(edge):
+                    self._deposit(flow, edge, Way.DATA, {source: parts[i] for source, parts in value.items()}, layout)
+        for unit in composite.parts:
+            for parameter in unit.parameters.values():
+                self._used(parameter)
 
     def _at_gradient(self, node: Node, parameter: Parameter, grads: tuple[Tensor | None, ...]) -> None:
         self._reader.at_gradient(parameter, grads[0])
@@ -185,12 +229,13 @@ class Carry:
             if not flow.crosses_gaps:
                 continue
             wanted = [c is not None and (not flow.is_gradient or self._explicit(n)) for n, c in zip(gap.nexts, gap.crossings, strict=True)]
+            arrived = self._data[flow]
             data = {
-                nr: ({} if grads[nr] is None else {0: grads[nr][None]}) if flow.is_gradient else self._data.pop((flow, (node, nr)), {})
+                nr: ({} if grads[nr] is None else {0: grads[nr][None]}) if flow.is_gradient else arrived.pop((node, nr), {})
                 for nr, state in gap.states.items()
                 if state is not SPLIT
             }
-            parts = {nr: self._split.pop((flow, (node, nr)), {}) for nr, state in gap.states.items() if state is SPLIT}
+            parts = {nr: self._split[flow].pop((node, nr), {}) for nr, state in gap.states.items() if state is SPLIT}
             sources = dict.fromkeys(source for value in (*data.values(), *parts.values()) for source in value)
             for source in sources if any(wanted) else ():
                 given = {nr: value[source] for nr, value in data.items() if source in value}
@@ -237,7 +282,7 @@ class Carry:
 
     @staticmethod
     def _full(gap: Gap, columns: dict[int, Tensor]) -> list[Tensor | None]:
-        return [columns.get(nr) for nr in range(outputs_of(gap.node))]
+        return [columns.get(nr) for nr in range(gap.outputs)]
 
     def _call_split(self, gap: Gap, columns: dict[int, Tensor]) -> list[Tensor | None]:
         """Call a gap node with split columns.
@@ -290,11 +335,10 @@ class Carry:
                 if node.variable in self._pending:
                     self._reader.at_leaf(flow, node.variable, value)
                 return
-            store = self._split
+            store = self._split[flow]
         else:
-            store = self._data
-        key = (flow, edge)
-        store[key] = flow.merge(store[key], value) if key in store else value
+            store = self._data[flow]
+        store[edge] = flow.merge(store[edge], value) if edge in store else value
 
     def _used(self, parameter: Parameter) -> None:
         self._pending[parameter] -= 1

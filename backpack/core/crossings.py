@@ -59,15 +59,16 @@ class Gap:
 
     Attributes:
         node: The node.
+        outputs: Number of its outputs.
         states: Output number to state of the incoming columns.
         nexts: For each next edge from which something needed is reached: (node, number, shape).
         crossings: For each next edge: how columns leave, ``None`` where nothing is needed.
     """
 
-    __slots__ = ("crossings", "nexts", "node", "states")
+    __slots__ = ("crossings", "nexts", "node", "outputs", "states")
 
     def __init__(self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None]) -> None:
-        self.node, self.states, self.nexts = node, states, nexts
+        self.node, self.outputs, self.states, self.nexts = node, outputs_of(node), states, nexts
         if SPLIT in states.values():
             self.crossings = [None if n is None else Crossing(SPLIT, None, None) for n in nexts]
         else:
@@ -116,13 +117,13 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
     Returns:
         The crossing of each needed input.
     """
-    tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None
     if len(states) == 1 and 0 in states:
         known = _same_axis(node, states[0], shapes)
         if known is not None:
             return known
     if checkpointed(node):
         refuse_checkpointed(node)
+    tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None
     if operation(node) in _STATIC:
         key = (node.name(), tuple(torch.Size(m.shape) for m in tensors), shapes, tuple(states.items()), settings_of(node))
         if key in _CROSSINGS:

@@ -1,16 +1,19 @@
 """Operations in the graph that are read like calls of modules: a product with a matrix is a Linear layer, wherever the matrix comes from.
 
-Such a node needs no call of a module to be covered by a rule: its own saved tensors supply the input and the weight.
+Such a node needs no call of a module to be covered by a rule: its own saved tensors supply the input and the weight. A node may also compute
+several such products inside, with something else in between (a layer of an LSTM); then columns are carried to the products first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import functional as F
 
 from backpack.core.calls import Edge, Mark
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
@@ -19,8 +22,10 @@ from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.graph import LEAF, checkpointed, operation, saved, shape_of, tensor_at
 from backpack.core.samples import Layout, arrangement
 from backpack.core.walk import Unit, Walk
+from backpack.utils.lstm import LSTMSteps, previous
 
 _TRANSPOSES = frozenset({"T", "Transpose"})
+_LSTM = 2  # mode of a recurrent node
 _LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 
 
@@ -39,9 +44,9 @@ class NodeCall:
     is_loss = released = False
     order = 0
 
-    def __init__(self, node: Node, rule: BaseParameterDerivatives, **read: Callable[[], Any]) -> None:
+    def __init__(self, node: Node, rule: BaseParameterDerivatives, output: Tensor | None = None, **read: Callable[[], Any]) -> None:
         self.derivatives, self._read = rule, read
-        self.outputs = [tensor_at((node, 0))]
+        self.outputs = [tensor_at((node, 0)) if output is None else output]
         self.path = node.name()
 
     @property
@@ -59,28 +64,27 @@ class NodeCall:
         return self.path
 
 
-class NodeUse(NamedTuple):
-    """What a node does, said as a call.
+class Composite(NamedTuple):
+    """A node that computes several products inside.
 
     Attributes:
-        call: The call.
-        below: Which of the next edges belongs to the input, if it can be differentiated.
-        factors: Name to number of the next edge, of weight and bias.
-        turned: Whether the weight is used transposed.
+        parts: The products, whose outputs have the same shape.
+        pull: Carries columns from all outputs of the node, ``[V, *shape]`` each, to the outputs of the products ``[V, *shape]``, and to each
+            edge below.
+        below: Next edges from which something needed is reached, and where the samples lie there.
     """
 
-    call: NodeCall
-    below: int | None
-    factors: dict[str, int]
-    turned: bool = False
+    parts: list[Unit]
+    pull: Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]
+    below: list[tuple[Edge, Layout]]
 
 
-Reader = Callable[[Node, Layout], NodeUse | None]
+Reader = Callable[[Node, dict[int, Layout], "Walk"], "Unit | Composite | None"]
 _READERS: dict[str, Reader] = {}
 
 
 def reads(*operations: str) -> Callable[[Reader], Reader]:
-    """Register a function that reads the nodes of some operations, given the layout of the output.
+    """Register a function that reads the nodes of some operations, given the layouts of the outputs.
 
     Args:
         *operations: Names of the operations.
@@ -96,41 +100,74 @@ def reads(*operations: str) -> Callable[[Reader], Reader]:
     return decorator
 
 
-def read(node: Node, layout: Layout, walk: Walk) -> tuple[Unit | None, list[Node]]:
-    """Read a node like the call of a module.
+def read(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | Composite | None:
+    """Read a node like the call of a module, or of several.
 
     Args:
         node: The node.
-        layout: Where the samples lie in its output.
+        states: Where the samples lie in its outputs.
         walk: The graph.
 
     Returns:
-        The unit, ``None`` if no rule stands for the node; and the nodes between it and the parameters that it uses.
+        What stands for the node and the nodes between it and the parameters that it uses; ``None`` if no rule does.
     """
     reader = _READERS.get(operation(node))
-    use = None if reader is None or checkpointed(node) else reader(node, layout)
-    if use is None:
-        return None, []
-    unit, passed = Unit(Mark(use.call, 0, 0, False), {node}, {}), []
-    for name, number in use.factors.items():
+    return None if reader is None or checkpointed(node) else reader(node, states, walk)
+
+
+def _unit(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, walk: Walk, turned: bool = False) -> Unit | None:
+    """Find the parameters behind the factors of a product.
+
+    Args:
+        node: The node.
+        call: The product.
+        factors: Name to number of the next edge, of weight and bias.
+        layout: Where the samples lie in its output.
+        walk: The graph.
+        turned: Whether the weight is the transposed of what lies behind its edge.
+
+    Returns:
+        The unit; ``None`` if a factor has samples.
+    """
+    unit = Unit(Mark(call, 0, 0, False), {node}, {})
+    for name, number in factors.items():
         edge = node.next_functions[number]
-        if not walk.reach[edge[0]]:
+        if edge[0] is None or not walk.reach[edge[0]]:
             continue
-        leaf = _leaf_behind(edge, turned=name == "weight" and use.turned)
+        leaf = _leaf_behind(edge, turned=turned and name == "weight")
         if leaf is not None:
             unit.parameters[name] = walk.leaves[leaf]
-            passed += [edge[0], leaf]
+            unit.inside.update((edge[0], leaf))
         elif edge[0] in walk.has_data:
-            return None, []  # a product of two activations
+            return None  # a product of two activations
         else:
             unit.split[name] = edge
-    unit.arrangement, unit.layout = arrangement(layout) if use.call.derivatives.any_batch_axis else (None, layout)
-    below = (None, 0) if use.below is None else node.next_functions[use.below]
-    if below[0] is not None and walk.reach[below[0]]:
-        unit.below, unit.arrives = below, layout
-        factors = [walk.bits[id(p)] for p in unit.parameters.values()] + [walk.reach[edge[0]] for edge in unit.split.values()]
-        unit.couples = any(walk.reach[below[0]] & bits for bits in factors)
-    return unit, passed
+    unit.arrangement, unit.layout = arrangement(layout) if call.derivatives.any_batch_axis else (None, layout)
+    return unit
+
+
+def layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int], layout: Layout, walk: Walk, turned: bool = False) -> Unit | None:
+    """Make a unit of a node that computes what one layer does.
+
+    Args:
+        node: The node.
+        call: The layer.
+        below: Which of the next edges belongs to the input, if it can be differentiated.
+        factors: Name to number of the next edge, of weight and bias.
+        layout: Where the samples lie in its output.
+        walk: The graph.
+        turned: Whether the weight is the transposed of what lies behind its edge.
+
+    Returns:
+        The unit; ``None`` if a factor has samples.
+    """
+    unit = _unit(node, call, factors, layout, walk, turned)
+    edge = (None, 0) if below is None else node.next_functions[below]
+    if unit is not None and edge[0] is not None and walk.reach[edge[0]]:
+        unit.below, unit.arrives = edge, layout
+        others = [walk.bits[id(p)] for p in unit.parameters.values()] + [walk.reach[split[0]] for split in unit.split.values()]
+        unit.couples = any(walk.reach[edge[0]] & bits for bits in others)
+    return unit
 
 
 def _leaf_behind(edge: Edge, turned: bool) -> Node | None:
@@ -151,23 +188,25 @@ def _leaf_behind(edge: Edge, turned: bool) -> Node | None:
     return node if node is not None and node.name() == LEAF else None
 
 
-def _product(node: Node, layout: Layout, first: str, bias: bool) -> NodeUse | None:
+def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias: bool = False) -> Unit | None:
     """Read ``x @ W``, perhaps with a bias and for a stack of matrices, as a layer with input ``x [[*, N, K]]`` and weight ``W``.
 
     Args:
         node: The node.
-        layout: Where the samples lie in the output.
+        states: Where the samples lie in the output.
+        walk: The graph.
         first: Under which name the node has saved the left factor.
         bias: Whether the first of the next edges is that of a term that is added.
 
     Returns:
-        The layer; ``None`` if the samples do not lie along the rows.
+        The layer; ``None`` if the samples do not lie along the rows, or are in the weight.
     """
-    shape = shape_of((node, 0))
+    layout, shape = states[0], shape_of((node, 0))
     if layout.axis != len(shape) - 2 or (bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
         return None
-    edges = node.next_functions[bias:]
-    weight = edges[1]
+    if bias and node.next_functions[0][0] is not None and shape_of(node.next_functions[0]) != shape[-1:]:
+        return None
+    weight = node.next_functions[1 + bias]
     turned = weight[0] is not None and _leaf_behind(weight, True) is not None
 
     def matrix() -> Tensor:
@@ -177,19 +216,54 @@ def _product(node: Node, layout: Layout, first: str, bias: bool) -> NodeUse | No
         return value.mT if turned else value
 
     call = NodeCall(node, _LINEAR if turned else _MATMUL, input0=lambda: saved(node, first), weight=matrix)
-    factors = {"weight": 1 + bias} if weight[0] is not None else {}
-    if bias and node.next_functions[0][0] is not None:
-        if shape_of(node.next_functions[0]) != shape[-1:]:
-            return None
-        factors["bias"] = 0
-    return NodeUse(call, int(bias), factors, turned)
+    return layer(node, call, int(bias), {"weight": 2, "bias": 0} if bias else {"weight": 1}, layout, walk, turned)
 
 
 @reads("Mm", "Bmm")
-def _matrix(node: Node, layout: Layout) -> NodeUse | None:
-    return _product(node, layout, "self", False)
+def _matrix(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
+    return _product(node, states, walk, "self")
 
 
 @reads("Addmm")
-def _matrix_and_bias(node: Node, layout: Layout) -> NodeUse | None:
-    return _product(node, layout, "mat1", True)
+def _matrix_and_bias(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
+    return _product(node, states, walk, "mat1", bias=True)
+
+
+@reads("MkldnnRnnLayer")
+def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite | None:
+    """Read a layer of an LSTM in one direction: two Linear layers, of inputs and of previous states, whose sum passes the gates.
+
+    Args:
+        node: The node, with outputs ``[[T, R, H]]``, and state and cell after the last step ``[[R, H]]``.
+        states: Where the samples lie in them.
+        walk: The graph.
+
+    Returns:
+        The composite; ``None`` if the samples do not lie along ``R``, or are in a weight.
+    """
+    steps, rows, size = shape_of((node, 0))
+    # of a single sample any axis may have been taken for that of samples
+    found = {(0,) * rows if s.samples == 1 else s.labels if s.axis == int(nr == 0) else None for nr, s in states.items()}
+    labels, samples = found.pop(), next(iter(states.values())).samples
+    if labels is None or found or saved(node, "mode") != _LSTM or saved(node, "batch_sizes") or tensor_at((node, 0)).dtype != torch.float32:
+        return None
+    layout, reverse = Layout(1, labels, samples), saved(node, "reverse")
+    weights, biases, products = ("weight0", "weight1"), ("weight2", "weight3"), torch.empty(steps, rows, 4 * size, device="meta")
+
+    def inputs(part: int) -> Tensor:
+        return previous(saved(node, "result0"), saved(node, "hx_"), reverse) if part else saved(node, "input")
+
+    def pull(columns: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        bias = [saved(node, name) if saved(node, "has_biases") else None for name in biases]
+        gates = sum(F.linear(inputs(part), saved(node, weights[part]), bias[part]) for part in range(2))
+        inner, *first = LSTMSteps(gates, saved(node, "cx_"), saved(node, "weight1"), reverse).pull_back(*columns)
+        # time comes first in memory: a product in that order makes no copy
+        return inner, [first[number - 5] if number else (inner.transpose(0, 1) @ saved(node, "weight0")).transpose(0, 1) for number in below]
+
+    below = [number for number in (0, 5, 6) if walk.reach.get(node.next_functions[number][0])]
+    parts = []
+    for part in range(2):
+        call = NodeCall(node, _LINEAR, products, input0=partial(inputs, part), weight=partial(saved, node, weights[part]))
+        parts.append(_unit(node, call, {"weight": 1 + part, "bias": 3 + part}, layout, walk))
+    edges = [(node.next_functions[number], layout._replace(axis=int(number == 0))) for number in below]
+    return None if None in parts else Composite(parts, pull, edges)

@@ -16,8 +16,9 @@ from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives
 from backpack.core.graph import saved, shape_of
-from backpack.core.node_calls import NodeCall, NodeUse, reads
+from backpack.core.node_calls import NodeCall, layer, reads
 from backpack.core.samples import Layout
+from backpack.core.walk import Unit, Walk
 from backpack.utils.subsampling import subsample
 
 
@@ -57,14 +58,14 @@ def _saved_or_shape(node: Node, name: str, number: int) -> Callable[[], Tensor |
     return read
 
 
-def _factors(node: Node, **numbers: int) -> dict[str, int]:
-    return {name: number for name, number in numbers.items() if node.next_functions[number][0] is not None}
+def _single(states: dict[int, Layout]) -> Layout | None:
+    return states[0] if set(states) == {0} else None
 
 
 @reads("Convolution")
-def _convolution(node: Node, layout: Layout) -> NodeUse | None:
-    axes, transposed = len(saved(node, "stride")), saved(node, "transposed")
-    if layout.axis != 0 or axes > 3:
+def _convolution(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
+    layout, axes, transposed = _single(states), len(saved(node, "stride")), saved(node, "transposed")
+    if layout is None or layout.axis != 0 or axes > 3:
         return None
     weight, groups = _saved_or_shape(node, "weight", 1), saved(node, "groups")
     settings = {name: saved(node, name) for name in ("stride", "padding", "dilation", "output_padding")}
@@ -81,13 +82,13 @@ def _convolution(node: Node, layout: Layout) -> NodeUse | None:
         padding_mode=lambda: "zeros",
         **{name: lambda value=value: value for name, value in settings.items()},
     )
-    return NodeUse(call, 0, _factors(node, weight=1, bias=2))
+    return layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
 @reads("NativeLayerNorm")
-def _layer_norm(node: Node, layout: Layout) -> NodeUse | None:
-    normalized = torch.Size(saved(node, "normalized_shape"))
-    if layout.axis >= len(shape_of((node, 0))) - len(normalized):
+def _layer_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
+    layout, normalized = _single(states), torch.Size(saved(node, "normalized_shape"))
+    if layout is None or layout.axis >= len(shape_of((node, 0))) - len(normalized):
         return None
     call = NodeCall(
         node,
@@ -99,14 +100,14 @@ def _layer_norm(node: Node, layout: Layout) -> NodeUse | None:
         input2=lambda: saved(node, "result2"),
         normalized_shape=lambda: normalized,
     )
-    return NodeUse(call, 0, _factors(node, weight=1, bias=2))
+    return layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
 @reads("NativeGroupNorm")
-def _group_norm(node: Node, layout: Layout) -> NodeUse | None:
-    if layout.axis != 0:
+def _group_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
+    layout, shape = _single(states), shape_of((node, 0))
+    if layout is None or layout.axis != 0:
         return None
-    shape = shape_of((node, 0))
     call = NodeCall(
         node,
         _GROUP_NORM,
@@ -116,14 +117,14 @@ def _group_norm(node: Node, layout: Layout) -> NodeUse | None:
         num_groups=lambda: saved(node, "group"),
         eps=lambda: saved(node, "eps"),
     )
-    return NodeUse(call, 0, _factors(node, weight=1, bias=2))
+    return layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
 @reads("NativeBatchNorm")
-def _batch_norm(node: Node, layout: Layout) -> NodeUse | None:
-    if layout.axis != 0 or saved(node, "training") or saved(node, "running_mean") is None:
+def _batch_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
+    layout, shape = _single(states), shape_of((node, 0))
+    if layout is None or layout.axis != 0 or saved(node, "training") or saved(node, "running_mean") is None:
         return None
-    shape = shape_of((node, 0))
     call = NodeCall(
         node,
         _BATCH_NORM,
@@ -134,12 +135,13 @@ def _batch_norm(node: Node, layout: Layout) -> NodeUse | None:
         running_var=lambda: saved(node, "running_var"),
         eps=lambda: saved(node, "eps"),
     )
-    return NodeUse(call, 0, _factors(node, weight=1, bias=2))
+    return layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
 @reads("Embedding")
-def _embedding(node: Node, layout: Layout) -> NodeUse | None:
-    if layout.axis >= len(shape_of((node, 0))) - 1 or saved(node, "scale_grad_by_freq"):
+def _embedding(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
+    layout = _single(states)
+    if layout is None or layout.axis >= len(shape_of((node, 0))) - 1 or saved(node, "scale_grad_by_freq"):
         return None
     padding = saved(node, "padding_idx")
     call = NodeCall(
@@ -149,4 +151,4 @@ def _embedding(node: Node, layout: Layout) -> NodeUse | None:
         weight=lambda: torch.empty(shape_of(node.next_functions[0]), dtype=call.outputs[0].dtype, device="meta"),
         padding_idx=lambda: None if padding < 0 else padding,
     )
-    return NodeUse(call, None, {"weight": 0})
+    return layer(node, call, None, {"weight": 0}, layout, walk)

@@ -16,15 +16,12 @@ from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, refuse_second_order, shape_of
 from backpack.core.losses import has_samples, refuse_as_loss, refuse_without_loss
-from backpack.core.node_calls import read
+from backpack.core.node_calls import Composite, read
 from backpack.core.owners import owners
 from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_unrecorded, refuse_use, refuse_uses
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
-from backpack.utils.errors import (
-    LossValueError,
-    UnsupportedError,
-)
+from backpack.utils.errors import LossValueError, UnsupportedError
 
 
 class Plan:
@@ -33,6 +30,7 @@ class Plan:
     Attributes:
         walk: The graph.
         units: Node to the unit whose output it made.
+        composites: Node to what it computes inside, for nodes that several rules stand for.
         losses: Node to the mark of the loss call whose value it made.
         gaps: Node to gap, for all gaps from which something needed is reached.
         states: Node to output number to state.
@@ -47,6 +45,7 @@ class Plan:
     def __init__(self, walk: Walk, roots: list[Node], second_order: bool, need: Need = Need.COLUMNS) -> None:
         self.walk = walk
         self.units: dict[Node, Unit] = {}
+        self.composites: dict[Node, Composite] = {}
         self.losses: dict[Node, Mark] = {}
         self.gaps: dict[Node, Gap] = {}
         self.states: dict[Node, dict[int, State]] = {}
@@ -54,7 +53,7 @@ class Plan:
         self.loose: list[Parameter] = []
         self.arrivals: dict[Edge, int] = {}
         self._samples_at: dict[Node, int] = {}
-        self._samples_of: dict[Parameter, int] = {}
+        self.batches: dict[Parameter, int] = {}
         self._above: set[Node] = set()
         self._bare: set[Node] = set()
         self._covered: set[Node] = set()
@@ -252,7 +251,8 @@ class Plan:
             call.derivatives = rule
             self._claimed.add(call)
             self._covered |= piece.inside
-            self._add_unit(node, unit)
+            self.units[node] = unit
+            self._count_uses(node, unit)
             return True
         return False
 
@@ -266,25 +266,25 @@ class Plan:
         Returns:
             Whether there is such a rule.
         """
-        layout = states.get(0)
-        if self._need is Need.MODULES or len(states) > 1 or not isinstance(layout, Layout) or node in self._bare:
+        if self._need is Need.MODULES or node in self._bare or not all(isinstance(state, Layout) for state in states.values()):
             return False
-        unit, passed = read(node, layout, self.walk)
-        if unit is None:
+        found = read(node, states, self.walk)
+        if found is None or (isinstance(found, Composite) and self._need is not Need.COLUMNS):  # what lies between the products is curved
             return False
-        if unit.below is not None:
-            self._arrive(unit.below, layout, node in self._above, layout.samples)
-        for edge in unit.split.values():
-            self._arrive(edge, SPLIT, node in self._above, layout.samples)
-        self._passed.update(passed)
-        for leaf in passed:
-            if leaf in self.walk.leaves and id(self.walk.leaves[leaf]) not in self.walk.recorded:
+        above, samples = node in self._above, self._samples_at[node]
+        units, below = (found.parts, found.below) if isinstance(found, Composite) else ([found], [(found.below, found.arrives)])
+        for edge, state in (*below, *((edge, SPLIT) for unit in units for edge in unit.split.values())):
+            if edge is not None:
+                self._arrive(edge, state, above, samples)
+        for unit in units:
+            self._passed.update(unit.inside)
+            for leaf in (n for n in unit.inside & self.walk.leaves.keys() if id(self.walk.leaves[n]) not in self.walk.recorded):
                 refuse_unrecorded(self.walk, leaf)
-        self._add_unit(node, unit)
+            self._count_uses(node, unit)
+        (self.composites if isinstance(found, Composite) else self.units)[node] = found
         return True
 
-    def _add_unit(self, node: Node, unit: Unit) -> None:
-        self.units[node] = unit
+    def _count_uses(self, node: Node, unit: Unit) -> None:
         self._refuse_uncovered(node)
         for parameter in unit.parameters.values():
             self._count(parameter, 1, unit.layout.samples)
@@ -391,7 +391,7 @@ class Plan:
             UnsupportedError: If other uses saw a mini-batch of another size.
         """
         self.uses[parameter] = self.uses.get(parameter, 0) + uses
-        before = self._samples_of.setdefault(parameter, samples)
+        before = self.batches.setdefault(parameter, samples)
         if before != samples:
             refuse_uses(parameter, before, samples)
 

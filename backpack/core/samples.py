@@ -316,6 +316,8 @@ def sum_to(tensor: Tensor, shape: torch.Size, lead: int) -> Tensor:
     Returns:
         ``[*lead axes, *shape]``.
     """
+    if tensor.shape[lead:] == shape:
+        return tensor
     extra = tensor.dim() - lead - len(shape)
     axes = [*range(lead, lead + extra), *(lead + extra + i for i, n in enumerate(shape) if n == 1 and tensor.shape[lead + extra + i] != 1)]
     return (tensor.sum(axes) if axes else tensor).reshape(*tensor.shape[:lead], *shape)

@@ -51,7 +51,7 @@ class Collector(Reader):
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
         self._waiting = self._dependencies() if hook is not None else {}
-        samples = {unit.layout.samples for unit in plan.units.values()} | {mark.call.inputs[0].shape[0] for mark in plan.losses.values()}
+        samples = set(plan.batches.values()) | {mark.call.inputs[0].shape[0] for mark in plan.losses.values()}
         for extension in (extension for group in self._of_flow.values() for extension in group):
             for number in samples:
                 extension.samples(number)  # refuses indices that are out of range, before anything runs
