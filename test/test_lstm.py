@@ -74,6 +74,12 @@ def in_turn(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     return net.b(out.reshape(2, len(x), -1).sum(0))
 
 
+def in_any_order(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    rows = torch.tensor([0, *reversed(range(len(x)))])
+    out = net.own(net.a(x)[rows])[0].sum(1)
+    return net.b(torch.zeros(len(x), 2, dtype=x.dtype).index_add(0, rows, out))
+
+
 def computed_weights(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     weights, none = [net.scale * net.own.weight_ih_l0, net.own.weight_hh_l0.flip(0)], x.new_zeros(1, len(x), 2)
     return net.b(torch.lstm(net.a(x), (none, none), weights, False, 1, 0.0, True, False, True)[0].sum(1))
@@ -114,6 +120,7 @@ NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "called twice": (continued, lstm(), 2),
     "two rows a sample": (folded, lstm(), 1),
     "two rows a sample, in turn": (in_turn, lstm(), 1),
+    "rows in any order": (in_any_order, lstm(), 1),
     "evaluation": (outputs, lstm(change=Module.eval), 1),
     "tied weights": (outputs, lstm(change=tied), 1),
     "some weights frozen": (outputs, lstm(change=frozen), 1),
@@ -247,6 +254,18 @@ def test_samples_along_time_are_refused(extension: str) -> None:
     problem.model.own.batch_first = False
     with pytest.raises(MixedSamplesError, match=LAYER):
         run(problem, QUANTITIES[extension].make())
+
+
+def frozen_in_between(dtype: torch.dtype) -> Problem:
+    problem = build("outputs", 3, dtype)
+    problem.model.own.requires_grad_(False)
+    return problem
+
+
+@pytest.mark.parametrize("extension", ["BatchGrad", "KFLR"])
+def test_frozen_layer(extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns pass a layer that has no trainable weights."""
+    agree(monkeypatch, QUANTITIES[extension], frozen_in_between(torch.float32), frozen_in_between(torch.float64))
 
 
 def test_states_that_are_summed_are_refused() -> None:

@@ -46,9 +46,11 @@ class Carry:
             handles.append(node.register_prehook(self._hook(self._at_loss, node, mark)))
         for node, unit in plan.units.items():
             handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
-        for node, composite in plan.composites.items():
-            handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
         only_gradient = all(flow.is_gradient for flow in self._flows)
+        for node, composite in plan.composites.items():
+            products = any(unit.parameters or unit.split for unit in composite.parts)
+            if not only_gradient or products or any(self._explicit(edge) for edge, _ in composite.below):
+                handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
         for node, gap in plan.gaps.items():
             if not only_gradient or any(self._explicit(n) for n in gap.nexts):
                 handles.append(node.register_prehook(self._hook(self._at_gap, node, gap)))
