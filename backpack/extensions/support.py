@@ -8,10 +8,12 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from torch.nn.modules.loss import _Loss
+
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives
 from backpack.core.derivatives.bilinear import BilinearDerivatives
-from backpack.core.derivatives.loss_generic import GenericLossDerivatives
+from backpack.core.derivatives.loss_generic import GenericLossDerivatives, NoSampleAxisDerivatives
 from backpack.core.derivatives.registry import registered
 from backpack.extensions import curvmatprod, firstorder, secondorder
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -23,6 +25,9 @@ EXTENSIONS: dict[str, BackpropExtension] = {
     name: getattr(family, name)() for family in (firstorder, secondorder, curvmatprod) for name in family.__all__ if name != "HBP"
 }
 """The quantities; ``HBP`` is as ``KFLR`` or as ``KFRA``, according to its options."""
+
+OTHER_LOSS = "any other loss"
+"""Losses that are differentiated automatically."""
 
 OTHER = "any other module"
 OTHER_VECTORS, OTHER_MATRICES = f"{OTHER} with vectors", f"{OTHER} with matrices (other than in products)"
@@ -76,7 +81,8 @@ def supported() -> SupportTable:
     table = SupportTable()
     for module_class, rule in sorted(registered().items(), key=lambda entry: (entry[1].is_loss, entry[0].__name__)):
         cell = _of_loss if isinstance(rule, BaseLossDerivatives) else _of_layer
-        table[module_class.__name__] = {name: cell(extension, rule) for name, extension in EXTENSIONS.items()}
+        layer = OTHER_LOSS if module_class is _Loss else module_class.__name__
+        table[layer] = {name: cell(extension, rule) for name, extension in EXTENSIONS.items()}
     for layer, axes in ((OTHER, 0), (OTHER_VECTORS, 1), (OTHER_MATRICES, 2)):
         table[layer] = {name: _of_other(extension, axes) for name, extension in EXTENSIONS.items()}
     return table
@@ -86,7 +92,9 @@ def _of_loss(extension: BackpropExtension, rule: BaseLossDerivatives) -> Support
     flow = extension.flow
     if isinstance(flow, GradientFlow):
         return Support(How.GRAPH)
-    return Support(How.GRAPH if type(rule) is GenericLossDerivatives else How.RULE)
+    if isinstance(rule, NoSampleAxisDerivatives):
+        return Support(How.REFUSED, "its samples do not lie on axis 0 of its input")
+    return Support(How.GRAPH if type(rule)._sqrt_hessian is GenericLossDerivatives._sqrt_hessian else How.RULE)
 
 
 def _of_layer(extension: BackpropExtension, rule: BaseDerivatives) -> Support:
