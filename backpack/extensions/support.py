@@ -33,6 +33,8 @@ OTHER = "any other module"
 OTHER_VECTORS, OTHER_MATRICES = f"{OTHER} with vectors", f"{OTHER} with matrices (other than in products)"
 """Modules without a rule whose operations are curved: without parameters, or with vectors or matrices as parameters."""
 
+_NO_AVERAGE = "batch-averaged factors exist for weights and biases of linear layers and convolutions only"
+
 
 class How(Enum):
     """How a quantity is computed where a layer is concerned."""
@@ -100,7 +102,7 @@ def _of_loss(extension: BackpropExtension, rule: BaseLossDerivatives) -> Support
 def _of_layer(extension: BackpropExtension, rule: BaseDerivatives) -> Support:
     flow = extension.flow
     if isinstance(flow, AverageFlow) and rule.params and (isinstance(rule, BilinearDerivatives) or not isinstance(rule, AffineDerivatives)):
-        return Support(How.REFUSED, "batch-averaged factors exist for weights and biases of linear layers and convolutions only")
+        return Support(How.REFUSED, _NO_AVERAGE)
     if isinstance(flow, MatProdFlow):
         missing = [name for name in rule.params if not _has(rule, f"_{name}_jac_mat_prod")]
         if missing:
@@ -130,7 +132,7 @@ def _of_other(extension: BackpropExtension, axes: int) -> Support:
     """
     flow = extension.flow
     if axes and isinstance(flow, AverageFlow):
-        return Support(How.REFUSED, "batch-averaged factors exist for weights and biases of affine layers only")
+        return Support(How.REFUSED, _NO_AVERAGE)
     if axes > 1 and isinstance(extension, HBP):
         return Support(How.REFUSED, "there is no Kronecker factor for it")
     curved = isinstance(flow, SignedSqrtFlow) or (isinstance(flow, MatProdFlow) and Curvature.require_residual(flow.curvature))

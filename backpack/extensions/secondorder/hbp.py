@@ -183,9 +183,16 @@ class HBP(SecondOrderBackpropExtension):
 class KFAC(HBP):
     """Kronecker factors with a Monte-Carlo estimate of the loss's Hessian (Martens & Grosse 2015; Grosse & Martens 2016), saved to ``kfac``.
 
-    Linear: ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss), ``A = 1/N sum_n x_n x_n^T``. Extra axes are positions: inputs are
-    summed over them in ``A``, columns before the outer product in ``B``. Further uses of a parameter are further positions, as are the places at
-    which a convolution applies its kernel: its input is unfolded. Factors of a transposed convolution are those of ``weight.transpose(0, 1)``.
+    Linear, weight ``[out, in]``: ``[B, A]`` with ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss) and
+    ``A = 1/N sum_n x_n x_n^T``; bias: ``[B]``. Extra axes are positions: inputs are summed over them in ``A``, columns before the outer product in
+    ``B``. Further uses of a parameter are further positions, as are the places at which a convolution applies its kernel: its input is unfolded.
+    With groups there is a list of such lists. Factors of a transposed convolution are those of ``weight.transpose(0, 1)``.
+
+    Products with a matrix are read off the graph, in attention, recurrent layers and functional code: ``F.linear(x, W)`` is a Linear layer, and a
+    matrix ``W [in, out]`` in ``x @ W`` has its factors in the order of its axes, ``[A, B]``. A vector has one factor, its exact block.
+
+    Refused are parameters with two or more axes longer than one in any other operation without a rule (also a slice or a multiple of them in such
+    a product), and those that are used in two ways or orientations: take a diagonal for these, or freeze them.
 
     Embedding: ``[A, B]``, as if one-hot vectors were multiplied by its table ``[K, D]``. ``A [K]`` is the diagonal of the second moment of these
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
