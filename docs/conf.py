@@ -1,8 +1,10 @@
 """Settings of Sphinx, and the pages and tables that are written from the package itself at build time."""
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from inspect import getdoc
+from itertools import groupby
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -89,7 +91,7 @@ def kind(cls: type) -> str:
 
 
 def support(losses: bool) -> Iterator[str]:
-    """A table of layers, or of losses, and quantities; equal columns are one, and so are equal rows of one kind; notes say why something is refused."""
+    """A table of layers, or of losses, and quantities; equal columns are one, so are equal rows of one kind; notes say why something is refused."""
     table, columns, rows = backpack.supported(), {}, {}
     for name in EXTENSIONS:
         columns.setdefault(tuple(row[name] for row in table.values()), []).append(name)
@@ -105,8 +107,15 @@ def support(losses: bool) -> Iterator[str]:
     yield from row_of(["", *("\n".join(f"| {name}" for name in names) for names in columns.values())])
     for (title, cells), names in rows.items():
         said = (f"{cell.how.value} :sup:`{notes[cell.reason]}`" if cell.reason else cell.how.value for cell in cells)
-        yield from row_of([f"**{title}**: " * bool(title) + ", ".join(names), *said])
+        yield from row_of([f"**{title}**: " * bool(title) + ", ".join(short(names)), *said])
     yield from ["", *(f"| :sup:`{note}` {reason}" for reason, note in notes.items()), ""]
+
+
+def short(names: Iterable[str]) -> Iterator[str]:
+    """Names of layers; ``Conv1d``, ``Conv2d``, ``Conv3d`` become ``Conv1d/2d/3d``."""
+    for stem, same in groupby(names, key=lambda name: re.sub(r"\dd$", "*", name)):
+        first, *others = same
+        yield "/".join([first, *(name[len(stem) - 1 :] for name in others)])
 
 
 def row_of(cells: Iterable[str]) -> Iterator[str]:

@@ -71,7 +71,8 @@ def supported() -> SupportTable:
     """Tell which quantity is there for which layer, in a sequence of modules, with the layer in evaluation mode and on its usual input.
 
     Made from the rules that are registered at the moment, those of users included. Options of a layer that its rule does not cover (a random mode,
-    say) go by the graph.
+    say) go by the graph. The last rows are about modules without a rule whose operations are curved. Attention and recurrent layers consist of
+    products with matrices, which have the rule of ``Linear``, and of such operations.
 
     Returns:
         ``{layer: {quantity: Support(how, reason)}}``, printable.

@@ -1,9 +1,10 @@
 """Kronecker factors of the generalized Gauss-Newton: KFAC, KFLR, KFRA, and Hessian backpropagation with all its options.
 
 Each value is a list of matrices ``[F1, F2, ...]`` whose Kronecker product ``F1 (x) F2`` approximates the block of the flattened parameter: for a
-weight ``[output side, input side]``, for a bias ``[output side]``; one such list a group for layers with groups. The table of an ``Embedding`` has
-``[input side, output side]``, as its rows belong to indices; its input side is a vector, the diagonal of a matrix. A parameter without Kronecker
-structure has one factor, its exact block.
+weight ``[output side, input side]``, for a bias ``[output side]``; one such list a group for layers with groups. The sides come in the order of the
+parameter's axes: a matrix ``W`` in ``x @ W`` has ``[input side, output side]``, and so has the table of an ``Embedding``, whose rows belong to
+indices; its input side is a vector, the diagonal of a matrix. A parameter without Kronecker structure, if it is a vector, has one factor, its
+exact block.
 """
 
 from __future__ import annotations
@@ -225,7 +226,10 @@ class KFLR(HBP):
 
 
 class KFRA(HBP):
-    """Kronecker factors by recursion with batch-averaged matrices (Botev, Ritter & Barber 2017), saved to ``kfra``. Sequences of modules only."""
+    """Kronecker factors by recursion with batch-averaged matrices (Botev, Ritter & Barber 2017), saved to ``kfra``.
+
+    For sequences of modules only, with parameters in Linear layers on inputs ``[N, in_features]`` and in convolutions without groups.
+    """
 
     def __init__(self) -> None:
         """Carry one matrix for the whole mini-batch."""
