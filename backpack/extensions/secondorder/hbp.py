@@ -190,10 +190,11 @@ class KFAC(HBP):
     With groups there is a list of such lists. Factors of a transposed convolution are those of ``weight.transpose(0, 1)``.
 
     Products with a matrix are read off the graph, in attention, recurrent layers and functional code: ``F.linear(x, W)`` is a Linear layer, and a
-    matrix ``W [in, out]`` in ``x @ W`` has its factors in the order of its axes, ``[A, B]``. A vector has one factor, its exact block.
+    matrix ``W [in, out]`` in ``x @ W`` has its factors in the order of its axes, ``[A, B]``. Convolutions and embeddings that are called as functions
+    are like their layers. A vector has one factor, its exact block.
 
-    Refused are parameters with two or more axes longer than one in any other operation without a rule (also a slice or a multiple of them in such
-    a product), and those that are used in two ways or orientations: take a diagonal for these, or freeze them.
+    Refused are parameters with two or more axes longer than one in any other operation without a rule (also a slice or a multiple of them in one
+    of these), and those that are used in two ways or orientations: take a diagonal for these, or freeze them.
 
     Embedding: ``[A, B]``, as if one-hot vectors were multiplied by its table ``[K, D]``. ``A [K]`` is the diagonal of the second moment of these
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
