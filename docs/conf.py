@@ -1,14 +1,19 @@
-"""Settings of Sphinx, and the two pages that are written from the package itself at build time."""
+"""Settings of Sphinx, and the pages and tables that are written from the package itself at build time."""
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import getdoc
+from itertools import groupby
 from pathlib import Path
+from string import ascii_lowercase
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
 import backpack.extensions  # noqa: E402
+from backpack.core.derivatives.registry import registered  # noqa: E402
+from backpack.extensions.support import EXTENSIONS, OTHER_LOSS  # noqa: E402
 from backpack.utils.errors import BackpackError  # noqa: E402
 
 project = "backpack"
@@ -18,14 +23,36 @@ version = release = backpack.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_parser"]
 templates_path = ["_templates"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "generated/supported_*"]
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 
 FAMILIES = {"firstorder": "First order", "secondorder": "Second order", "curvmatprod": "Products with curvature matrices"}
+
+KINDS = {
+    "linear": "Linear layers",
+    "conv": "Convolutions",
+    "activation": "Activations",
+    "pooling": "Pooling",
+    "padding": "Padding",
+    "batchnorm": "Normalizations",
+    "instancenorm": "Normalizations",
+    "normalization": "Normalizations",
+    "dropout": "Dropout",
+    "sparse": "Embeddings",
+    "channelshuffle": "Shapes",
+    "flatten": "Shapes",
+    "fold": "Shapes",
+    "pixelshuffle": "Shapes",
+    "upsampling": "Shapes",
+    "loss": "Losses",
+}
+"""File of torch.nn.modules to what its layers are called; those of this package go under its name."""
 
 
 def page(title: str, introduction: str, body: Iterator[str]) -> str:
@@ -58,12 +85,54 @@ def refusals() -> Iterator[str]:
         yield from [f":class:`{cls.__module__}.{cls.__name__}`, also caught as {caught}", "", getdoc(cls) or "", ""]
 
 
+def kind(cls: type) -> str:
+    """What a layer, or a loss, is called together with others."""
+    return "backpack" if cls.__module__.startswith("backpack.") else KINDS[cls.__module__.rpartition(".")[2]]
+
+
+def support(losses: bool) -> Iterator[str]:
+    """A table of layers, or of losses, and quantities; equal columns are one, so are equal rows of one kind; notes say why something is refused."""
+    table, columns, rows = backpack.supported(), {}, {}
+    for name in EXTENSIONS:
+        columns.setdefault(tuple(row[name] for row in table.values()), []).append(name)
+    kinds = {cls.__name__: kind(cls) for cls in registered()} | {OTHER_LOSS: "Losses"}
+    order = [*dict.fromkeys(KINDS.values()), "backpack", ""]
+    for layer in sorted(table, key=lambda layer: order.index(kinds.get(layer, ""))):
+        if losses == (kinds.get(layer) == "Losses"):
+            cells = tuple(table[layer][names[0]] for names in columns.values())
+            rows.setdefault((kinds.get(layer, ""), cells), []).append(layer)
+    reasons = list(dict.fromkeys(cell.reason for _, cells in rows for cell in cells if cell.reason))
+    notes = dict(zip(reasons, ascii_lowercase, strict=False))
+    yield from [".. list-table::", "   :header-rows: 1", "   :class: supported", ""]
+    yield from row_of(["", *("\n".join(f"| {name}" for name in names) for names in columns.values())])
+    for (title, cells), names in rows.items():
+        said = (f"{cell.how.value} :sup:`{notes[cell.reason]}`" if cell.reason else cell.how.value for cell in cells)
+        yield from row_of([f"**{title}**: " * bool(title) + ", ".join(short(names)), *said])
+    yield from ["", *(f"| :sup:`{note}` {reason}" for reason, note in notes.items()), ""]
+
+
+def short(names: Iterable[str]) -> Iterator[str]:
+    """Names of layers; ``Conv1d``, ``Conv2d``, ``Conv3d`` become ``Conv1d/2d/3d``."""
+    for stem, same in groupby(names, key=lambda name: re.sub(r"\dd$", "*", name)):
+        first, *others = same
+        yield "/".join([first, *(name[len(stem) - 1 :] for name in others)])
+
+
+def row_of(cells: Iterable[str]) -> Iterator[str]:
+    """A row of a ``list-table``."""
+    for number, cell in enumerate(cells):
+        first, *others = cell.split("\n")
+        yield from [f"   {' ' if number else '*'} - {first}", *(f"       {line}" for line in others)]
+
+
 def write_pages(*_: object) -> None:
     """Write the pages that the package itself describes."""
     folder = HERE / "generated"
     folder.mkdir(exist_ok=True)
     (folder / "quantities.rst").write_text(page("Quantities", "What ``backpack(...)`` accepts.", quantities()))
     introduction = "Each message ends with a code in brackets, under which this page explains it. All classes derive from ``BackpackError``."
+    (folder / "supported_layers.inc").write_text("\n".join(support(losses=False)))
+    (folder / "supported_losses.inc").write_text("\n".join(support(losses=True)))
     (folder / "errors.rst").write_text(page("Errors", introduction, refusals()))
 
 

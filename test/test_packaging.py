@@ -67,11 +67,19 @@ def test_import_is_quiet_and_needs_no_extras() -> None:
     assert python("-c", code) == ""
 
 
-PAGES = {path.name: re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.M | re.S) for path in [ROOT / "README.md", ROOT / "docs" / "start.md"]}
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<output>.*?)^```$)?", re.M | re.S)
+PAGES = {path.name: list(BLOCK.finditer(path.read_text())) for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+END = "--- end of block ---\n"
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
 def test_documentation_runs(page: str) -> None:
-    """The Python blocks of a page run one after the other, without warnings."""
-    assert PAGES[page]
-    python("-W", "error::UserWarning", "-c", "\n".join(PAGES[page]))
+    """The Python blocks of a page run one after the other, without warnings, and print what the page says, if anything."""
+    code = [f"{block['code']}\nprint({END!r}, end='')\n" for block in PAGES[page]]
+    *printed, rest = python("-W", "error::UserWarning", "-c", "".join(code)).split(END)
+    assert printed == [block["output"] or "" for block in PAGES[page]]
+    assert rest == ""
+
+
+def test_documented_pages() -> None:
+    assert {"README.md", "start.md", "layers.md", "extending.md", "coming_from_backpack.md"} <= {page for page, blocks in PAGES.items() if blocks}

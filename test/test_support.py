@@ -16,7 +16,7 @@ from backpack import backpack, extend, supported
 from backpack.core.derivatives.registry import derivatives_for, registered
 from backpack.core.plan import Plan
 from backpack.core.walk import Need, Walk
-from backpack.extensions.support import EXTENSIONS, OTHER, OTHER_MATRICES, OTHER_VECTORS, How
+from backpack.extensions.support import EXTENSIONS, OTHER, OTHER_LOSS, OTHER_MATRICES, OTHER_VECTORS, How
 from backpack.utils.errors import BackpackError
 
 N = 3
@@ -123,8 +123,14 @@ def returns_input(module: Module, shape: tuple[int, ...]) -> bool:
     return module(x).data_ptr() == x.data_ptr()
 
 
+def classes(out: Tensor) -> Tensor:
+    return torch.zeros(len(out), dtype=torch.int64)
+
+
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
-    "CrossEntropyLoss": lambda out: torch.zeros(N, dtype=torch.int64),
+    "NLLLoss": classes,
+    "MultiMarginLoss": classes,
+    "CrossEntropyLoss": classes,
     "BCEWithLogitsLoss": torch.ones_like,
     "MSELoss": torch.zeros_like,
     "SmoothL1Loss": torch.zeros_like,
@@ -154,7 +160,7 @@ def test_loss(loss: str) -> None:
 def test_table() -> None:
     """A row for each registered class, a column for each quantity; what is refused says why; it can be printed."""
     table = supported()
-    assert {cls.__name__ for cls in registered()} | {OTHER, OTHER_VECTORS, OTHER_MATRICES} == set(table)
+    assert {cls.__name__ for cls in registered()} - {"_Loss"} | {OTHER_LOSS, OTHER, OTHER_VECTORS, OTHER_MATRICES} == set(table)
     for row in table.values():
         assert list(row) == list(EXTENSIONS)
         assert all((cell.how is How.REFUSED) == bool(cell.reason) for cell in row.values())
@@ -165,6 +171,8 @@ def test_table() -> None:
     assert softmax.split()[1:] == [cell.how.value for cell in table["Softmax"].values()]
     assert table["Linear"]["KFRA"].how is How.RULE
     assert table["Softmax"]["PCHMP"].reason == "its second derivative is dense"
+    assert table["CosineEmbeddingLoss"]["DiagGGNExact"].how is How.GRAPH
+    assert [table["CTCLoss"][name].how for name in ("BatchGrad", "DiagGGNExact")] == [How.GRAPH, How.REFUSED]
 
 
 def test_every_layer_of_the_library_is_tried() -> None:

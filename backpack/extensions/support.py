@@ -8,10 +8,12 @@ from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from torch.nn.modules.loss import _Loss
+
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives
 from backpack.core.derivatives.bilinear import BilinearDerivatives
-from backpack.core.derivatives.loss_generic import GenericLossDerivatives
+from backpack.core.derivatives.loss_generic import GenericLossDerivatives, NoSampleAxisDerivatives
 from backpack.core.derivatives.registry import registered
 from backpack.extensions import curvmatprod, firstorder, secondorder
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -24,9 +26,14 @@ EXTENSIONS: dict[str, BackpropExtension] = {
 }
 """The quantities; ``HBP`` is as ``KFLR`` or as ``KFRA``, according to its options."""
 
+OTHER_LOSS = "any other loss"
+"""Losses that are differentiated automatically."""
+
 OTHER = "any other module"
 OTHER_VECTORS, OTHER_MATRICES = f"{OTHER} with vectors", f"{OTHER} with matrices (other than in products)"
 """Modules without a rule whose operations are curved: without parameters, or with vectors or matrices as parameters."""
+
+_NO_AVERAGE = "batch-averaged factors exist for weights and biases of linear layers and convolutions only"
 
 
 class How(Enum):
@@ -64,7 +71,8 @@ def supported() -> SupportTable:
     """Tell which quantity is there for which layer, in a sequence of modules, with the layer in evaluation mode and on its usual input.
 
     Made from the rules that are registered at the moment, those of users included. Options of a layer that its rule does not cover (a random mode,
-    say) go by the graph.
+    say) go by the graph. The last rows are about modules without a rule whose operations are curved. Attention and recurrent layers consist of
+    products with matrices, which have the rule of ``Linear``, and of such operations.
 
     Returns:
         ``{layer: {quantity: Support(how, reason)}}``, printable.
@@ -76,7 +84,8 @@ def supported() -> SupportTable:
     table = SupportTable()
     for module_class, rule in sorted(registered().items(), key=lambda entry: (entry[1].is_loss, entry[0].__name__)):
         cell = _of_loss if isinstance(rule, BaseLossDerivatives) else _of_layer
-        table[module_class.__name__] = {name: cell(extension, rule) for name, extension in EXTENSIONS.items()}
+        layer = OTHER_LOSS if module_class is _Loss else module_class.__name__
+        table[layer] = {name: cell(extension, rule) for name, extension in EXTENSIONS.items()}
     for layer, axes in ((OTHER, 0), (OTHER_VECTORS, 1), (OTHER_MATRICES, 2)):
         table[layer] = {name: _of_other(extension, axes) for name, extension in EXTENSIONS.items()}
     return table
@@ -86,13 +95,15 @@ def _of_loss(extension: BackpropExtension, rule: BaseLossDerivatives) -> Support
     flow = extension.flow
     if isinstance(flow, GradientFlow):
         return Support(How.GRAPH)
-    return Support(How.GRAPH if type(rule) is GenericLossDerivatives else How.RULE)
+    if isinstance(rule, NoSampleAxisDerivatives):
+        return Support(How.REFUSED, "its samples do not lie on axis 0 of its input")
+    return Support(How.GRAPH if type(rule)._sqrt_hessian is GenericLossDerivatives._sqrt_hessian else How.RULE)
 
 
 def _of_layer(extension: BackpropExtension, rule: BaseDerivatives) -> Support:
     flow = extension.flow
     if isinstance(flow, AverageFlow) and rule.params and (isinstance(rule, BilinearDerivatives) or not isinstance(rule, AffineDerivatives)):
-        return Support(How.REFUSED, "batch-averaged factors exist for weights and biases of linear layers and convolutions only")
+        return Support(How.REFUSED, _NO_AVERAGE)
     if isinstance(flow, MatProdFlow):
         missing = [name for name in rule.params if not _has(rule, f"_{name}_jac_mat_prod")]
         if missing:
@@ -122,7 +133,7 @@ def _of_other(extension: BackpropExtension, axes: int) -> Support:
     """
     flow = extension.flow
     if axes and isinstance(flow, AverageFlow):
-        return Support(How.REFUSED, "batch-averaged factors exist for weights and biases of affine layers only")
+        return Support(How.REFUSED, _NO_AVERAGE)
     if axes > 1 and isinstance(extension, HBP):
         return Support(How.REFUSED, "there is no Kronecker factor for it")
     curved = isinstance(flow, SignedSqrtFlow) or (isinstance(flow, MatProdFlow) and Curvature.require_residual(flow.curvature))

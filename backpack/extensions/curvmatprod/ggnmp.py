@@ -7,7 +7,10 @@ from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
 
 
 class GGNMP(CurvatureMatrixProduct):
-    """A function ``[V, *parameter] -> [V, *parameter]`` that multiplies with the block of the generalized Gauss-Newton, saved to ``ggnmp``."""
+    """A function ``[V, *parameter] -> [V, *parameter]`` that multiplies with the block of the generalized Gauss-Newton, saved to ``ggnmp``.
+
+    For sequences of modules only; ``backpack.hessianfree.ggnvp`` multiplies with the generalized Gauss-Newton of anything.
+    """
 
     def __init__(self, savefield: str = "ggnmp") -> None:
         """Choose the name.

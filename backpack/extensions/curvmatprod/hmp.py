@@ -7,7 +7,10 @@ from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
 
 
 class HMP(CurvatureMatrixProduct):
-    """A function ``[V, *parameter] -> [V, *parameter]`` that multiplies with the parameter's block of the Hessian, saved to ``hmp``."""
+    """A function ``[V, *parameter] -> [V, *parameter]`` that multiplies with the parameter's block of the Hessian, saved to ``hmp``.
+
+    For sequences of modules only; ``backpack.hessianfree.hvp`` multiplies with the Hessian of anything.
+    """
 
     def __init__(self, savefield: str = "hmp") -> None:
         """Choose the name.

@@ -46,7 +46,8 @@ class DiagGGNExact(DiagGGN):
 class DiagGGNMC(DiagGGN):
     """Monte-Carlo estimate of the diagonal of the generalized Gauss-Newton, ``[*parameter]``, saved to ``diag_ggn_mc``.
 
-    Unbiased: labels are drawn from the distribution that the loss stands for. Costs ``mc_samples`` columns instead of one for each class.
+    Unbiased: labels are drawn from the distribution that the loss stands for; where it stands for none, the exact root is multiplied by random signs.
+    Costs ``mc_samples`` columns instead of one for each class.
     """
 
     def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:

@@ -25,7 +25,8 @@ class HessianExtension(SecondOrderBackpropExtension):
 class DiagHessian(HessianExtension):
     """Diagonal of the Hessian of the loss, ``[*parameter]``, saved to ``diag_h``.
 
-    Exact for modules and for operations that are (piecewise) linear; memory and time grow with the square of the number of curved activations.
+    Exact for modules, branches of modules, and operations that are (piecewise) linear; other operations between modules are refused. Memory and time
+    grow with the square of the number of curved activations.
     """
 
     def __init__(self, subsampling: list[int] | None = None) -> None:

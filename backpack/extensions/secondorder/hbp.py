@@ -1,9 +1,10 @@
 """Kronecker factors of the generalized Gauss-Newton: KFAC, KFLR, KFRA, and Hessian backpropagation with all its options.
 
 Each value is a list of matrices ``[F1, F2, ...]`` whose Kronecker product ``F1 (x) F2`` approximates the block of the flattened parameter: for a
-weight ``[output side, input side]``, for a bias ``[output side]``; one such list a group for layers with groups. The table of an ``Embedding`` has
-``[input side, output side]``, as its rows belong to indices; its input side is a vector, the diagonal of a matrix. A parameter without Kronecker
-structure has one factor, its exact block.
+weight ``[output side, input side]``, for a bias ``[output side]``; one such list a group for layers with groups. The sides come in the order of the
+parameter's axes: a matrix ``W`` in ``x @ W`` has ``[input side, output side]``, and so has the table of an ``Embedding``, whose rows belong to
+indices; its input side is a vector, the diagonal of a matrix. A parameter without Kronecker structure, if it is a vector, has one factor, its
+exact block.
 """
 
 from __future__ import annotations
@@ -183,9 +184,17 @@ class HBP(SecondOrderBackpropExtension):
 class KFAC(HBP):
     """Kronecker factors with a Monte-Carlo estimate of the loss's Hessian (Martens & Grosse 2015; Grosse & Martens 2016), saved to ``kfac``.
 
-    Linear: ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss), ``A = 1/N sum_n x_n x_n^T``. Extra axes are positions: inputs are
-    summed over them in ``A``, columns before the outer product in ``B``. Further uses of a parameter are further positions, as are the places at
-    which a convolution applies its kernel: its input is unfolded. Factors of a transposed convolution are those of ``weight.transpose(0, 1)``.
+    Linear, weight ``[out, in]``: ``[B, A]`` with ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss) and
+    ``A = 1/N sum_n x_n x_n^T``; bias: ``[B]``. Extra axes are positions: inputs are summed over them in ``A``, columns before the outer product in
+    ``B``. Further uses of a parameter are further positions, as are the places at which a convolution applies its kernel: its input is unfolded.
+    With groups there is a list of such lists. Factors of a transposed convolution are those of ``weight.transpose(0, 1)``.
+
+    Products with a matrix are read off the graph, in attention, recurrent layers and functional code: ``F.linear(x, W)`` is a Linear layer, and a
+    matrix ``W [in, out]`` in ``x @ W`` has its factors in the order of its axes, ``[A, B]``. Convolutions and embeddings that are called as functions
+    are like their layers. A vector has one factor, its exact block.
+
+    Refused are parameters with two or more axes longer than one in any other operation without a rule (also a slice or a multiple of them in one
+    of these), and those that are used in two ways or orientations: take a diagonal for these, or freeze them.
 
     Embedding: ``[A, B]``, as if one-hot vectors were multiplied by its table ``[K, D]``. ``A [K]`` is the diagonal of the second moment of these
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
@@ -218,7 +227,10 @@ class KFLR(HBP):
 
 
 class KFRA(HBP):
-    """Kronecker factors by recursion with batch-averaged matrices (Botev, Ritter & Barber 2017), saved to ``kfra``. Sequences of modules only."""
+    """Kronecker factors by recursion with batch-averaged matrices (Botev, Ritter & Barber 2017), saved to ``kfra``.
+
+    For sequences of modules only, with parameters in Linear layers on inputs ``[N, in_features]`` and in convolutions without groups.
+    """
 
     def __init__(self) -> None:
         """Carry one matrix for the whole mini-batch."""
