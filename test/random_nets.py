@@ -182,8 +182,8 @@ def make_layer(name: str, *settings: Any) -> Module:
 
 def shape_after(name: str, settings: Step, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Find out which shape a layer returns."""
-    with torch.device("meta"):
-        return tuple(make_layer("conv" if name == "functional conv" else name, *settings)(randn(shape)).shape)
+    with torch.random.fork_rng(), torch.no_grad():
+        return tuple(make_layer("conv" if name == "functional conv" else name, *settings)(torch.zeros(shape)).shape)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------------------------------
