@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -323,32 +324,85 @@ def test_all_extensions_at_once(case: str) -> None:
         quantity.check(oracle, collect(problem, quantity.field))
 
 
-@pytest.mark.parametrize(
-    "case",
-    ["MSE, mean", "CE, mean", "BCE, mean", "residual", "samples second", "transformer: attention", "recurrent: LSTM", "recurrent: GRU"],
-)
+IN_SINGLE_PRECISION = {
+    "BatchGrad": lambda oracle: oracle.grad_batch,
+    "Variance": lambda oracle: oracle.variance,
+    "DiagGGNExact": lambda oracle: sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)),
+    "DiagHessian": lambda oracle: sum_batch(oracle.diag_h_batch),
+    "KFLR": lambda oracle: oracle.kronecker(oracle.hessian_exact),
+}
+
+
+def single(value: object) -> object:
+    """Round numbers to single precision, also inside a tuple."""
+    if isinstance(value, tuple):
+        return tuple(map(single, value))
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def single_problem(case: str) -> Problem:
+    """Round parameters and data of a row to single precision."""
+    problem = CASES[case].build(3)
+    for module in (problem.model, *problem.losses):
+        module.float()
+    problem.x = single(problem.x)
+    for term in problem.terms:
+        term.target, term.scale = single(term.target), single(term.scale)
+    return problem
+
+
+def draws(problem: Problem) -> bool:
+    """Say whether the forward pass draws random numbers, which differ between data types."""
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    problem.outputs(seed=0)
+    return not torch.equal(before, torch.get_rng_state())
+
+
+def flat(value: Tensor | list) -> Iterator[Tensor]:
+    """Go through all tensors of a value."""
+    if isinstance(value, Tensor):
+        yield value.detach()
+    else:
+        for one in value:
+            yield from flat(one)
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_single_precision(case: str) -> None:
-    problem, truth = CASES[case].build(3, torch.float32), CASES[case].build(3)
-    truth.model.load_state_dict(problem.model.state_dict())
-    truth.x = problem.x.double()
-    for term, other in zip(truth.terms, problem.terms, strict=True):
-        term.target = other.target.double() if other.target.is_floating_point() else other.target
-    oracle = Oracle(truth)
-    quantities = ["BatchGrad", "Variance", "DiagGGNExact"]
-    quantities += ["DiagHessian"] if hessian_diagonal(CASES[case].tags) is Expect.EXACT else []
-    run(problem, *(QUANTITIES[name].make() for name in quantities))
-    expected = {
-        "grad_batch": oracle.grad_batch,
-        "variance": oracle.variance,
-        "diag_ggn_exact": sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)),
-        "diag_h": sum_batch(oracle.diag_h_batch) if "DiagHessian" in quantities else {},
-    }
-    for field, truths in expected.items():
-        values = collect(problem, field)
-        assert values.keys() == truths.keys()
-        for name, value in values.items():
-            assert value.dtype == torch.float32
-            close(value.double(), truths[name], rtol=1e-4)
+    """In single precision, all that is exact holds up to 5e-5 of the largest entry.
+
+    Rounding is 6e-8 of a number, and these small nets lose less than two digits to cancellation: the largest error of all rows is 6e-6. Three
+    things are no error of ours, and are reckoned with:
+
+    * a variance is a difference, so that its rounding is relative to the second moment that is subtracted from;
+    * where the truth is zero, as for the bias of keys in an attention, rounding is relative to the other parameters;
+    * ``RMSNorm`` adds the rounding unit of its data type by default, so that its value itself depends on the data type, by up to 2e-5.
+
+    Rows that draw random numbers are compared in evaluation mode.
+    """
+    warnings.filterwarnings("ignore", "LSTM with projections is not supported with oneDNN")  # torch uses another library instead
+    problem, oracle = single_problem(case), oracle_of(case, 3)
+    if draws(problem):
+        truth = CASES[case].build(3)
+        truth.model.eval()
+        problem.model.eval()
+        assert not draws(problem)
+        oracle = Oracle(truth)
+    names = [name for name in IN_SINGLE_PRECISION if QUANTITIES[name].expect(CASES[case].tags) is Expect.EXACT]
+    run(problem, *(QUANTITIES[name].make() for name in names))
+    for name in names:
+        expected, values = IN_SINGLE_PRECISION[name](oracle), collect(problem, QUANTITIES[name].field)
+        assert values.keys() == expected.keys()
+        largest = {p: [one.abs().amax() for one in flat(value)] for p, value in expected.items()}
+        floor = 1e-7 * max(max(sizes) for sizes in largest.values())
+        for p, value in values.items():
+            moment = oracle.sum_grad_squared[p].amax() / oracle.N if name == "Variance" else 0.0
+            for actual, truth, size in zip(flat(value), flat(expected[p]), largest[p], strict=True):
+                assert actual.dtype == torch.float32
+                assert actual.shape == truth.shape
+                error = (actual.double() - truth).abs().amax()
+                assert error <= 5e-5 * max(size, moment) + floor, f"{name} of {p}: error {error:.2e}, largest expected entry {size:.2e}"
 
 
 @pytest.mark.parametrize("case", ["MSE, mean", "residual", "GELU", "LayerNorm", "net: Conv2d", "transformer: attention"])

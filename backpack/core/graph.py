@@ -147,8 +147,8 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         torch._C._functorch._set_vmap_fallback_warning_enabled(False)
         found = iter(torch.vmap(defined)(*parts))
     except RuntimeError:  # no batching rule, or data-dependent Python inside: one column after the other
-        rows = [defined(*(p[v] for p in parts)) for v in range(count)]
-        found = iter([torch.stack(row) for row in zip(*rows, strict=True)])
+        rows = [defined(*row) for row in zip(*(p if count else p.new_zeros(1, *p.shape[1:]) for p in parts), strict=True)]  # one tells the shapes
+        found = iter([torch.stack(row)[:count] for row in zip(*rows, strict=True)])
     return [None if none else next(found) for none in missing]
 
 
