@@ -31,6 +31,7 @@ class Carry:
     def __init__(self, plan: Plan, flows: list[Flow], reader: Reader) -> None:
         self._plan, self._flows, self._reader = plan, flows, reader
         self._pending = dict(plan.uses)
+        self._concerned = {flow: reader.concerned(flow) for flow in flows}
         self._data: dict[tuple[Flow, Edge], Any] = {}
         self._split: dict[tuple[Flow, Edge], Columns] = {}
 
@@ -88,6 +89,9 @@ class Carry:
         """
         return upstream is not None and (self._is_leaf(upstream[0]) or self._plan.states[upstream[0]].get(upstream[1]) is SPLIT)
 
+    def _concerns(self, flow: Flow, upstream: tuple) -> bool:
+        return bool(self._plan.walk.reach[upstream[0]] & self._concerned[flow])
+
     def _is_leaf(self, node: Node) -> bool:
         return not node.next_functions and hasattr(node, "variable")
 
@@ -129,9 +133,10 @@ class Carry:
             if unit.parameters:
                 self._reader.at_call(flow, use)
             for name, upstream in unit.split.items():
-                self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
+                if self._concerns(flow, upstream):
+                    self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
             below = unit.below
-            if below is None or (flow.is_gradient and not self._explicit(below)):
+            if below is None or not self._concerns(flow, below) or (flow.is_gradient and not self._explicit(below)):
                 continue
             value = flow.through(view, value, grad, unit.layout)
             if flow.crosses_gaps:
@@ -184,7 +189,10 @@ class Carry:
         for flow in self._flows:
             if not flow.crosses_gaps:
                 continue
-            wanted = [c is not None and (not flow.is_gradient or self._explicit(n)) for n, c in zip(gap.nexts, gap.crossings, strict=True)]
+            wanted = [
+                c is not None and self._concerns(flow, n) and (not flow.is_gradient or self._explicit(n))
+                for n, c in zip(gap.nexts, gap.crossings, strict=True)
+            ]
             data = {
                 nr: ({} if grads[nr] is None else {0: grads[nr][None]}) if flow.is_gradient else self._data.pop((flow, (node, nr)), {})
                 for nr, state in gap.states.items()

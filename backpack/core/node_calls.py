@@ -20,7 +20,7 @@ from backpack.core.graph import LEAF, checkpointed, operation, saved, shape_of, 
 from backpack.core.samples import Layout, arrangement
 from backpack.core.walk import Unit, Walk
 
-_TRANSPOSES = frozenset({"T", "Transpose"})
+_TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
 _LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 
 
@@ -105,8 +105,8 @@ def read(node: Node, layout: Layout, walk: Walk) -> tuple[Unit | None, list[Node
     below = node.next_functions[use.below]
     if below[0] is not None and walk.reach[below[0]]:
         unit.below, unit.arrives = below, layout
-        factors = [walk.bits[id(p)] for p in unit.parameters.values()] + [walk.reach[edge[0]] for edge in unit.split.values()]
-        unit.couples = any(walk.reach[below[0]] & bits for bits in factors)
+        for bits in [walk.bits[id(p)] for p in unit.parameters.values()] + [walk.reach[edge[0]] for edge in unit.split.values()]:
+            unit.couples |= walk.reach[below[0]] & bits
     return unit, passed
 
 
@@ -122,7 +122,8 @@ def _leaf_behind(edge: Edge, turned: bool) -> Node | None:
     """
     node = edge[0]
     if turned:
-        if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2:
+        stays = operation(node) == "Permute" and saved(node, "dims")[0] in (0, 2**64 - 2)  # torch reports negative numbers as unsigned ones
+        if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2 or stays:
             return None
         node = node.next_functions[0][0]
     return node if node is not None and node.name() == LEAF else None
