@@ -223,6 +223,24 @@ class RecurrentLanguageModel(Module):
         return self.head(self.lstm(self.words(x))[0])
 
 
+class Positions(Embedding):
+    """A table of positions that is given the words, of which it reads the shape (as in BART, Lewis et al. 2020)."""
+
+    def forward(self, words: Tensor) -> Tensor:
+        return super().forward(torch.arange(words.shape[1]))
+
+
+class BagOfWords(Module):
+    """A mean over words at positions."""
+
+    def __init__(self, words: int, length: int, width: int) -> None:
+        super().__init__()
+        self.words, self.positions, self.head = Embedding(words, width), Positions(length, width), Linear(width, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.relu(self.words(x) + self.positions(x)).mean(1))
+
+
 class LoRA(Module):
     """An update of low rank to a frozen layer (Hu et al. 2022)."""
 
@@ -297,6 +315,7 @@ model(
     "no factors",
     "curved",
 )
+model("positions of words", lambda N: classify(BagOfWords(WORDS, LENGTH + 1, 4), randint(WORDS, (N, LENGTH + 1))), "no factors")
 model("LoRA", lambda N: classify(nn.Sequential(LoRA(Linear(3, 4), 2), nn.Tanh(), LoRA(Linear(4, 4), 2)), randn(N, 3)))
 model("LoRA, extra axis", lambda N: regress(nn.Sequential(LoRA(Linear(3, 4), 2), nn.Tanh(), LoRA(Linear(4, 4), 2)), randn(N, 2, 3)))
 model("checkpoint", lambda N: classify(Checkpointed(), randn(N, 3)))

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, refuse_second_order, shape_of
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, refuse_second_order, saved, shape_of
 from backpack.core.losses import has_samples, refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import read
 from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_unrecorded, refuse_use, refuse_uses
@@ -169,7 +169,8 @@ class Plan:
             mark: Its mark.
         """
         samples = self._samples_at[node]
-        for slot in mark.call.tensor_inputs if samples > 1 else ():
+        positions = operation(node) == "Embedding" and saved(node, "indices").shape[:1] != (samples,)  # made from the shape of a mini-batch
+        for slot in mark.call.tensor_inputs if samples > 1 and not positions else ():
             batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
             if batched and (slot.edge is None or (slot.edge[0] in self.walk.has_data and self.walk.leads(node, slot.edge[0]))):
                 refuse_mixing(self.walk, node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
