@@ -183,10 +183,8 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
     written = _entered.contexts[-1][1]
     hook = CTX.get_extension_hook()
     collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph, CTX.get_debug())
-    flows = collector.flows
-    for checking in (*flows, *extensions):
-        checking.check(plan)
-    carry = Carry(plan, flows, collector)
+    collector.check()
+    carry = Carry(plan, collector.flows, collector)
     handles = []
     for extension in extensions:
         extension.saved_quantities.clear()  # of what was left by hand
@@ -255,7 +253,7 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     nodes = [node for node in nodes if node is not None]
     second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
-    walk = Walk(nodes, second_order)
+    walk = Walk(nodes, second_order, frozenset.intersection(*(ext.excluded() for ext in extensions)))
     if walk.double and not returns:
         raise UnsupportedError(
             "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "

@@ -173,7 +173,7 @@ def products(root: Tensor) -> list[Product]:
         stack += [upstream for upstream, _ in node.next_functions]
         left = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "BmmBackward0": "_saved_self"}.get(node.name())
         leaf = node.next_functions[-1][0] if left is not None else None
-        turned = leaf is not None and leaf.name() in ("TBackward0", "TransposeBackward0")
+        turned = leaf is not None and leaf.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0")
         leaf = leaf.next_functions[0][0] if turned else leaf
         if hasattr(leaf, "variable"):
             found.append(Product(getattr(node, left), leaf.variable, not turned, GradientEdge(node, 0)))

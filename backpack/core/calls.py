@@ -250,6 +250,8 @@ class ModuleCall:
     @property
     def mixes_types(self) -> bool:
         """Whether input, output and parameters differ in precision, as under autocast: what was computed is not what the tensors say then."""
+        if self.released:  # refused later, where the tensors are asked for
+            return False
         kind, given = self.outputs[0].dtype, self.inputs[0].dtype
         return (given != kind and given.is_floating_point) or any(p is not None and p.dtype != kind for p in self.module._parameters.values())
 

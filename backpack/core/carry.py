@@ -34,6 +34,7 @@ class Carry:
         self._pending = dict(plan.uses)
         self._data: dict[Flow, dict[Edge, Any]] = {flow: {} for flow in flows}
         self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
+        self._concerned = {flow: reader.concerned(flow) for flow in flows}
 
     def install(self) -> list[Any]:
         """Register the hooks.
@@ -93,6 +94,9 @@ class Carry:
         """
         return upstream is not None and (self._is_leaf(upstream[0]) or self._plan.states[upstream[0]].get(upstream[1]) is SPLIT)
 
+    def _concerns(self, flow: Flow, upstream: tuple) -> bool:
+        return bool(self._plan.walk.reach[upstream[0]] & self._concerned[flow])
+
     def _is_leaf(self, node: Node) -> bool:
         return node in self._plan.walk.leaves
 
@@ -132,7 +136,7 @@ class Carry:
                 value = value if turn is None else {s: turn.front(c, 1) for s, c in value.items()}
             self._at_use(flow, unit, Use(view, unit.parameters, value, grad, unit.layout))
             below = unit.below
-            if below is None or (flow.is_gradient and not self._explicit(below)):
+            if below is None or not self._concerns(flow, below) or (flow.is_gradient and not self._explicit(below)):
                 continue
             value = flow.through(view, value, grad, unit.layout)
             if flow.crosses_gaps:
@@ -155,7 +159,8 @@ class Carry:
         if unit.parameters:
             self._reader.at_call(flow, use)
         for name, upstream in unit.split.items():
-            self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
+            if self._concerns(flow, upstream):
+                self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
 
     def _at_composite(self, node: Node, composite: Composite, grads: tuple[Tensor | None, ...]) -> None:
         outputs = [tensor_at((node, nr)) for nr in range(outputs_of(node))]
@@ -183,7 +188,7 @@ class Carry:
                 grad = turn.front(pulled[None, 0][0][0])
                 self._at_use(flow, unit, Use(BatchFirst(unit.call, turn), unit.parameters, columns, grad, unit.layout))
             for i, (edge, layout) in enumerate(composite.below, 1):
-                if not flow.is_gradient or self._explicit(edge):
+                if self._concerns(flow, edge) and (not flow.is_gradient or self._explicit(edge)):
                     self._deposit(flow, edge, Way.DATA, {source: parts[i] for source, parts in value.items()}, layout)
         for unit in composite.parts:
             for parameter in unit.parameters.values():
@@ -230,7 +235,10 @@ class Carry:
         for flow in self._flows:
             if not flow.crosses_gaps:
                 continue
-            wanted = [c is not None and (not flow.is_gradient or self._explicit(n)) for n, c in zip(gap.nexts, gap.crossings, strict=True)]
+            wanted = [
+                c is not None and self._concerns(flow, n) and (not flow.is_gradient or self._explicit(n))
+                for n, c in zip(gap.nexts, gap.crossings, strict=True)
+            ]
             arrived = self._data[flow]
             data = {
                 nr: ({} if grads[nr] is None else {0: grads[nr][None]}) if flow.is_gradient else arrived.pop((node, nr), {})

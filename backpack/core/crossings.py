@@ -20,7 +20,7 @@ _ELEMENTWISE = frozenset(
     Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp""".split()
 )
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
-_BROADCASTING = frozenset("Mul Div Add Sub".split())
+_BROADCASTING = frozenset("Mul Div Add Sub Expand".split())
 # these work on the last two axes, and on each entry of the axes in front alike
 _STACKED = frozenset(
     """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention

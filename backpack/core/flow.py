@@ -87,6 +87,17 @@ class Reader(ABC):
     """Reads quantities off at parameters."""
 
     @abstractmethod
+    def concerned(self, flow: Flow) -> int:
+        """Say at which parameters a flow is read.
+
+        Args:
+            flow: The flow.
+
+        Returns:
+            Bit set of parameters.
+        """
+
+    @abstractmethod
     def at_call(self, flow: Flow, use: Use) -> None:
         """Take note of a use by a module call.
 

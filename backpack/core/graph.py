@@ -110,8 +110,10 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         columns: For each output of the node ``[V, *shape]``, or ``None``.
 
     Returns:
-        For each next edge ``[V, *shape]``, or ``None``.
+        For each next edge ``[V, *shape]``, or ``None``. Where the input was broadcast, the gradient may still have the shape of the output.
     """
+    if operation(node) == "Expand":  # a sum over samples would be in the way
+        return columns
     custom = isinstance(node, BackwardCFunction)
     apply = node.apply if custom else node
     given = [i for i, c in enumerate(columns) if c is not None]

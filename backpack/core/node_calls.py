@@ -24,7 +24,7 @@ from backpack.core.samples import Layout, arrangement
 from backpack.core.walk import Unit, Walk
 from backpack.utils.lstm import LSTMSteps, previous
 
-_TRANSPOSES = frozenset({"T", "Transpose"})
+_TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
 _LSTM = 2  # mode of a recurrent node
 _LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 
@@ -165,8 +165,8 @@ def layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int]
     edge = (None, 0) if below is None else node.next_functions[below]
     if unit is not None and edge[0] is not None and walk.reach[edge[0]]:
         unit.below, unit.arrives = edge, layout
-        others = [walk.bits[id(p)] for p in unit.parameters.values()] + [walk.reach[split[0]] for split in unit.split.values()]
-        unit.couples = any(walk.reach[edge[0]] & bits for bits in others)
+        for bits in [walk.bits[id(p)] for p in unit.parameters.values()] + [walk.reach[split[0]] for split in unit.split.values()]:
+            unit.couples |= walk.reach[edge[0]] & bits
     return unit
 
 
@@ -182,7 +182,8 @@ def _leaf_behind(edge: Edge, turned: bool) -> Node | None:
     """
     node = edge[0]
     if turned:
-        if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2:
+        stays = operation(node) == "Permute" and saved(node, "dims")[0] in (0, 2**64 - 2)  # torch reports negative numbers as unsigned ones
+        if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2 or stays:
             return None
         node = node.next_functions[0][0]
     return node if node is not None and node.name() == LEAF else None

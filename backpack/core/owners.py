@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from weakref import ref
 
 from torch.nn import Parameter
@@ -11,7 +12,7 @@ class _Owners:
     """Parameters of extended modules, held weakly, and their names in the module on which ``extend`` was called."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[ref, str]] = {}
+        self._names: dict[int, tuple[ref, list[str]]] = {}
         self._carriers: dict[int, ref] = {}
 
     def add(self, parameter: Parameter, name: str) -> None:
@@ -19,11 +20,13 @@ class _Owners:
 
         Args:
             parameter: The parameter.
-            name: Its name; an earlier one is kept.
+            name: Its name; messages go on using the first one.
         """
         key = id(parameter)
         if parameter not in self:
-            self._names[key] = (ref(parameter, lambda _: self._names.pop(key, None)), name)
+            self._names[key] = (ref(parameter, lambda _: self._names.pop(key, None)), [name])
+        elif name not in self._names[key][1]:
+            self._names[key][1].append(name)
 
     def remove(self, parameter: Parameter) -> None:
         """Track a parameter no more.
@@ -57,7 +60,20 @@ class _Owners:
         return entry is not None and entry[0]() is parameter
 
     def __getitem__(self, parameter: Parameter) -> str:
-        return self._names[id(parameter)][1]
+        return self._names[id(parameter)][1][0]
+
+    def named(self, pattern: str) -> set[int]:
+        """Find parameters by name.
+
+        Args:
+            pattern: Name of a parameter, or of a module that holds it; ``*`` stands for anything.
+
+        Returns:
+            Their ids.
+        """
+        patterns = (pattern, f"{pattern}.*")
+        entries = list(self._names.items())
+        return {key for key, (_, names) in entries if any(fnmatchcase(name, some) for name in names for some in patterns)}
 
 
 owners = _Owners()

@@ -14,10 +14,9 @@ from torch.nn import Parameter
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, refuse_second_order, shape_of
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, refuse_second_order, saved, shape_of
 from backpack.core.losses import has_samples, refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import Composite, read
-from backpack.core.owners import owners
 from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_unrecorded, refuse_use, refuse_uses
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
@@ -37,6 +36,7 @@ class Plan:
         uses: Parameter to number of uses (units and edges of gaps).
         loose: Parameters that are used outside of all units.
         arrivals: Edge to number of consumers that hand columns to it.
+        concerned: Bit set of the parameters that it is about.
         whole: Whether autograd's gradients of parameters are those of all samples together, and of nothing else.
     """
 
@@ -60,6 +60,7 @@ class Plan:
         self._claimed: set[ModuleCall] = set()
         self._passed: set[Node] = set()
         self._second_order, self._need = second_order, need
+        self.concerned = (1 << len(walk.parameters)) - 1
         if not walk.marks:
             refuse_unrecorded(self.walk, next(node for node, bits in walk.reach.items() if bits))
         self._follow(roots)
@@ -170,9 +171,10 @@ class Plan:
             mark: Its mark.
         """
         samples = self._samples_at[node]
-        for slot in mark.call.tensor_inputs if samples > 1 else ():
+        positions = operation(node) == "Embedding" and saved(node, "indices").shape[:1] != (samples,)  # made from the shape of a mini-batch
+        for slot in mark.call.tensor_inputs if samples > 1 and not positions else ():
             batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
-            if batched and (slot.edge is None or slot.edge[0] in self.walk.has_data):
+            if batched and (slot.edge is None or (slot.edge[0] in self.walk.has_data and self.walk.leads(node, slot.edge[0]))):
                 refuse_mixing(self.walk, node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
 
     def _pass_without_samples(self, node: Node) -> None:
@@ -238,7 +240,7 @@ class Plan:
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
             if len(needed) > 1 or (needed and needed[0][0] != 0):
                 continue
-            unit = Unit(mark, piece.inside, {name: p for name, p in piece.parameters.items() if p in owners})
+            unit = Unit(mark, piece.inside, {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits})
             unit.arrangement, unit.layout = arrangement(layout) if free else (None, layout)
             if needed:
                 unit.below = needed[0][1]
@@ -246,7 +248,7 @@ class Plan:
                 unit.arrives = layout if shape == call.inputs[0].shape else seen_through_reshape(layout, call.inputs[0].shape, shape)
                 if unit.arrives is None or (rule is RANDOM and not piece.is_chain):
                     continue
-                unit.couples = any(self.walk.reach[unit.below[0]] & self.walk.bits[id(p)] for p in unit.parameters.values())
+                unit.couples = self.walk.reach[unit.below[0]] & sum(self.walk.bits[id(p)] for p in set(unit.parameters.values()))
                 self._arrive(unit.below, unit.arrives, node in self._above, layout.samples)
             call.derivatives = rule
             self._claimed.add(call)
@@ -258,10 +260,6 @@ class Plan:
 
     def _choose_node(self, node: Node, states: dict[int, State]) -> bool:
         """Cover a node by a rule where it is read like the call of a module, for example a product with a matrix.
-
-        Args:
-            node: The node.
-            states: States of its outputs.
 
         Returns:
             Whether there is such a rule.

@@ -10,7 +10,7 @@ from backpack.core.graph import shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk
-from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
+from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError, exclusion
 
 
 def refuse_mixing(walk: Walk, node: Node, how: str) -> None:
@@ -27,7 +27,7 @@ def refuse_mixing(walk: Walk, node: Node, how: str) -> None:
     raise MixedSamplesError(
         f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {walk.names(walk.reach[node])}. Use an "
         "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and inputs "
-        "that have a batch axis, or freeze these parameters."
+        f"that have a batch axis, or leave these parameters out of all extensions: {walk.exclusion(walk.reach[node])}."
     )
 
 
@@ -61,7 +61,8 @@ def refuse_use(walk: Walk, node: Node) -> None:
         f"{walk.names(walk.reach[node])} is used outside of everything that has samples (for example a penalty on the "
         "parameters), so that its "
         "gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
-        "`loss = loss + backpack.leave_out(penalty)`."
+        "`loss = loss + backpack.leave_out(penalty)`; to leave the parameters out of an extension, "
+        f"{walk.exclusion(walk.reach[node])}."
     )
 
 
@@ -79,7 +80,8 @@ def refuse_ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> None
     """
     raise UnsupportedError(
         f"The samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {other.axis} for "
-        f"another ({one.samples} and {other.samples} samples): per-sample quantities of {walk.names(walk.reach[edge[0]])} are ambiguous."
+        f"another ({one.samples} and {other.samples} samples): per-sample quantities of {walk.names(walk.reach[edge[0]])} are ambiguous. "
+        f"Leave these parameters out of all extensions: {walk.exclusion(walk.reach[edge[0]])}."
     )
 
 
@@ -97,7 +99,8 @@ def refuse_sizes(walk: Walk, edge: Edge, one: int, other: int) -> None:
     """
     raise UnsupportedError(
         f"Mini-batches of {one} and of {other} samples meet in a tensor of shape {list(shape_of(edge))}: per-sample quantities of "
-        f"{walk.names(walk.reach[edge[0]])} are ambiguous. Call backward for each of them."
+        f"{walk.names(walk.reach[edge[0]])} are ambiguous. Call backward for each of them, or leave these parameters out of all "
+        f"extensions: {walk.exclusion(walk.reach[edge[0]])}."
     )
 
 
@@ -114,5 +117,5 @@ def refuse_uses(parameter: Parameter, one: int, other: int) -> None:
     """
     raise UnsupportedError(
         f"{owners[parameter]} is used with mini-batches of {one} and of {other} samples in one backward pass: which samples belong together "
-        "is not known. Call backward for each of them."
+        f"is not known. Call backward for each of them, or leave it out of all extensions: {exclusion(owners[parameter])}."
     )

@@ -17,7 +17,7 @@ from backpack.core.graph import LEAF
 from backpack.core.losses import take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import UnsupportedError, exclusion
 
 LEFT_OUT = "backpack.left_out"
 """Key in the metadata of a node whose term is left out of all quantities."""
@@ -62,7 +62,7 @@ class Unit:
         arrangement: How the samples of the output are turned to the front, ``None`` if there is nothing to do.
         layout: To which sample each row on axis 0 belongs then.
         split: Name to edge, of factors that are no parameters themselves but computed from some.
-        couples: Whether a parameter of the module is also used upstream of it.
+        couples: Bit set of the parameters that the module uses and that are used upstream of it, too.
     """
 
     __slots__ = ("arrangement", "arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters", "split")
@@ -75,7 +75,7 @@ class Unit:
         self.arrangement: Arrangement | None = None
         self.layout: Layout | None = None
         self.split: dict[str, Edge] = {}
-        self.couples = False
+        self.couples = 0
 
 
 class Walk:
@@ -96,8 +96,8 @@ class Walk:
         leaves_out: Whether a term is left out of all quantities.
     """
 
-    def __init__(self, roots: list[Node], second_order: bool = False) -> None:
-        self._second_order = second_order
+    def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset()) -> None:
+        self._second_order, self._excluded = second_order, excluded
         self.parameters: list[Parameter] = []
         self.bits: dict[int, int] = {}
         self.leaves: dict[Node, Tensor] = {}
@@ -182,12 +182,13 @@ class Walk:
         """
         if not nexts and node.name() == LEAF:
             parameter = node.variable
-            tracked = parameter in owners
+            owned = parameter in owners
+            tracked = owned and id(parameter) not in self._excluded
             if tracked:
                 self.bits[id(parameter)] = 1 << len(self.parameters)
                 self.parameters.append(parameter)
             else:
-                self.foreign += isinstance(parameter, Parameter)
+                self.foreign += isinstance(parameter, Parameter) and not owned
             self.leaves[node] = parameter
             self.reach[node] = self.bits[id(parameter)] if tracked else 0
             return
@@ -211,6 +212,23 @@ class Walk:
                     to_loss.add(node)
                 elif mark.call.has_data:
                     has_data.add(node)
+
+    def leads(self, node: Node, goal: Node) -> bool:
+        """Say whether a node was computed from another one.
+
+        Args:
+            node: The node.
+            goal: The other one, from which a parameter is reached.
+
+        Returns:
+            Whether a path leads there.
+        """
+        seen, stack = {node}, [node]
+        while stack:
+            new = {n for n, _ in stack.pop().next_functions if self.reach.get(n)} - seen
+            seen |= new
+            stack += new
+        return goal in seen
 
     def piece(self, node: Node, call: ModuleCall) -> Piece | None:
         """Collect the nodes between a call's output and its inputs.
@@ -285,5 +303,30 @@ class Walk:
         Returns:
             Their names, for messages.
         """
-        names = [owners[p] for i, p in enumerate(self.parameters) if bits >> i & 1]
+        names = self._names(bits)
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    def exclusion(self, bits: int) -> str:
+        """Write the argument that leaves parameters out.
+
+        Args:
+            bits: Bit set of parameters.
+
+        Returns:
+            Code, for messages.
+        """
+        return exclusion(*self._names(bits))
+
+    def bits_of(self, ids: frozenset[int]) -> int:
+        """Return the bit set of parameters.
+
+        Args:
+            ids: Their ids; those of parameters that the graph does not use count nothing.
+
+        Returns:
+            Bit set.
+        """
+        return sum(self.bits[key] for key in ids if key in self.bits)
+
+    def _names(self, bits: int) -> list[str]:
+        return [owners[p] for i, p in enumerate(self.parameters) if bits >> i & 1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 from warnings import warn
 
@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
 from backpack.core.flow import Flow
+from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
@@ -25,6 +26,10 @@ FAIL_SILENT = "SILENT"
 
 savefields: set[str] = set()
 """Names of all attributes under which extensions save."""
+
+
+Excluded = Parameter | Module | str
+"""What an extension can leave out."""
 
 
 class FailModeError(ArgumentError, AssertionError):
@@ -48,6 +53,7 @@ class BackpropExtension(ABC):
 
     ordered: ClassVar[bool] = False
     wants_gradient: ClassVar[bool] = False
+    _exclude: tuple[Excluded, ...] = ()
 
     def __init__(
         self,
@@ -55,6 +61,8 @@ class BackpropExtension(ABC):
         module_exts: dict[type[Module], ModuleExtension] | None = None,
         fail_mode: str = FAIL_ERROR,
         subsampling: list[int] | None = None,
+        *,
+        exclude: Iterable[Excluded] = (),
     ) -> None:
         """Store the settings.
 
@@ -63,15 +71,19 @@ class BackpropExtension(ABC):
             module_exts: What to do for each module class; ``None`` for the library's own rules.
             fail_mode: For modules with parameters that ``module_exts`` does not name: ``"ERROR"``, ``"WARNING"`` or ``"SILENT"``.
             subsampling: Indices of the samples to use; duplicates count as separate samples, negative ones as in Python. ``None`` for all.
+            exclude: What the extension leaves out: parameters, modules (all parameters in them), or names of either in the module on which ``extend``
+                was called, in which ``*`` stands for anything. Nothing is written there, nothing is refused on their account, and where all
+                extensions leave the same parameters out, nothing is computed for them. A parameter with several owners is left out as a whole.
 
         Raises:
             FailModeError: If the fail mode does not exist.
-            ArgumentError: If the subsampling is not a list of integers.
+            ArgumentError: If the subsampling is not a list of integers, or something else than parameters, modules and names is excluded.
         """
         if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
             raise FailModeError(f"Unknown fail_mode {fail_mode!r}. Choose one of {[FAIL_ERROR, FAIL_WARN, FAIL_SILENT]}.")
         if subsampling is not None and not (isinstance(subsampling, Sequence) and all(type(index) is int for index in subsampling)):
             raise ArgumentError(f"{type(self).__name__}: subsampling must be a list of integer sample indices, got {subsampling!r}.")
+        self._exclude = _as_excluded(exclude, type(self).__name__)
         savefields.add(savefield)
         self.savefield = savefield
         self._module_exts: dict[type[Module], ModuleExtension] = {}
@@ -143,6 +155,26 @@ class BackpropExtension(ABC):
             raise ArgumentError(f"{type(self).__name__}: subsampling {list(self._subsampling)} is out of range for {total} samples.")
         return tuple(index % total for index in self._subsampling)
 
+    def excluded(self) -> frozenset[int]:
+        """Find the parameters that the extension leaves out.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            ArgumentError: If a name is that of no parameter or module.
+        """
+        found: set[int] = set()
+        for entry in self._exclude:
+            if isinstance(entry, str):
+                named = owners.named(entry)
+                if not named:
+                    raise ArgumentError(f"{type(self).__name__}: exclude={entry!r} names no parameter of an extended module, and no module with one.")
+                found |= named
+            else:
+                found.update(map(id, entry.parameters() if isinstance(entry, Module) else (entry,)))
+        return frozenset(found)
+
     # -------------------------------------------------------------------------------------------------------------- users'
     def set_module_extension(self, module_cls: type[Module], extension: ModuleExtension, overwrite: bool = False) -> None:
         """Say what this extension does for a module class.
@@ -207,7 +239,8 @@ class BackpropExtension(ABC):
             UnsupportedError: In fail mode ``"ERROR"``.
         """
         blocks = self.expects_backpropagation_quantities() and not module._modules and self._fail_mode == FAIL_ERROR
-        if not blocks and all(parameter is None for parameter in module._parameters.values()):
+        excluded = self.excluded()
+        if not blocks and all(parameter is None or id(parameter) in excluded for parameter in module._parameters.values()):
             return
         message = (
             f"Extension saving to {self.savefield} does not have an extension for Module {type(module)} ({path}). "
@@ -246,3 +279,22 @@ class BackpropExtension(ABC):
         if isinstance(existing, Tensor) and isinstance(other, Tensor):
             return existing + other
         raise UnsupportedError(f"{type(self).__name__}: define accumulate_backpropagated_quantities(existing, other) for a graph that branches.")
+
+
+def _as_excluded(exclude: Iterable[Excluded], name: str) -> tuple[Excluded, ...]:
+    """Check what is excluded.
+
+    Args:
+        exclude: Parameters, modules and names.
+        name: Of the extension.
+
+    Returns:
+        The same.
+
+    Raises:
+        ArgumentError: If it is something else, or a single one of them.
+    """
+    entries = () if isinstance(exclude, Excluded) or not isinstance(exclude, Iterable) else tuple(exclude)
+    if (not entries and exclude not in ((), [])) or not all(isinstance(entry, Excluded) for entry in entries):
+        raise ArgumentError(f"{name}: exclude must be a list of parameters, modules and names, got {exclude!r}. Write exclude=[model.head].")
+    return entries

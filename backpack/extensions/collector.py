@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
 from backpack.core.calls import Edge, Mark, ModuleCall
+from backpack.core.concern import concerning
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
@@ -22,7 +25,8 @@ from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
 from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster, signed_matrices, stack
-from backpack.utils.errors import DifferentiationError, LossNotExtendedError, UnsupportedError
+from backpack.extensions.undifferentiable import undifferentiable
+from backpack.utils.errors import LossNotExtendedError, UnsupportedError
 from backpack.utils.module_classification import is_loss, is_no_op
 
 
@@ -43,6 +47,8 @@ class Collector(Reader):
         for extension in self._extensions:
             if extension.flow is not None:
                 self._of_flow.setdefault(extension.flow, []).append(extension)
+        every = (1 << len(plan.walk.parameters)) - 1
+        self._concerned = {extension: every & ~plan.walk.bits_of(extension.excluded()) for extension in self._extensions}
         self._rules: dict[Any, Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
@@ -61,9 +67,25 @@ class Collector(Reader):
         """The flows that the extensions read, each once."""
         return list(self._of_flow)
 
+    def check(self) -> None:
+        """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it."""
+        for flow in self._of_flow:
+            flow.check(concerning(self._plan, self.concerned(flow)))
+        for extension in self._extensions:
+            extension.check(concerning(self._plan, self._concerned[extension]))
+
+    def concerned(self, flow: Flow) -> int:
+        return reduce(or_, (self._concerned[extension] for extension in self._of_flow[flow]))
+
+    def _readers(self, flow: Flow, parameter: Parameter) -> list[BackpropExtension]:
+        bit = self._plan.walk.bits[id(parameter)]
+        return [extension for extension in self._of_flow[flow] if self._concerned[extension] & bit]
+
     # --------------------------------------------------------------------------------------------------------------- uses
     def at_call(self, flow: Flow, use: Use) -> None:
         for name, parameter in use.parameters.items():
+            if not self._readers(flow, parameter):
+                continue
             if self._plan.uses[parameter] > 1 and isinstance(use.call.derivatives, AffineDerivatives) and use.layout.plain:
                 self._parts.setdefault((id(parameter), flow), []).append((Part.of(use, name), name))
             else:
@@ -80,7 +102,7 @@ class Collector(Reader):
             alone: Whether there is no other use.
         """
         done: set[Any] = set()
-        for extension in self._of_flow[flow]:
+        for extension in self._readers(flow, parameter):
             if (id(parameter), extension) in self._values:
                 continue
             if alone and extension.get_subsampling() is None and use.layout.plain:
@@ -99,7 +121,7 @@ class Collector(Reader):
     def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
         samples = next(iter(columns.values())).shape[1]
         done: set[Any] = set()
-        for extension in self._of_flow[flow]:
+        for extension in self._readers(flow, parameter):
             rule, key = self._rule(extension, samples)
             if key not in done and (id(parameter), extension) not in self._values:
                 done.add(key)
@@ -113,7 +135,7 @@ class Collector(Reader):
 
     def _add(self, parameter: Parameter, rule: Rule, key: Any, state: Any) -> None:
         place = (id(parameter), key)
-        self._states[place] = rule.add(self._states[place], state) if place in self._states else state
+        self._states[place] = rule.add(self._states[place], state, parameter) if place in self._states else state
 
     # ------------------------------------------------------------------------------------------------------------- results
     def finish(self, parameter: Parameter) -> None:
@@ -131,7 +153,7 @@ class Collector(Reader):
                 else:
                     self._write(parameter, extension, value)
                 continue
-            if extension.flow is None:
+            if extension.flow is None or not self._concerned[extension] & self._plan.walk.bits[id(parameter)]:
                 continue
             rule_key = extension.rule_key()
             if rule_key not in states:
@@ -162,7 +184,7 @@ class Collector(Reader):
     def _write(self, parameter: Parameter, extension: BackpropExtension, value: Any) -> None:
         if self._create_graph:
             with torch.enable_grad():
-                value = _undifferentiable(value, parameter, extension.savefield)
+                value = undifferentiable(value, parameter, extension.savefield)
         if self._debug:
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
         setattr(parameter, extension.savefield, value)
@@ -230,7 +252,9 @@ class Collector(Reader):
                     found.append((node, mark, extension, chosen))
                     for name in chosen.params:
                         parameter = getattr(module, name, None)
-                        if parameter is not None and ((extension, id(parameter)) in taken or self._plan.uses.get(parameter, 1) > 1):
+                        if parameter is None or id(parameter) in extension.excluded():
+                            continue
+                        if (extension, id(parameter)) in taken or self._plan.uses.get(parameter, 1) > 1:
                             raise UnsupportedError(
                                 f"{call.path}.{name} is used more than once, but {type(chosen).__name__} says only what one use contributes "
                                 f"to {extension.savefield!r}. Use the library's own rule, or a copy of the parameter for each use."
@@ -343,36 +367,3 @@ def as_published(extension: BackpropExtension, columns: Columns) -> Any:
         return stack(choice.choose(columns))
     parts = signed_matrices(columns)
     return {"matrices": list(choice.choose(dict(enumerate(parts["matrices"]))).values()), "signs": parts["signs"]}
-
-
-class _Undifferentiable(torch.autograd.Function):
-    """The identity, whose derivative is refused."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, parameter: Tensor, field: str) -> Tensor:
-        ctx.field = field
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> None:
-        raise DifferentiationError(
-            f"{ctx.field} was computed in a backward pass with create_graph=True, but it cannot be differentiated: it is not connected to the "
-            "graph of the parameters. Use .detach() if it is meant to be constant; per-sample quantities that can be differentiated "
-            "come from torch.func."
-        )
-
-
-def _undifferentiable(value: Any, parameter: Parameter, field: str) -> Any:
-    """Let a quantity of a pass with ``create_graph=True`` raise, rather than count as constant, when it is differentiated.
-
-    Args:
-        value: The quantity.
-        parameter: Its parameter.
-        field: Its name.
-
-    Returns:
-        The quantity.
-    """
-    if isinstance(value, list):
-        return [_undifferentiable(part, parameter, field) for part in value]
-    return _Undifferentiable.apply(value, parameter, field) if isinstance(value, Tensor) else value

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
+from itertools import combinations
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -16,12 +19,13 @@ from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.flow import Columns, Flow
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation
+from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout
 from backpack.core.walk import GENERIC, Need
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.loss_scale import position_weights, scaled
-from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
+from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError, exclusion
 
 
 class Source:
@@ -175,12 +179,13 @@ class SignedSqrtFlow(ColumnFlow):
 
     def check(self, plan: Plan) -> None:
         for gap in plan.gaps.values():
-            if not _block_is_linear(plan, gap):
+            curved = _curved_in(plan, gap)
+            if curved:
                 raise UnsupportedError(
-                    f"{plan.walk.where(gap.node)} is, or may hide, a curved operation between modules, on the way to "
-                    f"{plan.walk.names(plan.walk.reach[gap.node])}: the diagonal of the Hessian "
-                    "has no exact rule for it. Use a module for it (torch.nn.GELU() instead of torch.nn.functional.gelu), the generalized "
-                    "Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product)."
+                    f"{plan.walk.where(gap.node)} is, or may hide, a curved operation between modules, on the way to {plan.walk.names(curved)}: "
+                    "the diagonal of the Hessian has no exact rule for it. Use a module for it (torch.nn.GELU() instead of "
+                    "torch.nn.functional.gelu), the generalized Gauss-Newton, or Hessian-vector products "
+                    f"(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {plan.walk.exclusion(curved)}."
                 )
         refuse_coupled(plan, "The diagonal of the Hessian")
 
@@ -207,23 +212,25 @@ def _separate_rows(mat: Tensor, signs: Tensor, layout: Layout) -> tuple[Tensor, 
     return full.flatten(0, 1), full_signs.flatten(0, 1)
 
 
-def _block_is_linear(plan: Plan, gap: Gap) -> bool:
-    """Say whether a graph node adds nothing to the diagonal blocks of the Hessian.
+def _curved_in(plan: Plan, gap: Gap) -> int:
+    """Find the parameters to whose diagonal blocks of the Hessian the second derivative of a graph node adds something.
 
     Args:
         plan: The plan.
         gap: The node.
 
     Returns:
-        True for (piecewise) linear operations, and for products of factors that depend on different parameters.
+        Bit set: none for (piecewise) linear operations, for products those on which several factors depend, else all that are concerned.
     """
     name = operation(gap.node)
     if name in LINEAR or name in PIECEWISE_LINEAR:
-        return True
-    if name in ("Div", "DivScalar"):
-        return all(n is None for n in gap.nexts[1:])
-    reached = [plan.walk.reach[n[0]] for n in gap.nexts if n is not None]
-    return name in PRODUCTS and all(not (a & b) for i, a in enumerate(reached) for b in reached[:i])
+        return 0
+    reached = [plan.walk.reach[n[0]] & plan.concerned for n in gap.nexts if n is not None]
+    if name in PRODUCTS:
+        return reduce(or_, (a & b for a, b in combinations(reached, 2)), 0)
+    if name in ("Div", "DivScalar") and all(n is None for n in gap.nexts[1:]):
+        return 0
+    return reduce(or_, reached, 0)
 
 
 def refuse_coupled(plan: Plan, quantity: str) -> None:
@@ -237,18 +244,20 @@ def refuse_coupled(plan: Plan, quantity: str) -> None:
         UnsupportedError: If there is one.
     """
     for unit in plan.units.values():
-        names = ", ".join(unit.parameters)
+        names = ", ".join(name for name, parameter in unit.parameters.items() if parameter in plan.uses)
+        way_out = f"or leave them out: {exclusion(*(owners[p] for p in unit.parameters.values() if p in plan.uses))}."
         if unit.call.derivatives is GENERIC and names:
             raise UnsupportedError(
                 f"{quantity} of {unit.call.path} ({names}): {type(unit.call.module).__name__} has no rule, so that its second derivative "
                 "with respect to its "
-                "own parameters is not known to be zero. Use the generalized Gauss-Newton."
+                f"own parameters is not known to be zero. Use the generalized Gauss-Newton, {way_out}"
             )
-        if unit.couples:
+        if unit.couples & plan.concerned:
             raise UnsupportedError(
                 f"{quantity} of {unit.call.path} ({names}) has terms that couple several uses of the same parameter, one upstream of the "
                 "other. No exact rule "
-                "exists for them: use the generalized Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product)."
+                "exists for them: use the generalized Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product), "
+                f"or leave these parameters out: {plan.walk.exclusion(unit.couples & plan.concerned)}."
             )
 
 
@@ -264,22 +273,28 @@ class ChainFlow(Flow):
 
     def check(self, plan: Plan) -> None:
         if plan.gaps:
-            node, gap = next(iter(plan.gaps.items()))
+            node = next(iter(plan.gaps))
+            bits = plan.walk.reach[node] & plan.concerned
             raise BranchingError(
-                f"{self.quantity} is exact on sequences of modules only, but {plan.walk.where(gap.node)} lies between modules, on the way to "
-                f"{plan.walk.names(plan.walk.reach[node])}. Use modules for all operations, the generalized Gauss-Newton quantities "
-                "(DiagGGN, KFLR, KFAC), or the matrix-free products of backpack.hessianfree."
+                f"{self.quantity} is exact on sequences of modules only, but {plan.walk.where(node)} lies between modules, on the way to "
+                f"{plan.walk.names(bits)}. Use modules for all operations, the generalized Gauss-Newton quantities "
+                f"(DiagGGN, KFLR, KFAC), or the matrix-free products of backpack.hessianfree, or leave these parameters out: "
+                f"{plan.walk.exclusion(bits)}."
             )
         for (node, _), count in plan.arrivals.items():
             if count > 1:
+                bits = plan.walk.reach[node] & plan.concerned
                 raise BranchingError(
-                    f"{self.quantity} is exact on sequences of modules only, but {plan.walk.names(plan.walk.reach[node])} is reached "
+                    f"{self.quantity} is exact on sequences of modules only, but {plan.walk.names(bits)} is reached "
                     f"through {count} branches. Use the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of "
-                    "backpack.hessianfree."
+                    f"backpack.hessianfree, or leave these parameters out: {plan.walk.exclusion(bits)}."
                 )
         for unit in plan.units.values():
-            if any(plan.uses[p] > 1 for p in unit.parameters.values()):
-                raise BranchingError(f"{self.quantity} of {unit.call.path}: a parameter is used more than once, for which no exact rule exists.")
+            if any(plan.uses.get(p, 0) > 1 for p in unit.parameters.values()):
+                raise BranchingError(
+                    f"{self.quantity} of {unit.call.path}: a parameter is used more than once, for which no exact rule exists. "
+                    f"Leave it out: {exclusion(*(owners[p] for p in unit.parameters.values() if plan.uses.get(p, 0) > 1))}."
+                )
             if unit.arrangement is not None or not unit.layout.plain:
                 raise UnsupportedError(f"{self.quantity} of {unit.call.path} needs the samples on axis 0 of its output, one row each.")
 

@@ -95,7 +95,7 @@ class ModuleExtension:
                 saved.save_quantity(tensor.data_ptr(), sent, extension.accumulate_backpropagated_quantities)
 
     def compute(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bp_quantities: Any) -> dict[str, Any]:
-        """Compute the quantity of each parameter that exists and is trainable.
+        """Compute the quantity of each parameter that exists, is trainable and is not excluded.
 
         Args:
             extension: The extension.
@@ -108,5 +108,6 @@ class ModuleExtension:
             Parameter name to quantity.
         """
         self.check_hyperparameters_module_extension(extension, module, g_inp, g_out)
-        trainable = [name for name in self.params if getattr(module, name, None) is not None and getattr(module, name).requires_grad]
-        return {name: getattr(self, name)(extension, module, g_inp, g_out, bp_quantities) for name in trainable}
+        parameters, excluded = {name: getattr(module, name, None) for name in self.params}, extension.excluded()
+        wanted = [name for name, p in parameters.items() if p is not None and p.requires_grad and id(p) not in excluded]
+        return {name: getattr(self, name)(extension, module, g_inp, g_out, bp_quantities) for name in wanted}

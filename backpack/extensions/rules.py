@@ -12,15 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, einsum
+from torch.nn import Parameter
 
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, add_at
 from backpack.core.flow import Columns, Use
+from backpack.core.owners import owners
 from backpack.core.samples import add_rows
 from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import UnsupportedError, exclusion
 
 Subsampling = tuple[int, ...] | None
 
@@ -46,12 +48,13 @@ class Rule(ABC):
         """
 
     @abstractmethod
-    def add(self, one: Any, other: Any) -> Any:
+    def add(self, one: Any, other: Any, parameter: Parameter) -> Any:
         """Add the contributions of two uses.
 
         Args:
             one: Contribution.
             other: Contribution.
+            parameter: The parameter.
         """
 
 
@@ -104,7 +107,7 @@ class ColumnRule(Rule):
     def at_leaf(self, columns: Columns) -> Columns:
         return self.choose(columns)
 
-    def add(self, one: Columns, other: Columns) -> Columns:
+    def add(self, one: Columns, other: Columns, parameter: Parameter) -> Columns:
         return add_columns(one, other)
 
     def choose(self, columns: Columns) -> Columns:
@@ -173,12 +176,13 @@ class KroneckerRule(Rule):
     def at_leaf(self, columns: Columns) -> KroneckerState:
         return _without_structure(columns)
 
-    def add(self, one: KroneckerState, other: KroneckerState) -> KroneckerState:
+    def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
         shapes = [None if state.inputs is None else state.inputs.shape for state in (one, other)]
         if shapes[0] != shapes[1] or one.transposed != other.transposed:
             raise UnsupportedError(
-                "Kronecker factors of a parameter that is used in two ways (for example as weight of a layer and in a functional operation, or "
-                "transposed) are not defined. Use a diagonal (DiagGGNExact, DiagGGNMC) for it."
+                f"{owners[parameter]} is used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional "
+                "operation, or transposed), so that its Kronecker factors are not defined. Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and "
+                f"leave it out here: {exclusion(owners[parameter])}."
             )
         inputs = None if one.inputs is None else one.inputs + other.inputs
         return KroneckerState(inputs, add_columns(one.outputs, other.outputs), one.transposed)
@@ -197,8 +201,10 @@ class ValueRule(Rule):
     def at_leaf(self, columns: Columns) -> Any:
         raise UnsupportedError("This quantity is defined for parameters of modules that have a rule.")
 
-    def add(self, one: Any, other: Any) -> Any:
-        raise UnsupportedError("This quantity is not defined for a parameter that is used more than once.")
+    def add(self, one: Any, other: Any, parameter: Parameter) -> Any:
+        raise UnsupportedError(
+            f"This quantity is not defined for a parameter that is used more than once: leave it out, {exclusion(owners[parameter])}."
+        )
 
 
 def stack(columns: Columns) -> Tensor:

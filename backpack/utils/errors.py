@@ -97,6 +97,18 @@ class DifferentiationError(BackpackError, RuntimeError):
     code = "not-differentiable"
 
 
+def exclusion(*names: str) -> str:
+    """Write the argument that leaves parameters out of an extension.
+
+    Args:
+        *names: Names of the parameters.
+
+    Returns:
+        Code, for messages.
+    """
+    return f"`exclude={list(names)}`".replace("'", '"')
+
+
 def batch_norm_raise_error_if_train(module: Module, raise_error: bool = True) -> None:
     """Raise, or warn, if a batch normalization is in training mode, where it mixes samples.
 

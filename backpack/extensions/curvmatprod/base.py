@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.core.flow import Flow, Use
+from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.flows import MatProdFlow
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -25,14 +26,15 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
     these have changed since the forward pass. Sequences of modules only.
     """
 
-    def __init__(self, savefield: str, curv_type: str) -> None:
+    def __init__(self, savefield: str, curv_type: str, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the matrix.
 
         Args:
             savefield: Name of the attribute under which parameters carry the function.
             curv_type: One of ``Curvature.CHOICES``.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__(savefield)
+        super().__init__(savefield, exclude=exclude)
         self._curv_type = curv_type
 
     @property

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar
 
+from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
 from backpack.utils.errors import ArgumentError
@@ -24,19 +26,20 @@ class PCHMP(CurvatureMatrixProduct):
 
     MODIFICATIONS: ClassVar[dict[str, str]] = {"abs": Curvature.PCH_ABS, "clip": Curvature.PCH_CLIP}
 
-    def __init__(self, savefield: str = "pchmp", modify: str = "clip") -> None:
+    def __init__(self, savefield: str = "pchmp", modify: str = "clip", *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose name and modification.
 
         Args:
             savefield: Name of the attribute under which parameters carry the function.
             modify: ``"clip"`` or ``"abs"``.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
 
         Raises:
             ModificationError: If the modification does not exist.
         """
         if modify not in self.MODIFICATIONS:
             raise ModificationError(f"Unknown modification {modify!r}. Choose one of {list(self.MODIFICATIONS)}.")
-        super().__init__(savefield, self.MODIFICATIONS[modify])
+        super().__init__(savefield, self.MODIFICATIONS[modify], exclude=exclude)
         self._modify = modify
 
     def get_modification_mode(self) -> str:

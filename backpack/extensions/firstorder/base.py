@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch.nn import Module
 
 from backpack.core.flow import Flow
-from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension
+from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension, Excluded
 from backpack.extensions.flows import GradientFlow
 from backpack.extensions.module_extension import ModuleExtension
 
@@ -23,8 +25,10 @@ class FirstOrderBackpropExtension(BackpropExtension):
         module_exts: dict[type[Module], ModuleExtension] | None = None,
         fail_mode: str = FAIL_WARN,
         subsampling: list[int] | None = None,
+        *,
+        exclude: Iterable[Excluded] = (),
     ) -> None:
-        super().__init__(savefield, module_exts, fail_mode, subsampling)
+        super().__init__(savefield, module_exts, fail_mode, subsampling, exclude=exclude)
 
     def expects_backpropagation_quantities(self) -> bool:
         return False

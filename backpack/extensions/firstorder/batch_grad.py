@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.flow import Columns
+from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.firstorder.base import GradientExtension
 
 
@@ -16,13 +19,14 @@ class BatchGrad(GradientExtension):
     With ``subsampling``: ``[len(subsampling), *parameter]``, in that order.
     """
 
-    def __init__(self, subsampling: list[int] | None = None) -> None:
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples; ``None`` for all.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__("grad_batch", subsampling=subsampling)
+        super().__init__("grad_batch", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return state[0][0]

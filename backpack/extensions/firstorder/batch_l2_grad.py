@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -10,6 +12,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
+from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, squares_of_lookups
 
@@ -21,13 +24,14 @@ class BatchL2Grad(GradientExtension):
     uses.
     """
 
-    def __init__(self, subsampling: list[int] | None = None) -> None:
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples; ``None`` for all.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__("batch_l2", subsampling=subsampling)
+        super().__init__("batch_l2", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = state[0][0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -9,6 +11,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
+from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, sum_at_rows
 
@@ -19,13 +22,14 @@ class SumGradSquared(GradientExtension):
     Uncentred, and not divided by the number of samples.
     """
 
-    def __init__(self, subsampling: list[int] | None = None) -> None:
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples; ``None`` for all.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__("sum_grad_squared", subsampling=subsampling)
+        super().__init__("sum_grad_squared", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return state[0][0].square().sum(0)

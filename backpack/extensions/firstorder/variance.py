@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -10,6 +12,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives, add_at
 from backpack.core.flow import Columns, Use
+from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import FromGradient, faster
 
@@ -23,13 +26,14 @@ class Variance(GradientExtension):
 
     wants_gradient = True
 
-    def __init__(self, subsampling: list[int] | None = None) -> None:
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples, whose number is the divisor then; ``None`` for all.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__("variance", subsampling=subsampling)
+        super().__init__("variance", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = state[0][0]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import ClassVar
 
 from backpack.core.flow import Flow
-from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.backprop_extension import BackpropExtension, Excluded
 from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 from backpack.utils.errors import ArgumentError
@@ -28,7 +29,15 @@ class GGNExtension(SecondOrderBackpropExtension):
 
     VALID_LOSS_HESSIAN_STRATEGIES: ClassVar[list[str]] = [LossHessianStrategy.EXACT, LossHessianStrategy.SAMPLING]
 
-    def __init__(self, loss_hessian_strategy: str, savefield: str, subsampling: list[int] | None = None, mc_samples: int = 1) -> None:
+    def __init__(
+        self,
+        loss_hessian_strategy: str,
+        savefield: str,
+        subsampling: list[int] | None = None,
+        mc_samples: int = 1,
+        *,
+        exclude: Iterable[Excluded] = (),
+    ) -> None:
         """Choose the square root.
 
         Args:
@@ -36,11 +45,12 @@ class GGNExtension(SecondOrderBackpropExtension):
             savefield: Name of the attribute under which parameters carry the result.
             subsampling: Indices of the samples; ``None`` for all.
             mc_samples: Number of Monte-Carlo samples, unless ``get_num_mc_samples`` is overridden.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
 
         Raises:
             ArgumentError: If the strategy is unknown, or the number of Monte-Carlo samples is not a positive integer.
         """
-        super().__init__(savefield, subsampling=subsampling)
+        super().__init__(savefield, subsampling=subsampling, exclude=exclude)
         if loss_hessian_strategy not in self.VALID_LOSS_HESSIAN_STRATEGIES:
             raise ArgumentError(
                 f"{type(self).__name__}: loss_hessian_strategy must be one of {self.VALID_LOSS_HESSIAN_STRATEGIES}, got {loss_hessian_strategy!r}."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -9,6 +11,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_per_sample, sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
+from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.rules import affine_arguments, faster, place_at_rows, stack, sum_at_rows
 from backpack.extensions.secondorder.base import GGNExtension
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
@@ -34,13 +37,14 @@ class DiagGGNExact(DiagGGN):
     Contains the divisor of a mean loss once.
     """
 
-    def __init__(self, subsampling: list[int] | None = None) -> None:
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact", subsampling)
+        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact", subsampling, exclude=exclude)
 
 
 class DiagGGNMC(DiagGGN):
@@ -50,14 +54,15 @@ class DiagGGNMC(DiagGGN):
     Costs ``mc_samples`` columns instead of one for each class.
     """
 
-    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
+    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the number of draws.
 
         Args:
             mc_samples: Labels drawn for each sample.
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc", subsampling, mc_samples)
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc", subsampling, mc_samples, exclude=exclude)
 
 
 class BatchDiagGGNExact(BatchDiagGGN):
@@ -66,26 +71,28 @@ class BatchDiagGGNExact(BatchDiagGGN):
     The sum over samples is ``diag_ggn_exact``.
     """
 
-    def __init__(self, subsampling: list[int] | None = None) -> None:
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact_batch", subsampling)
+        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact_batch", subsampling, exclude=exclude)
 
 
 class BatchDiagGGNMC(BatchDiagGGN):
     """Monte-Carlo estimate of ``diag_ggn_exact_batch``, ``[N, *parameter]``, saved to ``diag_ggn_mc_batch``."""
 
-    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None) -> None:
+    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the number of draws.
 
         Args:
             mc_samples: Labels drawn for each sample.
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", subsampling, mc_samples)
+        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", subsampling, mc_samples, exclude=exclude)
 
 
 @faster(DiagGGN, AffineDerivatives, "weight")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import Tensor, einsum
 from torch.nn import Parameter
 
@@ -9,6 +11,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_per_sample, sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Flow, Use
+from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.rules import affine_arguments, faster, place_at_rows, signs_of, stack, sum_at_rows
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -29,13 +32,14 @@ class DiagHessian(HessianExtension):
     grow with the square of the number of curved activations.
     """
 
-    def __init__(self, subsampling: list[int] | None = None) -> None:
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__("diag_h", subsampling=subsampling)
+        super().__init__("diag_h", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return _squares(self, state).sum(0)
@@ -47,13 +51,14 @@ class BatchDiagHessian(HessianExtension):
     The sum over samples is ``diag_h``.
     """
 
-    def __init__(self, subsampling: list[int] | None = None) -> None:
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
 
         Args:
             subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
-        super().__init__("diag_h_batch", subsampling=subsampling)
+        super().__init__("diag_h_batch", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return _squares(self, state)

@@ -9,6 +9,7 @@ exact block.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch.nn import Parameter
@@ -19,12 +20,13 @@ from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import Flow
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import AverageFlow, SqrtFlow
 from backpack.extensions.rules import KroneckerRule, Rule, ValueRule, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
-from backpack.utils.errors import ArgumentError, UnsupportedError
+from backpack.utils.errors import ArgumentError, UnsupportedError, exclusion
 
 _LARGEST = 2**28
 """Entries of the largest factor that is formed: 1 GiB in single precision."""
@@ -38,7 +40,16 @@ class HBP(SecondOrderBackpropExtension):
     ``LossHessianStrategy.SUM`` goes with ``BackpropStrategy.BATCH_AVERAGE`` (sequences of modules only), ``EXACT`` and ``SAMPLING`` with ``SQRT``.
     """
 
-    def __init__(self, curv_type: str, loss_hessian_strategy: str, backprop_strategy: str, ea_strategy: str, savefield: str = "hbp") -> None:
+    def __init__(
+        self,
+        curv_type: str,
+        loss_hessian_strategy: str,
+        backprop_strategy: str,
+        ea_strategy: str,
+        savefield: str = "hbp",
+        *,
+        exclude: Iterable[Excluded] = (),
+    ) -> None:
         """Choose the approximation.
 
         Args:
@@ -48,11 +59,12 @@ class HBP(SecondOrderBackpropExtension):
             ea_strategy: One of ``ExpectationApproximation.CHOICES``: whether the mean over samples of products of inputs is taken, or the
                 product of means.
             savefield: Name of the attribute under which parameters carry the result.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
 
         Raises:
             ArgumentError: If the strategies do not go together.
         """
-        super().__init__(savefield)
+        super().__init__(savefield, exclude=exclude)
         Curvature.require_residual(curv_type)
         LossHessianStrategy.check_exists(loss_hessian_strategy)
         ExpectationApproximation.check_exists(ea_strategy)
@@ -84,7 +96,8 @@ class HBP(SecondOrderBackpropExtension):
             if sum(size > 1 for size in parameter.shape) > 1:
                 raise UnsupportedError(
                     f"{self.savefield}: {owners[parameter]} of shape {list(parameter.shape)} is used by an operation or a layer without a rule for "
-                    f"Kronecker factors. Use a diagonal (DiagGGNExact, DiagGGNMC), or freeze it: {owners[parameter]}.requires_grad_(False)."
+                    "Kronecker factors. Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: "
+                    f"{exclusion(owners[parameter])}."
                 )
 
     def finish(self, state: Any, parameter: Parameter) -> Factors:
@@ -94,9 +107,8 @@ class HBP(SecondOrderBackpropExtension):
         side = outputs.shape[3]
         if side * side > _LARGEST:
             raise UnsupportedError(
-                f"{self.savefield}: the Kronecker factor of a parameter of shape {list(parameter.shape)} would have {side} x {side} "
-                "entries. Use a diagonal "
-                "(DiagGGNExact, DiagGGNMC) for it."
+                f"{self.savefield}: the Kronecker factor of {owners[parameter]} {list(parameter.shape)} would have {side} x {side} entries. "
+                f"Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclusion(owners[parameter])}."
             )
         flat = outputs.flatten(0, 1).transpose(0, 1)
         sides = flat.transpose(1, 2) @ flat
@@ -129,7 +141,8 @@ class HBP(SecondOrderBackpropExtension):
         if not isinstance(rule, AffineDerivatives) or isinstance(rule, BilinearDerivatives) or rule.groups(call) != 1 or extra_axes:
             raise UnsupportedError(
                 f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions "
-                f"without groups. {call.path} ({type(call.module).__name__}, output {list(call.output.shape)}) is none of these: use KFLR or KFAC."
+                f"without groups. {call.path} ({type(call.module).__name__}, output {list(call.output.shape)}) is none of these: use KFLR or KFAC, "
+                f"or leave it out: {exclusion(owners[use.parameters[name]])}."
             )
         outputs = call.output.shape[1]
         side = use.value.unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
@@ -200,11 +213,12 @@ class KFAC(HBP):
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
     """
 
-    def __init__(self, mc_samples: int = 1) -> None:
+    def __init__(self, mc_samples: int = 1, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the number of draws.
 
         Args:
             mc_samples: Labels drawn for each sample.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
 
         Raises:
             ArgumentError: If it is not a positive integer.
@@ -212,7 +226,9 @@ class KFAC(HBP):
         if not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1:
             raise ArgumentError(f"KFAC: mc_samples must be a positive integer, got {mc_samples!r}.")
         self._mc_samples = mc_samples
-        super().__init__(Curvature.GGN, LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT, ExpectationApproximation.BOTEV_MARTENS, "kfac")
+        super().__init__(
+            Curvature.GGN, LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT, ExpectationApproximation.BOTEV_MARTENS, "kfac", exclude=exclude
+        )
 
     def get_num_mc_samples(self) -> int:
         return self._mc_samples
@@ -221,9 +237,15 @@ class KFAC(HBP):
 class KFLR(HBP):
     """Kronecker factors with the exact Hessian of the loss (Botev, Ritter & Barber 2017), saved to ``kflr``; scaling as for ``KFAC``."""
 
-    def __init__(self) -> None:
-        """Take the exact square root of the loss's Hessian."""
-        super().__init__(Curvature.GGN, LossHessianStrategy.EXACT, BackpropStrategy.SQRT, ExpectationApproximation.BOTEV_MARTENS, "kflr")
+    def __init__(self, *, exclude: Iterable[Excluded] = ()) -> None:
+        """Take the exact square root of the loss's Hessian.
+
+        Args:
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
+        """
+        super().__init__(
+            Curvature.GGN, LossHessianStrategy.EXACT, BackpropStrategy.SQRT, ExpectationApproximation.BOTEV_MARTENS, "kflr", exclude=exclude
+        )
 
 
 class KFRA(HBP):
@@ -232,6 +254,12 @@ class KFRA(HBP):
     For sequences of modules only, with parameters in Linear layers on inputs ``[N, in_features]`` and in convolutions without groups.
     """
 
-    def __init__(self) -> None:
-        """Carry one matrix for the whole mini-batch."""
-        super().__init__(Curvature.GGN, LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE, ExpectationApproximation.BOTEV_MARTENS, "kfra")
+    def __init__(self, *, exclude: Iterable[Excluded] = ()) -> None:
+        """Carry one matrix for the whole mini-batch.
+
+        Args:
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
+        """
+        super().__init__(
+            Curvature.GGN, LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE, ExpectationApproximation.BOTEV_MARTENS, "kfra", exclude=exclude
+        )

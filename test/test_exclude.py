@@ -1,0 +1,309 @@
+"""Parameters that an extension leaves out: nothing is written there, nothing is refused on their account, and the others stay exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from cases_nets import Net, layers, parameter
+from oracle import Oracle, Problem
+from table import classify, default_dtype, regress
+from test_extensions import QUANTITIES, Expect, all_close, collect, run
+from torch import Tensor, nn, randn
+from torch.nn import Linear, Module, Sequential, Tanh
+
+from backpack import backpack, extend
+from backpack.extensions import HMP, KFAC, KFLR, KFRA, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
+from backpack.utils.errors import ArgumentError, BackpackError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+N = 3
+EXCLUDED = {
+    "CE, mean": ["0.weight", "2.bias"],
+    "residual": ["b.weight"],
+    "linear twice": ["a.weight"],
+    "class token": ["token"],
+    "transformer: attention": ["*in_proj_weight"],
+    "two losses on two heads": ["*weight"],
+}
+
+
+def freeze(problem: Problem, excluded: Callable[[str], bool]) -> Problem:
+    for name, param in problem.model.named_parameters():
+        if excluded(name):
+            param.requires_grad_(False)
+    return problem
+
+
+def matches(pattern: str) -> Callable[[str], bool]:
+    return lambda name: name.endswith(pattern[1:]) if pattern.startswith("*") else name == pattern
+
+
+@cache
+def truth(case: str, pattern: str) -> Oracle:
+    """To leave a parameter out, and to freeze it, are the same for the others."""
+    return Oracle(freeze(CASES[case].build(N), matches(pattern)))
+
+
+def excluding(active: Any, *entries: Any) -> Any:
+    """Leave something out, whatever the constructor is: those of the extensions hand it on."""
+    active._exclude = entries
+    return active
+
+
+CELLS = [(extension, case, pattern) for case, patterns in EXCLUDED.items() for pattern in patterns for extension in QUANTITIES]
+CELLS = [cell for cell in CELLS if N in QUANTITIES[cell[0]].batches and not cell[0].startswith("HBP")]
+
+
+@pytest.mark.parametrize(("extension", "case", "pattern"), CELLS)
+@pytest.mark.parametrize("beside", [False, True])
+def test_others_are_exact(extension: str, case: str, pattern: str, beside: bool) -> None:
+    """Alone, or beside an extension that leaves nothing out."""
+    quantity, problem = QUANTITIES[extension], CASES[case].build(N)
+    others = [BatchL2Grad() if extension != "BatchL2Grad" else BatchGrad(), *[DiagGGNExact()][: extension != "DiagGGNExact"]] if beside else []
+    try:
+        run(problem, excluding(quantity.make(), pattern), *others)
+    except quantity.refusal:
+        assert quantity.expect(CASES[case].tags) is not Expect.EXACT
+        assert not collect(problem, quantity.field)
+        return
+    quantity.check(truth(case, pattern), collect(problem, quantity.field))
+    for other in others:
+        assert len(collect(problem, other.savefield)) == len(truth(case, "nothing").params)
+
+
+MAKE = {name: type(quantity.make()) for name, quantity in QUANTITIES.items() if not name.startswith("HBP")}
+
+
+@pytest.mark.parametrize("extension", MAKE)
+def test_every_constructor_takes_it(extension: str) -> None:
+    problem, quantity = CASES["CE, mean"].build(N), QUANTITIES[extension]
+    run(problem, MAKE[extension](exclude=[problem.model[0]]))
+    names = set(collect(problem, quantity.field))
+    assert names == {name for name, _ in problem.model.named_parameters() if not name.startswith("0.")}
+
+
+def test_hbp_takes_it() -> None:
+    problem = CASES["CE, mean"].build(N)
+    active = QUANTITIES["HBP, GGN"].make()
+    again = type(active)(
+        active.get_curv_type(), active.get_loss_hessian_strategy(), active.get_backprop_strategy(), active.get_ea_strategy(), exclude=["0"]
+    )
+    run(problem, again)
+    assert not any(name.startswith("0.") for name in collect(problem, "hbp"))
+
+
+# --- what can be excluded ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pick", "left"),
+    [
+        (lambda model: [model[0].weight], {"0.bias", "2.weight", "2.bias"}),
+        (lambda model: [model[0]], {"2.weight", "2.bias"}),
+        (lambda model: model[0].parameters(), {"2.weight", "2.bias"}),
+        (lambda model: (model[0].weight, "2"), {"0.bias"}),
+        (lambda model: {"0.weight"}, {"0.bias", "2.weight", "2.bias"}),
+        (lambda model: ["*.bias"], {"0.weight", "2.weight"}),
+        (lambda model: [model], set()),
+        (lambda model: [], {"0.weight", "0.bias", "2.weight", "2.bias"}),
+    ],
+)
+def test_parameters_modules_and_names(pick: Callable, left: set[str]) -> None:
+    problem = CASES["CE, mean"].build(N)
+    run(problem, BatchGrad(exclude=pick(problem.model)))
+    assert set(collect(problem, "grad_batch")) == left
+    assert all(param.grad is not None for param in problem.model.parameters())
+
+
+@pytest.mark.parametrize("name", ["a", "b", "a.weight", "b.weight"])
+def test_each_name_of_a_shared_parameter(name: str) -> None:
+    problem = CASES["tied branches"].build(N)
+    run(problem, BatchGrad(exclude=[name]))
+    assert "a.weight" not in collect(problem, "grad_batch")
+
+
+def test_names_begin_at_a_full_stop() -> None:
+    """What begins alike is not meant."""
+    with default_dtype(torch.float64):
+        problem = classify(Net(lambda net, x: net.head2(net.head(x)), head=Linear(3, 3), head2=Linear(3, 4)), randn(N, 3))
+    run(problem, BatchGrad(exclude=["head"]))
+    assert set(collect(problem, "grad_batch")) == {"head2.weight", "head2.bias"}
+
+
+@pytest.mark.parametrize("name", ["0.weigth", "weight", "3", ""])
+def test_unknown_name(name: str) -> None:
+    problem = CASES["CE, mean"].build(N)
+    with pytest.raises(ArgumentError, match="BatchGrad: exclude='.*' names no parameter"):
+        run(problem, BatchGrad(exclude=[name]))
+    assert all(param.grad is None for param in problem.model.parameters())
+
+
+@pytest.mark.parametrize("wrong", ["0.weight", Linear(2, 2), Linear(2, 2).weight, None, 3, [3], [None], [torch.zeros(2)], [["0.weight"]]])
+def test_what_cannot_be_excluded(wrong: Any) -> None:
+    with pytest.raises(ArgumentError, match="KFAC: exclude must be a list of parameters, modules and names"):
+        KFAC(exclude=wrong)
+
+
+def test_positional_signatures_stay() -> None:
+    for make in (lambda: BatchGrad([0], [Linear(1, 1)]), lambda: KFAC(1, []), lambda: KFLR([]), lambda: Variance([0], [])):
+        with pytest.raises(TypeError, match="positional"):
+            make()
+
+
+def test_module_that_is_not_in_the_graph() -> None:
+    """A parameter or module that takes no part is no mistake: other passes may use it."""
+    problem = CASES["CE, mean"].build(N)
+    run(problem, BatchGrad(exclude=[Linear(2, 2), Linear(2, 2).weight]))
+    assert len(collect(problem, "grad_batch")) == len(list(problem.model.parameters()))
+
+
+# --- results of earlier passes, hooks, users' rules -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_stale_results_are_removed(beside: bool) -> None:
+    problem = CASES["CE, mean"].build(N)
+    run(problem, BatchGrad())
+    run(problem, BatchGrad(exclude=["0.weight"]), *[DiagGGNExact()][:beside])
+    assert set(collect(problem, "grad_batch")) == {"0.bias", "2.weight", "2.bias"}
+
+
+def test_hook_runs_for_modules_that_are_left_out() -> None:
+    problem, seen = CASES["CE, mean"].build(N), []
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(BatchGrad(exclude=[problem.model[0]]), extension_hook=seen.append):
+        problem.loss(problem.outputs()).backward()
+    assert {problem.model[0], problem.model[2]} <= set(seen)
+
+
+class OfLinear(FirstOrderModuleExtension):
+    """A user's rule that does not like to be asked for biases."""
+
+    def __init__(self) -> None:
+        super().__init__(["weight", "bias"])
+
+    def weight(self, ext: Any, module: Module, g_inp: tuple, g_out: tuple, bpQuantities: Any) -> Tensor:  # noqa: N803
+        return torch.einsum("no,ni->noi", g_out[0], module.input0)
+
+    def bias(self, *_: Any) -> Tensor:
+        raise AssertionError("asked for something that is left out")
+
+
+def test_rule_of_a_user() -> None:
+    problem = CASES["CE, mean"].build(N)
+    run(problem, FirstOrderBackpropExtension("mine", {Linear: OfLinear()}, exclude=["*.bias"]))
+    all_close(collect(problem, "mine"), {k: v for k, v in Oracle(CASES["CE, mean"].build(N)).grad_batch.items() if "bias" not in k})
+
+
+def test_shared_parameter_of_a_user() -> None:
+    """A rule of a user cannot add uses, but it need not for what is left out."""
+    problem = CASES["tied branches"].build(N)
+    run(problem, FirstOrderBackpropExtension("mine", {Linear: OfLinear()}, exclude=["a", "b", "c.bias"]))
+    assert set(collect(problem, "mine")) == {"c.weight"}
+
+
+def test_missing_rule_of_a_user() -> None:
+    problem = CASES["CE, mean"].build(N)
+    with pytest.raises(NotImplementedError, match="does not have an extension"):
+        run(problem, FirstOrderBackpropExtension("mine", {}, fail_mode="ERROR"))
+    run(problem, FirstOrderBackpropExtension("mine", {}, fail_mode="ERROR", exclude=[problem.model]))
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def mixing() -> Problem:
+    return classify(Sequential(Linear(3, 3), nn.BatchNorm1d(3), Linear(3, 4)), randn(N, 3))
+
+
+def curved() -> Problem:
+    return classify(Net(lambda net, x: net.b(torch.tanh(net.a(x))), **layers(3, 3, 4)()), randn(N, 3))
+
+
+def coupled() -> Problem:
+    return classify(Net(lambda net, x: net.b(net.a(net.tanh(net.a(x)))), **layers(3, 3, 4, tanh=Tanh)()), randn(N, 3))
+
+
+def product_of_branches() -> Problem:
+    return classify(Net(lambda net, x: net.c(net.a(x) * net.b(net.a(x))), **layers(3, 3, 3, 4)()), randn(N, 3))
+
+
+def branching() -> Problem:
+    return classify(Net(lambda net, x: net.c(net.a(x) + net.tanh(net.b(x))), **layers(3, 3, 3, 4, tanh=Tanh)()), randn(N, 3))
+
+
+def table() -> Problem:
+    return regress(Net(lambda net, x: net.b(net.a(x) + net.table), **layers(3, 3, 2, table=parameter(2, 3))()), randn(N, 2, 3))
+
+
+def two_ways() -> Problem:
+    return classify(Net(lambda net, x: net.b(net.a(net.tanh(net.a(x)) @ net.a.weight)), **layers(3, 3, 4, tanh=Tanh)()), randn(N, 3))
+
+
+def penalised() -> Problem:
+    problem = CASES["CE, mean"].build(N)
+    loss = problem.loss
+    problem.loss = lambda outputs: loss(outputs) + problem.model[2].bias.square().sum()
+    return problem
+
+
+REFUSED = {
+    "mixing": (mixing, BatchGrad, {"0.weight", "0.bias"}),
+    "penalty": (penalised, BatchGrad, {"2.bias"}),
+    "curved": (curved, DiagHessian, {"a.weight", "a.bias"}),
+    "coupled": (coupled, DiagHessian, {"a.weight", "a.bias"}),
+    "product of branches": (product_of_branches, DiagHessian, {"a.weight", "a.bias"}),
+    "table": (table, KFLR, {"table"}),
+    "two ways": (two_ways, KFLR, {"a.weight"}),
+    "factors of an average": (lambda: CASES["extra axis, flattened"].build(N), KFRA, {"0.weight", "0.bias"}),
+    "branching": (branching, HMP, {"a.weight", "a.bias", "b.weight", "b.bias"}),
+    "used twice": (lambda: CASES["linear twice, in sequence"].build(N), HMP, {"0.weight", "0.bias"}),
+}
+
+
+def arguments_in(error: BackpackError) -> list[str]:
+    """Read the argument that a message shows."""
+    _, found, rest = str(error).partition("`exclude=[")
+    assert found, error
+    return [name.strip('"') for name in rest.partition("]`")[0].split(", ")]
+
+
+def run_as_told(make: Callable[[], Problem], extension: Callable, most: int = 10) -> tuple[Problem, set[str]]:
+    """Do what messages say until nothing is refused."""
+    excluded: set[str] = set()
+    for _ in range(most):
+        problem = make()
+        try:
+            run(problem, extension(exclude=sorted(excluded)))
+        except BackpackError as error:
+            more = set(arguments_in(error))
+            assert more - excluded, error
+            excluded |= more
+        else:
+            return problem, excluded
+    raise AssertionError(excluded)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_messages_show_the_argument(name: str) -> None:
+    make, extension, expected = REFUSED[name]
+
+    def build() -> Problem:
+        with torch.random.fork_rng(), default_dtype(torch.float64):
+            torch.manual_seed(0)
+            return make()
+
+    problem, excluded = run_as_told(build, extension)
+    assert excluded == expected
+    field = extension().savefield
+    oracle = Oracle(freeze(build(), excluded.__contains__))
+    check = next(q.check for q in QUANTITIES.values() if q.field == field)
+    check(oracle, collect(problem, field))
