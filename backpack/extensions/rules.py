@@ -164,7 +164,6 @@ class KroneckerRule(Rule):
         outputs = apply_to_all(use.value, lambda mat: add_rows(rule.rows(use.call, mat).sum(-1), use.layout))
         if name == "bias":
             return _without_structure(outputs)
-        samples = max(use.layout.samples, 1)
         if not self._mean_input:
             return KroneckerState(rule.input_moment(use.call) / samples, outputs, rule.transposed)
         x = rule.columns(use.call)

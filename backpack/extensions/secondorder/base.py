@@ -6,9 +6,13 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import ClassVar
 
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import squares_per_sample, sum_of_squares
+from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Flow
 from backpack.extensions.backprop_extension import BackpropExtension, Excluded
 from backpack.extensions.flows import SqrtFlow
+from backpack.extensions.rules import affine_arguments, faster, place_at_rows, sum_at_rows
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 from backpack.utils.errors import ArgumentError
 
@@ -81,3 +85,16 @@ class GGNExtension(SecondOrderBackpropExtension):
             Their number, where the square root is sampled.
         """
         return self._mc_samples
+
+
+def squares_at_once(summed: type[SecondOrderBackpropExtension], per_sample: type[SecondOrderBackpropExtension]) -> None:
+    """Let two extensions, which sum signed squares of columns, do so without forming the columns where the structure of a layer allows it.
+
+    Args:
+        summed: The extension that sums over samples, too.
+        per_sample: The extension that keeps samples apart.
+    """
+    faster(summed, AffineDerivatives, "weight")(lambda extension, use, name: sum_of_squares(*affine_arguments(use)))
+    faster(per_sample, AffineDerivatives, "weight")(lambda extension, use, name: squares_per_sample(*affine_arguments(use)))
+    faster(summed, LookupDerivatives, "weight")(lambda extension, use, name: sum_at_rows(use))
+    faster(per_sample, LookupDerivatives, "weight")(lambda extension, use, name: place_at_rows(use))

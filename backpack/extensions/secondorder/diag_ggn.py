@@ -7,13 +7,10 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.affine_squares import squares_per_sample, sum_of_squares
-from backpack.core.derivatives.embedding import LookupDerivatives
-from backpack.core.flow import Columns, Use
+from backpack.core.flow import Columns
 from backpack.extensions.backprop_extension import Excluded
-from backpack.extensions.rules import affine_arguments, faster, place_at_rows, stack, sum_at_rows
-from backpack.extensions.secondorder.base import GGNExtension
+from backpack.extensions.rules import stack
+from backpack.extensions.secondorder.base import GGNExtension, squares_at_once
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 
 
@@ -95,21 +92,4 @@ class BatchDiagGGNMC(BatchDiagGGN):
         super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", subsampling, mc_samples, exclude=exclude)
 
 
-@faster(DiagGGN, AffineDerivatives, "weight")
-def _weight(extension: DiagGGN, use: Use, name: str) -> Tensor:
-    return sum_of_squares(*affine_arguments(use))
-
-
-@faster(BatchDiagGGN, AffineDerivatives, "weight")
-def _weight_batch(extension: BatchDiagGGN, use: Use, name: str) -> Tensor:
-    return squares_per_sample(*affine_arguments(use))
-
-
-@faster(DiagGGN, LookupDerivatives, "weight")
-def _lookup(extension: DiagGGN, use: Use, name: str) -> Tensor:
-    return sum_at_rows(use)
-
-
-@faster(BatchDiagGGN, LookupDerivatives, "weight")
-def _lookup_batch(extension: BatchDiagGGN, use: Use, name: str) -> Tensor:
-    return place_at_rows(use)
+squares_at_once(DiagGGN, BatchDiagGGN)

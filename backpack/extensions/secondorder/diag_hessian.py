@@ -7,14 +7,11 @@ from collections.abc import Iterable
 from torch import Tensor, einsum
 from torch.nn import Parameter
 
-from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.affine_squares import squares_per_sample, sum_of_squares
-from backpack.core.derivatives.embedding import LookupDerivatives
-from backpack.core.flow import Columns, Flow, Use
+from backpack.core.flow import Columns, Flow
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.flows import SignedSqrtFlow
-from backpack.extensions.rules import affine_arguments, faster, place_at_rows, signs_of, stack, sum_at_rows
-from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.rules import signs_of, stack
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, squares_at_once
 
 
 class HessianExtension(SecondOrderBackpropExtension):
@@ -79,21 +76,4 @@ def _squares(extension: HessianExtension, state: Columns) -> Tensor:
     return squares.sum(0) if signs is None else einsum("vn...,vn->n...", squares, signs)
 
 
-@faster(DiagHessian, AffineDerivatives, "weight")
-def _weight(extension: DiagHessian, use: Use, name: str) -> Tensor:
-    return sum_of_squares(*affine_arguments(use))
-
-
-@faster(BatchDiagHessian, AffineDerivatives, "weight")
-def _weight_batch(extension: BatchDiagHessian, use: Use, name: str) -> Tensor:
-    return squares_per_sample(*affine_arguments(use))
-
-
-@faster(DiagHessian, LookupDerivatives, "weight")
-def _lookup(extension: DiagHessian, use: Use, name: str) -> Tensor:
-    return sum_at_rows(use)
-
-
-@faster(BatchDiagHessian, LookupDerivatives, "weight")
-def _lookup_batch(extension: BatchDiagHessian, use: Use, name: str) -> Tensor:
-    return place_at_rows(use)
+squares_at_once(DiagHessian, BatchDiagHessian)
