@@ -15,7 +15,7 @@ from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivative
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives
-from backpack.core.graph import saved, shape_of
+from backpack.core.graph import saved, shape_of, tensor_at
 from backpack.core.node_calls import NodeCall, layer, reads
 from backpack.core.samples import Layout
 from backpack.core.walk import Unit, Walk
@@ -62,6 +62,28 @@ def _single(states: dict[int, Layout]) -> Layout | None:
     return states[0] if set(states) == {0} else None
 
 
+def _layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int], layout: Layout, walk: Walk) -> Unit | None:
+    """Make a unit unless precisions are mixed, as under autocast.
+
+    Args:
+        node: The node.
+        call: The layer.
+        below: Which of the next edges belongs to the input, if it can be differentiated.
+        factors: Name to number of the next edge, of weight and bias.
+        layout: Where the samples lie in its output.
+        walk: The graph.
+
+    Returns:
+        The unit, or ``None``.
+    """
+    edges = [node.next_functions[number] for number in factors.values()]
+    types = {call.outputs[0].dtype, *(tensor_at(edge).dtype for edge in edges if edge[0] is not None)}
+    given = call.input0
+    if given is not None and given.is_floating_point():
+        types.add(given.dtype)
+    return None if len(types) > 1 else layer(node, call, below, factors, layout, walk)
+
+
 @reads("Convolution")
 def _convolution(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
     layout, axes, transposed = _single(states), len(saved(node, "stride")), saved(node, "transposed")
@@ -82,7 +104,7 @@ def _convolution(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | No
         padding_mode=lambda: "zeros",
         **{name: lambda value=value: value for name, value in settings.items()},
     )
-    return layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+    return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
 @reads("NativeLayerNorm")
@@ -100,7 +122,7 @@ def _layer_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | Non
         input2=lambda: saved(node, "result2"),
         normalized_shape=lambda: normalized,
     )
-    return layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+    return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
 @reads("NativeGroupNorm")
@@ -117,7 +139,7 @@ def _group_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | Non
         num_groups=lambda: saved(node, "group"),
         eps=lambda: saved(node, "eps"),
     )
-    return layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+    return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
 @reads("NativeBatchNorm")
@@ -135,7 +157,7 @@ def _batch_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | Non
         running_var=lambda: saved(node, "running_var"),
         eps=lambda: saved(node, "eps"),
     )
-    return layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+    return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
 @reads("Embedding")
@@ -151,4 +173,4 @@ def _embedding(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None
         weight=lambda: torch.empty(shape_of(node.next_functions[0]), dtype=call.outputs[0].dtype, device="meta"),
         padding_idx=lambda: None if padding < 0 else padding,
     )
-    return layer(node, call, None, {"weight": 0}, layout, walk)
+    return _layer(node, call, None, {"weight": 0}, layout, walk)
