@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ class Part(NamedTuple):
     def kind(self) -> tuple:
         """What parts that go together have in common."""
         inputs = () if self.columns is None else self.columns.shape[:3]
-        return (self.use.call.derivatives.transposed, tuple(inputs), tuple(self.grad.shape[1:4]))
+        return (self.use.call.derivatives.weight_layout, tuple(inputs), tuple(self.grad.shape[1:4]))
 
 
 class Positions:
@@ -80,6 +79,10 @@ class PositionDerivatives(AffineDerivatives):
         self._rule = rule
         self.transposed = rule.transposed
 
+    @property
+    def weight_layout(self) -> Hashable:
+        return self._rule.weight_layout
+
     def groups(self, module: Positions) -> int:
         return self._rule.groups(module)
 
@@ -106,9 +109,11 @@ def join(parts: Iterable[Part], name: str) -> list[tuple[Use, int]]:
     Returns:
         For each kind of use: the joint use, and how many it stands for.
     """
+    groups: dict[tuple, list[Part]] = {}
+    for part in parts:
+        groups.setdefault(part.kind, []).append(part)
     joint = []
-    for _, same in groupby(sorted(parts, key=lambda part: part.kind), key=lambda part: part.kind):
-        group = list(same)
+    for group in groups.values():
         use = group[0].use
         value = {source: _side_by_side(group, source) for source in dict.fromkeys(source for part in group for source in part.rows)}
         grad = torch.cat([part.grad for part in group], dim=4)[0]

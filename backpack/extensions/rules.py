@@ -133,13 +133,13 @@ class KroneckerState:
     Attributes:
         inputs: Input-side factor of each group ``[G, K, K]``, ``[1, K]`` if it is diagonal (of a table), or ``None`` for a bias.
         outputs: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened.
-        transposed: Whether the input side comes first in the parameter.
+        rule: Rule of the layer, if it is affine: says how the sides lie in the parameter.
     """
 
-    __slots__ = ("inputs", "outputs", "transposed")
+    __slots__ = ("inputs", "outputs", "rule")
 
-    def __init__(self, inputs: Tensor | None, outputs: Columns, transposed: bool = False) -> None:
-        self.inputs, self.outputs, self.transposed = inputs, outputs, transposed
+    def __init__(self, inputs: Tensor | None, outputs: Columns, rule: AffineDerivatives | None = None) -> None:
+        self.inputs, self.outputs, self.rule = inputs, outputs, rule
 
 
 class KroneckerRule(Rule):
@@ -165,26 +165,28 @@ class KroneckerRule(Rule):
         if name == "bias":
             return _without_structure(outputs)
         if not self._mean_input:
-            return KroneckerState(rule.input_moment(use.call) / samples, outputs, rule.transposed)
+            return KroneckerState(rule.input_moment(use.call) / samples, outputs, rule)
         x = rule.columns(use.call)
         turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
         positions = int(turns.max()) + 1 if len(turns) else 1
         mean = x.new_zeros(positions, *x.shape[1:]).index_add_(0, turns, x) / samples  # rows of one sample are positions
-        return KroneckerState(einsum("ngkl,ngml->gkm", mean, mean), outputs, rule.transposed)
+        return KroneckerState(einsum("ngkl,ngml->gkm", mean, mean), outputs, rule)
 
     def at_leaf(self, columns: Columns) -> KroneckerState:
         return _without_structure(columns)
 
     def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
-        shapes = [None if state.inputs is None else state.inputs.shape for state in (one, other)]
-        if shapes[0] != shapes[1] or one.transposed != other.transposed:
+        sides = [
+            (None if state.inputs is None else state.inputs.shape, None if state.rule is None else state.rule.weight_layout) for state in (one, other)
+        ]
+        if sides[0] != sides[1]:
             raise UnsupportedError(
                 f"{owners[parameter]} is used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional "
                 "operation, or transposed), so that its Kronecker factors are not defined. Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and "
                 f"leave it out here: {exclusion(owners[parameter])}."
             )
         inputs = None if one.inputs is None else one.inputs + other.inputs
-        return KroneckerState(inputs, add_columns(one.outputs, other.outputs), one.transposed)
+        return KroneckerState(inputs, add_columns(one.outputs, other.outputs), one.rule)
 
 
 def _without_structure(columns: Columns) -> KroneckerState:

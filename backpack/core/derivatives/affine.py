@@ -7,7 +7,7 @@ positions, in ``G`` groups with ``O`` outputs each.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from math import prod
 from typing import ClassVar
 
@@ -66,6 +66,11 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
     keeps = frozenset({"input"})
     transposed: ClassVar[bool] = False
+
+    @property
+    def weight_layout(self) -> Hashable:
+        """What two rules have in common whose matrices lie in the weight alike, so that uses of one weight by both can be joined."""
+        return type(self).weight_from_matrix
 
     @abstractmethod
     def columns(self, module: Module, subsampling: Samples | slice = None) -> Tensor:

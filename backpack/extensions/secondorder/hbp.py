@@ -116,7 +116,7 @@ class HBP(SecondOrderBackpropExtension):
             return [sides[0]]
         if state.inputs.dim() == 2:
             return [state.inputs[0], sides[0]]
-        pairs = [[given, output] if state.transposed else [output, given] for output, given in zip(sides, state.inputs, strict=True)]
+        pairs = [[given, output] if state.rule.transposed else [output, given] for output, given in zip(sides, state.inputs, strict=True)]
         return pairs[0] if len(pairs) == 1 else pairs
 
     @property
