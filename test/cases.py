@@ -8,6 +8,7 @@ import cases_nets  # noqa: F401
 import cases_norm  # noqa: F401
 import cases_pool  # noqa: F401
 import cases_sequence  # noqa: F401
+import cases_shared  # noqa: F401
 from table import CASES, LAYERS
 
 __all__ = ["CASES", "LAYERS"]
