@@ -261,6 +261,18 @@ def test_mini_batch_statistics() -> None:
     assert results(model) == {}
 
 
+@pytest.mark.parametrize("width", [3, 4])
+def test_without_batch_axis(width: int) -> None:
+    """A layer that is given one sample without a batch axis has no samples, though the loss counts the features of its output as such."""
+    for layer, x in ((Linear(3, width), torch.randn(3)), (nn.Conv1d(3, width, 2), torch.randn(3, 5)), (nn.Embedding(5, width), torch.tensor(2))):
+        for lossfunc in (MSELoss(), extend(MSELoss())):
+            model = extend(Sequential(layer))
+            with backpack(BatchGrad()), pytest.raises(NotImplementedError, match="without a batch axis"):
+                out = model(x)
+                lossfunc(out, torch.zeros_like(out)).backward()
+            assert results(model) == {}
+
+
 def test_double_precision_of_averaged_factors() -> None:
     model, lossfunc = extend(Sequential(Linear(4, 3), Tanh(), Linear(3, 2)).double()), extend(MSELoss())
     with backpack(KFRA()):

@@ -224,9 +224,13 @@ class Plan:
         for mark in reversed(list(marks)):
             call, state = mark.call, states.get(mark.nr)
             rule = self._rule(call)
-            if rule is None or call.is_loss or len(call.outputs) > 1 or call in self._claimed or not isinstance(state, Layout):
+            if rule is None or call.is_loss or call.mixes_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
-            if not isinstance(call.inputs[0], Slot) or len(call.inputs[0].shape) < rule.least_axes or call.mixes_types:
+            if not isinstance(state, Layout) or not isinstance(call.inputs[0], Slot):
+                continue
+            if len(call.inputs[0].shape) < rule.least_axes:
+                if state.samples > 1:
+                    refuse_mixing(self.walk, node, f"{call.path} got {list(call.inputs[0].shape)}, without a batch axis, as {state.samples} samples")
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - rule.feature_axes(call)
@@ -360,11 +364,7 @@ class Plan:
             states[nr] = united
 
     def _use_at_leaf(self, node: Node) -> None:
-        """Count the uses of a parameter outside all units, and refuse those that cannot be attributed.
-
-        Args:
-            node: Leaf node of a parameter.
-        """
+        """Count the uses of a parameter, whose leaf this is, outside all units, and refuse those that cannot be attributed."""
         if not self.walk.reach[node]:
             return
         if node in self._bare:

@@ -34,8 +34,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
     """Products with the Jacobian and the Hessian of a module's output with respect to its first input.
 
     Attributes:
-        keeps: Which recorded tensors the products read, a subset of ``{"input", "output"}``. Of the others only shape, dtype and device may
-            be used.
+        keeps: Which recorded tensors the products read, a subset of ``{"input", "output"}``; of the others only shape, dtype and device.
         is_loss: Whether the module is a loss function.
         least_axes: Number of axes that a mini-batch has at least; with fewer, the module was given a single sample without a batch axis.
         params: Names of the parameters that have a rule.
