@@ -10,7 +10,20 @@ import torch
 from cases import CASES
 from oracle import LayerUses, Oracle, Problem, clip, flatten_heads, identity, products
 from table import classify, default_dtype
-from test_extensions import QUANTITIES, all_close, all_factors_close, close, collect, grams, oracle_of, run, total_width
+from test_extensions import (
+    QUANTITIES,
+    Expect,
+    all_close,
+    all_factors_close,
+    close,
+    collect,
+    ggn,
+    grams,
+    hessian_diagonal,
+    oracle_of,
+    run,
+    total_width,
+)
 from torch import Tensor, einsum, nn, randn
 from torch.nn import Flatten, Linear, Parameter, Sequential, Sigmoid, Tanh
 
@@ -73,12 +86,14 @@ SUBSAMPLED = [
 ]
 
 
-@pytest.mark.parametrize("index", SUBSETS, ids=str)
-@pytest.mark.parametrize("case", SUBSAMPLED)
+CONVEX = [name for name, case in CASES.items() if ggn(case.tags) is Expect.EXACT]
+
+
+@pytest.mark.parametrize(("case", "index"), [*product(SUBSAMPLED, SUBSETS), *product(sorted(set(CONVEX) - set(SUBSAMPLED)), [[2, 0, 0]])], ids=str)
 def test_subsampling(case: str, index: list[int]) -> None:
     """Samples are picked in the order given, with repetition, normalized as for the full batch; others may use all samples beside."""
     problem, oracle = CASES[case].build(3), oracle_of(case, 3)
-    chosen = FIRST_ORDER_AND_GGN | ({} if CASES[case].tags & {"nested", "opaque", "curved"} else HESSIAN)
+    chosen = FIRST_ORDER_AND_GGN | (HESSIAN if hessian_diagonal(CASES[case].tags) is Expect.EXACT else {})
     run(problem, extensions.SqrtGGNExact(subsampling=index), *(make(subsampling=index) for make, _, _ in chosen.values()))
     for field, (_, samples, reduce) in chosen.items():
         expected = per_parameter(samples(oracle), lambda value, reduce=reduce: reduce(value[index]))
