@@ -13,9 +13,10 @@ from torch.nn import Module
 
 import backpack.core.node_layers  # noqa: F401  (layers that it reads off graph nodes)
 from backpack.context import CTX
-from backpack.core.calls import Mark, recording, transformed
+from backpack.core.calls import Mark, recording
 from backpack.core.carry import Carry
-from backpack.core.engine import unwatch, watch
+from backpack.core.connect import Connection
+from backpack.core.engine import transformed, unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.walk import Need, Walk
@@ -182,9 +183,10 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
     """
     written = _entered.contexts[-1][1]
     hook = CTX.get_extension_hook()
-    collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph, CTX.get_debug())
+    connection = Connection(plan) if create_graph else None
+    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug())
     collector.check()
-    carry = Carry(plan, collector.flows, collector)
+    carry = Carry(plan, collector.flows, collector, connection)
     handles = []
     for extension in extensions:
         extension.saved_quantities.clear()  # of what was left by hand

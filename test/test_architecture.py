@@ -29,7 +29,6 @@ LAYERS = {
     "backpack.extensions.curvature": 4,
     "backpack.extensions.collector": 4,
     "backpack.extensions.short_names": 4,
-    "backpack.extensions.undifferentiable": 4,
     "backpack.extensions.firstorder": 5,
     "backpack.extensions.secondorder": 5,
     "backpack.extensions.curvmatprod": 5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -13,6 +14,7 @@ import torch
 from cases import CASES
 from oracle import Oracle, Problem, clip, identity
 from torch import Tensor, einsum
+from torch.nn import Module
 
 from backpack import backpack, extend, extensions
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -323,6 +325,35 @@ def test_all_extensions_at_once(case: str) -> None:
     run(problem, *(quantity.make() for quantity in active.values()))
     for quantity in active.values():
         quantity.check(oracle, collect(problem, quantity.field))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_belong_to_the_user(case: str) -> None:
+    """Whoever overwrites a result, in the extension hook or later, changes neither the gradient nor other results."""
+    problem, plain = CASES[case].build(3), CASES[case].build(3)
+    plain.loss(plain.outputs()).backward()
+    names = ["BatchGrad", "SumGradSquared", "Variance", "BatchDiagGGNExact", "SqrtGGNExact", "DiagGGNMC", "KFAC", "KFLR", "BatchDiagHessian"]
+    active = {name: QUANTITIES[name] for name in names if QUANTITIES[name].expect(CASES[case].tags) is Expect.EXACT}
+    oracle, found = oracle_of(case, 3), {}
+    labels = {param: name for name, param in problem.model.named_parameters()}
+
+    def hook(module: Module) -> None:
+        for param in module.parameters(recurse=False):
+            for quantity in active.values():
+                value = vars(param).get(quantity.field)
+                if value is not None and (quantity.field, labels[param]) not in found:
+                    found[quantity.field, labels[param]] = deepcopy(value)
+                    for tensor in flat([value]):
+                        tensor.fill_(torch.nan)
+
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(*(quantity.make() for quantity in active.values()), extension_hook=hook):
+        problem.loss(problem.outputs()).backward()
+    for quantity in active.values():
+        quantity.check(oracle, {name: found[quantity.field, name] for name in labels.values() if (quantity.field, name) in found})
+    for param, expected in zip(problem.model.parameters(), plain.model.parameters(), strict=True):
+        assert param.grad is expected.grad or torch.equal(param.grad, expected.grad)
 
 
 IN_SINGLE_PRECISION = {

@@ -941,19 +941,22 @@ def test_backward_with_inputs_of_a_parameter_with_two_uses() -> None:
 
 
 def test_create_graph() -> None:
-    """Values are right; differentiating them is refused, rather than taken for constants."""
+    """What is drawn cannot be differentiated, which is refused, rather than taken for constant."""
     problem = extended()
     params = list(problem.model.parameters())
-    with backpack(BatchGrad(), Variance(), DiagGGNExact(), KFAC()):
+    with backpack(BatchGrad(), Variance(), DiagGGNExact(), KFAC(), HBP(*CHOICE)):
         grads = torch.autograd.grad(loss_of(problem), params, create_graph=True)
     check(problem.model, "grad_batch", "variance", "diag_ggn_exact")
     weight = problem.model[0].weight
-    for value in (weight.grad_batch, weight.variance, weight.diag_ggn_exact, *weight.kfac):
+    for value in (*weight.kfac, *weight.hbp):
         with pytest.raises(RuntimeError, match="cannot be differentiated"):
             torch.autograd.grad(value.sum() + sum(g.sum() for g in grads), params, retain_graph=True)
         with pytest.raises(RuntimeError, match="cannot be differentiated"):
-            value.square().sum().backward()
+            value.square().sum().backward(retain_graph=True)
         assert not value.detach().requires_grad
+    (slope,) = torch.autograd.grad(weight.grad_batch.sum(), weight, retain_graph=True)
+    (expected,) = torch.autograd.grad(grads[0].sum(), weight, retain_graph=True)
+    close(slope, expected)
     torch.autograd.grad(sum(g.square().sum() for g in grads), params)
 
 

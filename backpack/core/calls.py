@@ -43,10 +43,12 @@ class _Recording(threading.local):
         keep_all: Whether calls keep all tensors, as rules of users may read any of them.
         read_from: Module to the call whose tensors it shows; ``None`` for the last ones.
         open: The calls whose forward pass has begun and not ended.
+        connection: Connects recorded tensors to the graph again, in a pass with ``create_graph=True``.
     """
 
     on = True
     keep_all = False
+    connection: Any = None
     read_from: dict[Module, ModuleCall] | None = None
 
     def __init__(self) -> None:
@@ -62,16 +64,16 @@ class Slot:
     # defaults live in the class, since writing seven attributes for each tensor of each call would be felt
     edge: Edge | None = None
     base_edge: Edge | None = None
-    ref: Any = None
+    kept = True
     value: Tensor | None = None
 
     def __init__(self, tensor: Tensor, keep: bool, clone: bool = False) -> None:
-        self.shape = tensor.shape
+        self.shape, self.origin = tensor.shape, ref(tensor)
         if keep:
             self.value = tensor.detach().clone() if clone else tensor.detach()
             self.version = self.value._version
         else:
-            self.ref, self._kind = ref(tensor), (tensor.dtype, tensor.device)
+            self.kept, self._kind = False, (tensor.dtype, tensor.device)
             self.version = tensor._version
 
     @property
@@ -97,8 +99,14 @@ class Slot:
         if base is not None and base.grad_fn is not None:
             self.base_edge = base.grad_fn, base.output_nr
 
+    @property
+    def alive(self) -> Tensor | None:
+        """The tensor that was recorded, part of the graph; ``None`` if nobody holds it any more, or it was changed since."""
+        tensor = self.origin()
+        return tensor if tensor is not None and tensor._version == self.version else None
+
     def read(self, name: str, call: ModuleCall) -> Tensor | None:
-        """Return the recorded tensor, detached.
+        """Return the recorded tensor, detached unless the pass is to be differentiated.
 
         Args:
             name: Its name, for the error.
@@ -110,7 +118,7 @@ class Slot:
         Raises:
             OverwrittenError: If it was changed in place since it was recorded.
         """
-        tensor = self.value if self.ref is None else self.ref()
+        tensor = self.value if self.kept else self.origin()
         if tensor is None:
             return None
         if tensor._version != self.version:
@@ -118,7 +126,9 @@ class Slot:
                 f"{name} of module {call.path} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
                 f"{tensor._version}), but a rule needs its old value. Do the operation out of place."
             )
-        return tensor if self.ref is None else tensor.detach()
+        if recording.connection is not None:
+            return recording.connection.connect(self, name, call, tensor.detach())
+        return tensor if self.kept else tensor.detach()
 
     def like(self) -> Tensor:
         """Return a tensor without data that has the recorded shape and dtype.
@@ -302,7 +312,7 @@ class ModuleCall:
     def released(self) -> bool:
         """Whether tensors that were kept have been given back."""
         for slot in (*self.inputs, *self.outputs):
-            if isinstance(slot, Slot) and slot.ref is None and slot.value is None:
+            if isinstance(slot, Slot) and slot.kept and slot.value is None:
                 return True
         return False
 
@@ -338,7 +348,7 @@ class ModuleCall:
         inputs = [self.tensor(f"input{i}") for i in range(len(self.inputs))]
         if vars(self.module).get("inplace") is True:
             inputs = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
-        with torch.no_grad():
+        with torch.set_grad_enabled(recording.connection is not None):
             return type(self.module).forward(self.module, *inputs)
 
     def recover(self, name: str) -> Any:
@@ -387,12 +397,3 @@ class ModuleCall:
             return slot.like() if isinstance(slot, Slot) else None
         # not self.module: where that raises an AttributeError, Python would come back here
         return getattr(ModuleCall.module.fget(self), name)
-
-
-def transformed() -> bool:
-    """Whether a transformation of torch.func, or a compiler, is running: both replay the module with tensors of their own.
-
-    Returns:
-        Whether to record nothing.
-    """
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_dynamo_compiling()

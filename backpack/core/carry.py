@@ -6,7 +6,8 @@ What the columns are is the business of a ``Flow``; what is read off at paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, recording
+from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
@@ -29,8 +31,8 @@ from backpack.utils.errors import NotRecordedError
 class Carry:
     """Hooks for one backward pass."""
 
-    def __init__(self, plan: Plan, flows: list[Flow], reader: Reader) -> None:
-        self._plan, self._flows, self._reader = plan, flows, reader
+    def __init__(self, plan: Plan, flows: list[Flow], reader: Reader, connection: Connection | None = None) -> None:
+        self._plan, self._flows, self._reader, self._connection = plan, flows, reader, connection
         self._pending = dict(plan.uses)
         self._data: dict[Flow, dict[Edge, Any]] = {flow: {} for flow in flows}
         self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
@@ -72,16 +74,21 @@ class Carry:
         """
         return self._data.get(flow, {}).get(edge)
 
-    @staticmethod
-    def _hook(run: Callable, node: Node, what: Any) -> Callable:
-        def hook(grads: tuple[Tensor | None, ...]) -> None:
-            if torch.is_grad_enabled():  # with create_graph=True
-                with torch.no_grad():
-                    run(node, what, grads)
-            else:
+    def _hook(self, run: Callable, node: Node, what: Any) -> Callable:
+        def connected(grads: tuple[Tensor | None, ...]) -> None:
+            recording.connection = self._connection  # of this thread, which autograd has chosen
+            try:
                 run(node, what, grads)
+            finally:
+                recording.connection = None
 
-        return hook
+        return partial(run, node, what) if self._connection is None else connected
+
+    def _each_flow(self) -> Iterator[Flow]:
+        for flow in self._flows:
+            if self._connection is not None:
+                self._connection.flow = flow
+            yield flow
 
     def _explicit(self, upstream: tuple | None) -> bool:
         """Whether the gradient has to be carried to an edge, because autograd's own is summed over samples there.
@@ -106,7 +113,7 @@ class Carry:
         self._refuse_released(call)
         before, recording.on = recording.on, False  # the loss may be evaluated again
         try:
-            for flow in self._flows:
+            for flow in self._each_flow():
                 if not flow.is_gradient and grad is not None:
                     self._deposit(flow, call.inputs[0].edge, Way.DATA, flow.start(call, grad), first_axis(call.inputs[0].shape[0]))
         finally:
@@ -127,7 +134,7 @@ class Carry:
         view = call if turn is None else BatchFirst(call, turn)
         grad = grad.reshape(slot.shape) if unit.base else grad
         grad = grad if turn is None else turn.front(grad)
-        for flow in self._flows:
+        for flow in self._each_flow():
             value = {0: grad[None]} if flow.is_gradient else self._data[flow].pop(edge, None)
             if value is None:
                 continue
@@ -166,7 +173,7 @@ class Carry:
         outputs = [tensor_at((node, nr)) for nr in range(outputs_of(node))]
         # the columns of all flows are carried together, behind the gradient
         arrived: dict[tuple[Flow | None, Hashable], dict[int, Tensor]] = {(None, 0): {nr: g[None] for nr, g in enumerate(grads) if g is not None}}
-        for flow in self._flows:
+        for flow in self._each_flow():
             for nr in range(len(outputs)) if not flow.is_gradient else ():
                 for source, columns in self._data[flow].pop((node, nr), {}).items():
                     arrived.setdefault((flow, source), {})[nr] = columns
@@ -178,10 +185,12 @@ class Carry:
         inner, below = composite.pull(wide)
         split = [columns.split(sizes) for columns in (inner, *below)]
         pulled = dict(zip(arrived, zip(*split, strict=True), strict=True))
-        for flow in self._flows:
+        for flow in self._each_flow():
             value = {source: parts for (owner, source), parts in pulled.items() if owner is (None if flow.is_gradient else flow)}
             if not value:
                 continue
+            if self._connection is not None:
+                self._connection.fail(f"{node.name()} is one fused operation")
             for unit in composite.parts:
                 turn = unit.arrangement
                 columns = {source: turn.front(parts[0], 1) for source, parts in value.items()}
@@ -232,7 +241,7 @@ class Carry:
         return columns.reshape(slot.shape)
 
     def _at_gap(self, node: Node, gap: Gap, grads: tuple[Tensor | None, ...]) -> None:
-        for flow in self._flows:
+        for flow in self._each_flow():
             if not flow.crosses_gaps:
                 continue
             wanted = [

@@ -69,3 +69,12 @@ def unwatch() -> None:
         engine = Variable._execution_engine
         if not _watchers and isinstance(engine, _WatchedEngine):
             Variable._execution_engine = engine._engine
+
+
+def transformed() -> bool:
+    """Whether a transformation of torch.func, or a compiler, is running: both replay the module with tensors of their own.
+
+    Returns:
+        Whether to record nothing.
+    """
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_dynamo_compiling()

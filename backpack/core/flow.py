@@ -22,6 +22,7 @@ class Flow(ABC):
     """What travels backward beside the gradient."""
 
     crosses_gaps: bool = True
+    differentiable: bool = False
     is_gradient: bool = False
     needs: Need = Need.COLUMNS
 

@@ -5,7 +5,7 @@ Private symbols of torch live here, in ``calls.py`` and in ``engine.py`` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -174,6 +174,20 @@ def checkpointed(node: Node) -> bool:
             if type(part.data).__module__ == checkpoint.__module__:
                 return True
     return False
+
+
+def saved_tensors(node: Node) -> Iterator[Tensor]:
+    """Go through the tensors that a node has saved, connected to the graph.
+
+    Args:
+        node: A graph node.
+
+    Yields:
+        The tensors; none of those of ``torch.utils.checkpoint``, which hands them out a single time.
+    """
+    for name in _saved_tensors(type(node)) if not checkpointed(node) else ():
+        value = getattr(node, name.replace("_raw", "", 1))
+        yield from (part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor))
 
 
 def saved_maxima(nodes: Iterable[Node]) -> Tensor | None:

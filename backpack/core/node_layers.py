@@ -14,7 +14,7 @@ from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
-from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives
+from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives, standardized
 from backpack.core.graph import saved, shape_of, tensor_at
 from backpack.core.node_calls import NodeCall, layer, reads
 from backpack.core.samples import Layout
@@ -27,7 +27,10 @@ class SavedLayerNormDerivatives(LayerNormDerivatives):
 
     def statistics(self, module: Any, subsampling: Samples = None) -> tuple[Tensor, Tensor]:
         mean, scale = (subsample(part, subsampling=subsampling).reshape(-1, 1).to(module.input0.dtype) for part in (module.input1, module.input2))
-        return (self._groups(module, subsampling) - mean) * scale, scale
+        rows = self._groups(module, subsampling)
+        if rows.requires_grad and torch.is_grad_enabled():  # what the node has saved is not connected to the graph, nor does it tell eps
+            return standardized(rows, scale**-2 - rows.detach().var(-1, correction=0, keepdim=True))
+        return (rows - mean) * scale, scale
 
 
 _CONVOLUTIONS = {(kind, n): kind(n) for kind in (ConvNDDerivatives, ConvTransposeNDDerivatives) for n in (1, 2, 3)}

@@ -302,7 +302,7 @@ class Plan:
         """
         if call.derivatives is not None or self._need is Need.COLUMNS or call.module._modules or not call.inputs:
             return call.derivatives
-        kept = all(isinstance(slot, Slot) and slot.ref is None for slot in (call.inputs[0], *call.outputs))
+        kept = all(isinstance(slot, Slot) and slot.kept for slot in (call.inputs[0], *call.outputs))
         return GENERIC if kept else None
 
     def _cross(self, node: Node, states: dict[int, State]) -> None:

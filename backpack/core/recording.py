@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.calls import ModuleCall, recording, transformed
+from backpack.core.calls import ModuleCall, recording
+from backpack.core.engine import transformed
 from backpack.core.owners import owners
 
 

@@ -14,6 +14,7 @@ from torch.nn import Module, Parameter
 
 from backpack.core.calls import Edge, Mark, ModuleCall
 from backpack.core.concern import concerning
+from backpack.core.connect import Connection
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
@@ -25,7 +26,7 @@ from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
 from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster, signed_matrices, stack
-from backpack.extensions.undifferentiable import undifferentiable
+from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import LossNotExtendedError, UnsupportedError
 from backpack.utils.module_classification import is_loss, is_no_op
 
@@ -38,11 +39,11 @@ class Collector(Reader):
         plan: Plan,
         extensions: Iterable[BackpropExtension],
         hook: Callable[[Module], None] | None,
-        create_graph: bool,
+        connection: Connection | None,
         debug: bool,
     ) -> None:
         self._plan, self._extensions, self._hook = plan, list(extensions), hook
-        self._create_graph, self._debug = create_graph, debug
+        self._connection, self._debug = connection, debug
         self._of_flow: dict[Flow, list[BackpropExtension]] = {}
         for extension in self._extensions:
             if extension.flow is not None:
@@ -102,6 +103,8 @@ class Collector(Reader):
             alone: Whether there is no other use.
         """
         done: set[Any] = set()
+        if self._connection is not None:
+            self._connection.flow = flow
         for extension in self._readers(flow, parameter):
             if (id(parameter), extension) in self._values:
                 continue
@@ -182,9 +185,12 @@ class Collector(Reader):
             self._happened(id(parameter))
 
     def _write(self, parameter: Parameter, extension: BackpropExtension, value: Any) -> None:
-        if self._create_graph:
-            with torch.enable_grad():
-                value = undifferentiable(value, parameter, extension.savefield)
+        if self._connection is not None:
+            connects = extension.flow is not None and extension.flow.differentiable
+            reason = self._connection.failures.get(extension.flow) if connects else f"{type(extension).__name__} is none of those that can be"
+            if reason is not None:
+                with torch.enable_grad():
+                    value = undifferentiable(value, parameter, extension.savefield, reason)
         if self._debug:
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
         setattr(parameter, extension.savefield, value)
@@ -208,7 +214,8 @@ class Collector(Reader):
             full = {s: state[s] if s in state else some.new_zeros(v, *some.shape[1:]) for s, v in sources[extension].items()}
             self._write(parameter, extension, extension.finish(full, parameter))
         for module in sorted(self._waiting, key=lambda m: len(list(m.modules()))):
-            self._run_hook(module)
+            if module in self._waiting:  # its own hook may have run with that of another one
+                self._run_hook(module)
         return {(id(parameter), field) for parameter, field in self._written}
 
     def take_back(self) -> None:
@@ -312,7 +319,11 @@ class Collector(Reader):
             for place in {slot.edge, slot.base_edge} - {None}:
                 extension.saved_quantities.save_quantity(place, carried, extension.accumulate_backpropagated_quantities)
         for name, result in results.items():
-            self._values[id(getattr(module, name)), extension] = result
+            parameter = getattr(module, name)
+            if self._connection is not None:
+                with torch.enable_grad():
+                    result = undifferentiable(result, parameter, extension.savefield, f"{type(chosen).__name__} gets no graph")  # noqa: PLW2901
+            self._values[id(parameter), extension] = result
 
     # --------------------------------------------------------------------------------------------------------------- hooks
     def _dependencies(self) -> dict[Module, set]:
@@ -322,6 +333,9 @@ class Collector(Reader):
             Module to calls, parameters (by id) and modules below it.
         """
         modules = {call.module for call in self._plan.walk.calls if not is_no_op(call.module)}
+        # a module need not be called for its parameters to be used
+        inside = {child for module in modules for child in module.modules()} - modules
+        modules |= {module for module in inside if recorder_of(module) and any(p in self._plan.uses for p in module._parameters.values())}
         reported = {unit.call for unit in self._plan.units.values()} | {mark.call for mark in self._plan.losses.values()}
         waiting: dict[Module, set] = {}
         for module in modules:

@@ -72,7 +72,7 @@ class ColumnFlow(Flow):
 class GradientFlow(ColumnFlow):
     """The gradient itself, as a single column. It is carried only where autograd would sum over samples."""
 
-    is_gradient = True
+    is_gradient = differentiable = True
 
     def start(self, call: ModuleCall, grad: Tensor) -> Columns:
         raise AssertionError("The gradient comes from autograd.")
@@ -89,6 +89,11 @@ class SqrtFlow(ColumnFlow):
 
     mc_samples: int | None = None
     subsampling: tuple[int, ...] | None = None
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether it is; what is drawn is not, since the distribution depends on the parameters, too."""
+        return self.mc_samples is None
 
     def start(self, call: ModuleCall, grad: Tensor) -> Columns:
         return {Source(call.order): scaled(self._factor(call, grad), call, grad)}

@@ -58,6 +58,11 @@ class Rule(ABC):
         """
 
 
+def _owned(result: Tensor, carried: Tensor) -> Tensor:
+    # a copy where memory is shared with what is carried on, so that whoever changes the result changes nothing else
+    return result.clone() if result.untyped_storage().data_ptr() == carried.untyped_storage().data_ptr() else result
+
+
 def add_columns(one: Columns, other: Columns) -> Columns:
     """Add columns source by source.
 
@@ -99,13 +104,13 @@ class ColumnRule(Rule):
 
         def mjp(mat: Tensor) -> Tensor:
             sampling = list(chosen) if direct else None
-            return rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False, subsampling=sampling)
+            return _owned(rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False, subsampling=sampling), mat)
 
         columns = apply_to_all(value, mjp)
         return columns if direct else self.choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
 
     def at_leaf(self, columns: Columns) -> Columns:
-        return self.choose(columns)
+        return self.choose(apply_to_all(columns, Tensor.clone))  # they are autograd's, or those of other branches, too
 
     def add(self, one: Columns, other: Columns, parameter: Parameter) -> Columns:
         return add_columns(one, other)

@@ -28,7 +28,7 @@ def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor) -> Tens
     if positions == 1:
         columns = layer.columns(module)
         norms = [torch.linalg.vector_norm(part.reshape(samples, groups, part.shape[2]), dim=2) for part in (columns, rows)]
-        squares = norms[0].mul_(norms[1]).square_()
+        squares = (norms[0] * norms[1]).square()
         return squares.sum(1) if groups > 1 else squares.squeeze(1)
     out = mat.new_empty(samples)
     inputs = module.weight.numel() // (groups * outputs)
@@ -39,7 +39,7 @@ def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor) -> Tens
             out[n] = (columns.mT @ columns).mul_(grads.mT @ grads).sum((1, 2, 3))
         return out
     for _, n, products in layer.weight_blocks(module, mat):
-        out[n] = torch.linalg.vector_norm(products[0].flatten(1), dim=1).square_()
+        out[n] = torch.linalg.vector_norm(products[0].flatten(1), dim=1).square()
     return out
 
 

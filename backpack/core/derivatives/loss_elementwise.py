@@ -30,6 +30,7 @@ from torch.nn import (
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.loss_generic import GenericLossDerivatives, at_least_float32, hessian_products, non_negative, signs_of
 from backpack.core.derivatives.registry import register
+from backpack.utils.differentiation import square_root
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.subsampling import subsample
 
@@ -64,7 +65,7 @@ class ElementwiseLossDerivatives(GenericLossDerivatives):
         Returns:
             ``[[N, *]]`` in the type of the input.
         """
-        root = non_negative(self._hessian_diagonal(module), module, "second derivatives").sqrt()
+        root = square_root(non_negative(self._hessian_diagonal(module), module, "second derivatives"))
         return subsample(root, subsampling=subsampling).to(module.input0.dtype)
 
     def hessian_is_psd_at(self, module: Module) -> bool:

@@ -20,6 +20,7 @@ from torch.nn.modules.loss import _Loss
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads, Samples
 from backpack.core.derivatives.registry import register
+from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.subsampling import subsample
 
@@ -272,9 +273,12 @@ def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
         output = _evaluate(module, point)
         try:
             product = _hessian_product(output.sum(), point)
-            return [product(vector) for vector in vectors]
+            products = [product(vector) for vector in vectors]
         except RuntimeError as error:
             raise UnsupportedError(f"{_name(module)} cannot be differentiated twice: {error}") from error
+    if recorded.requires_grad:
+        return undifferentiable(products, recorded, f"The Hessian of {_name(module)}", "it comes from automatic differentiation itself")
+    return products
 
 
 def _evaluate(module: Module, point: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.loss_elementwise import ElementwiseLossDerivatives
 from backpack.core.derivatives.loss_generic import GenericLossDerivatives
+from backpack.utils.differentiation import square_root
 from backpack.utils.errors import LossValueError, UnsupportedError
 from backpack.utils.subsampling import subsample
 
@@ -189,4 +190,4 @@ class ElementwiseLikelihoodDerivatives(ElementwiseLossDerivatives, NLLLossDeriva
         if not self._is_likelihood(module):
             return super()._root(module, subsampling)
         inputs = subsample(module.input0, subsampling=subsampling)
-        return (self._curvature(inputs).sqrt() * self._sqrt_weight(module, subsampling)).to(inputs.dtype)
+        return (square_root(self._curvature(inputs)) * self._sqrt_weight(module, subsampling)).to(inputs.dtype)

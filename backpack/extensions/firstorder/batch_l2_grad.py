@@ -35,7 +35,7 @@ class BatchL2Grad(GradientExtension):
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = state[0][0]
-        return torch.linalg.vector_norm(gradients.reshape(len(gradients), parameter.numel()), dim=1).square_()
+        return torch.linalg.vector_norm(gradients.reshape(len(gradients), parameter.numel()), dim=1).square()
 
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")

@@ -1,0 +1,94 @@
+"""Passes with ``create_graph=True``: recorded tensors are connected to the graph again, so that quantities can be differentiated.
+
+Most of them live on in what autograd has saved for its own backward pass. Others are computed again from those by the module that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backpack.core.calls import Edge, ModuleCall, Slot
+from backpack.core.graph import operation, saved_tensors
+from backpack.core.plan import Plan
+
+_SAME_ENTRIES = frozenset({"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"})
+
+
+class Connection:
+    """What is known of the graph of one pass.
+
+    Attributes:
+        failures: Why what is computed from now on cannot be differentiated; no entry for flows of which all can.
+        flow: The flow for which tensors are read.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.failures: dict[Hashable, str] = {}
+        self.flow: Hashable = None
+        self._units = {unit.call: (node, unit) for node, unit in plan.units.items()}
+        self._found: dict[Slot, Tensor | None] = {}
+
+    def fail(self, reason: str) -> None:
+        """Note that something could not be connected, for the present flow.
+
+        Args:
+            reason: What, and why.
+        """
+        self.failures.setdefault(self.flow, reason)
+
+    def connect(self, slot: Slot, name: str, call: ModuleCall, tensor: Tensor) -> Tensor:
+        """Return a recorded tensor as part of the graph.
+
+        Args:
+            slot: Its record.
+            name: Its name there.
+            call: The call.
+            tensor: The tensor, detached.
+
+        Returns:
+            The tensor; as it is where it depends on nothing, or cannot be connected.
+        """
+        if slot not in self._found:
+            self._found[slot] = self._find(slot, name, call)
+        found = self._found[slot]
+        if found is None:
+            self.fail(f"{name} of {call.path}, of shape {list(slot.shape)}, is not at hand any more (keep a reference to it, to make it so)")
+        return tensor if found is None else found
+
+    def _find(self, slot: Slot, name: str, call: ModuleCall) -> Tensor | None:
+        if slot.alive is not None:
+            return slot.alive
+        node, unit = self._units.get(call, (None, None))
+        if name != "output":
+            if slot.edge is None:
+                return slot.value
+            edges = [slot.edge] if slot.base_edge is None else [slot.edge, slot.base_edge]
+            found = None if unit is None else _saved_at(edges, unit.inside, slot.shape)
+            return call.recover(name) if found is None else found
+        found = None if unit is None else _saved_at([(node, unit.nr)], unit.inside, slot.shape)
+        return call.replay() if found is None else found
+
+
+def _saved_at(edges: list[Edge], nodes: Iterable[Node], shape: torch.Size) -> Tensor | None:
+    """Look for the tensor of an edge, or for a view of all of it, in what nodes have saved.
+
+    Args:
+        edges: Where it comes from: the edge, or that of its base.
+        nodes: The nodes.
+        shape: Its shape.
+
+    Returns:
+        The tensor, or ``None``.
+    """
+    for node in nodes:
+        for tensor in saved_tensors(node):
+            place = tensor.grad_fn, tensor.output_nr
+            while place[0] is not None and place not in edges and operation(place[0]) in _SAME_ENTRIES:
+                place = place[0].next_functions[0]
+            if place in edges and tensor.numel() == shape.numel():
+                return tensor.reshape(shape)
+    return None

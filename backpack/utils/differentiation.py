@@ -1,0 +1,58 @@
+"""For results that may be differentiated: refusals where they cannot be, and a square root."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack.utils.errors import DifferentiationError
+
+
+class _Undifferentiable(torch.autograd.Function):
+    """The identity, whose derivative is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor, what: str, reason: str) -> Tensor:
+        ctx.what, ctx.reason = what, reason
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise DifferentiationError(
+            f"{ctx.what} was computed in a backward pass with create_graph=True, but it cannot be differentiated: {ctx.reason}. Use .detach() if "
+            "it is meant to be constant."
+        )
+
+
+def undifferentiable(value: Any, anchor: Tensor, what: str, reason: str) -> Any:
+    """Let a result that is not connected to the graph raise when it is differentiated, rather than count as constant.
+
+    Args:
+        value: The result: a tensor, a list of such, or something else, which is returned as it is.
+        anchor: A tensor that requires a gradient.
+        what: Name of the result, for the message.
+        reason: Why it cannot be differentiated, for the message.
+
+    Returns:
+        The result.
+    """
+    if isinstance(value, list):
+        return [undifferentiable(part, anchor, what, reason) for part in value]
+    return _Undifferentiable.apply(value, anchor, what, reason) if isinstance(value, Tensor) else value
+
+
+def square_root(value: Tensor) -> Tensor:
+    """Take the square root; where that is zero, so is its derivative, rather than infinite.
+
+    Args:
+        value: Numbers that are not negative.
+
+    Returns:
+        Their roots.
+    """
+    if not value.requires_grad:
+        return value.sqrt()
+    positive = value > 0
+    return value.where(positive, 1).sqrt().where(positive, 0)

@@ -1,0 +1,102 @@
+"""Quantities of a pass with ``create_graph=True``: their derivatives with respect to the parameters against difference quotients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import CASES
+from oracle import Problem
+from test_extensions import QUANTITIES, Expect, collect, ggn, kronecker, run
+from torch import Tensor
+
+from backpack import backpack, extend
+from backpack.utils.errors import DifferentiationError
+
+pytestmark = pytest.mark.filterwarnings("error", "ignore:Using backward:UserWarning")  # of torch, about create_graph
+
+FIRST_ORDER = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"]
+SECOND_ORDER = ["DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "DiagGGNMC"]
+KRONECKER = ["KFLR", "KFAC"]
+STEP = 5e-7
+# torch calls the gradient of a padding row zero, though the row takes part, and does not differentiate through renormalized tables
+OTHER_GRADIENT = {"Embedding, max_norm", "functional embedding, padding", "table at two places"}
+
+
+def names_of(case: str) -> list[str]:
+    """All that is exact on a case and may be differentiable."""
+    tags = CASES[case].tags
+    second = ggn(tags) is Expect.EXACT
+    return FIRST_ORDER + (SECOND_ORDER if second else []) + (KRONECKER if kronecker(tags) is Expect.EXACT else [])
+
+
+def flat(value: object) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    else:
+        for part in value:
+            yield from flat(part)
+
+
+def totals(problem: Problem, names: list[str]) -> dict[str, Tensor]:
+    """Sum all entries of each quantity with random weights."""
+    found = {}
+    for name in names:
+        generator = torch.Generator().manual_seed(0)
+        values = [tensor for value in collect(problem, QUANTITIES[name].field).values() for tensor in flat(value)]
+        found[name] = sum((v * torch.randn(v.shape, generator=generator, dtype=v.dtype)).sum() for v in values)
+    return found
+
+
+def check(case: str) -> dict[str, str]:
+    """Compare the derivatives of all quantities along a random direction with difference quotients.
+
+    Returns:
+        Name to reason, of those that refuse to be differentiated.
+    """
+    names, problem = names_of(case), CASES[case].build(3)
+    params = [p for p in problem.model.parameters() if p.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    direction = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in params]
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(*(QUANTITIES[name].make() for name in names)):
+        outputs = problem.outputs(0)  # held, as users do
+        problem.loss(outputs).backward(create_graph=True)
+    slopes, refused = {}, {}
+    for name, total in totals(problem, names).items():
+        try:
+            gradients = (
+                torch.autograd.grad(total, params, retain_graph=True, allow_unused=True, materialize_grads=True) if total.requires_grad else []
+            )
+        except (DifferentiationError, RuntimeError) as error:
+            assert isinstance(error, DifferentiationError) or "is not implemented" in str(error)  # by torch, which says so
+            refused[name] = str(error)
+            continue
+        slopes[name] = sum(((g * v).sum() for g, v in zip(gradients, direction, strict=False)), torch.zeros(()))
+    values = []
+    for sign in (1, -1):
+        moved = CASES[case].build(3)
+        with torch.no_grad():
+            for parameter, v in zip((p for p in moved.model.parameters() if p.requires_grad), direction, strict=True):
+                parameter.add_(v, alpha=sign * STEP)
+        run(moved, *(QUANTITIES[name].make() for name in names))
+        values.append(totals(moved, names))
+    for name, slope in slopes.items():
+        quotient = (values[0][name] - values[1][name]) / (2 * STEP)
+        scale = max(abs(quotient), abs(values[0][name]), 1e-3)
+        assert abs(slope - quotient) <= 1e-5 * scale, f"{name}: slope {slope:.9g}, difference quotient {quotient:.9g}"
+    return refused
+
+
+@pytest.mark.parametrize("case", ["CE, mean", "MSE, mean", "Sigmoid", "net: Conv1d twice", "LayerNorm twice", "linear twice", "residual in place"])
+def test_connected(case: str) -> None:
+    """Of these, everything but what is drawn can be differentiated."""
+    assert {name for name in check(case) if "MC" not in name and name != "KFAC"} == set()
+
+
+@pytest.mark.parametrize("case", sorted(CASES.keys() - OTHER_GRADIENT))
+def test_slopes(case: str) -> None:
+    """What can be differentiated is right, what cannot says so."""
+    check(case)
