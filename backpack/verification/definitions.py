@@ -1,4 +1,4 @@
-"""What each extension's value should be: pairs of what it is and what plain autograd says, for the chosen samples and entries."""
+"""What each extension's value should be: what it is and what plain autograd says, for the chosen samples and entries."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,27 @@ from backpack.verification.draws import draw
 from backpack.verification.layers import Layer, Layers
 from backpack.verification.reference import Incomparable, Reference
 
-Pairs = Iterator[tuple[Tensor, Tensor]]
+
+class Numbers(NamedTuple):
+    """Numbers to be compared.
+
+    Attributes:
+        actual: What they are.
+        right: What they should be.
+        terms: What they are differences of, if they are: rounding errors are relative to these.
+    """
+
+    actual: Tensor
+    right: Tensor
+    terms: Tensor | None = None
+
+    @property
+    def largest(self) -> float:
+        """The largest number to which errors are relative."""
+        return max((tensor.abs().max().item() for tensor in (self.right, self.terms) if tensor is not None and tensor.numel()), default=0.0)
+
+
+Compared = Iterator[Numbers]
 
 
 class Malformed(Exception):  # noqa: N818  it is a verdict
@@ -116,24 +136,25 @@ def _entries_of(at: Comparison, name: str, value: Any, *leading: int) -> Tensor:
 
 
 # --- first order --------------------------------------------------------------------------------------------------------------------------
-def _batch_grad(at: Comparison, name: str, value: Any) -> Pairs:
+def _batch_grad(at: Comparison, name: str, value: Any) -> Compared:
     actual = _entries_of(at, name, value, len(at.samples))
     chosen = [at.samples[position] for position in at.positions]
-    yield actual[list(at.positions)], at.reference.sample_gradients(name, chosen)[0]
+    yield Numbers(actual[list(at.positions)], at.reference.sample_gradients(name, chosen)[0])
 
 
-def _batch_l2(at: Comparison, name: str, value: Any) -> Pairs:
+def _batch_l2(at: Comparison, name: str, value: Any) -> Compared:
     actual = _tensor_of(value, (len(at.samples),))
     chosen = [at.samples[position] for position in at.positions]
-    yield actual[list(at.positions)], at.reference.sample_gradients(name, chosen)[1]
+    yield Numbers(actual[list(at.positions)], at.reference.sample_gradients(name, chosen)[1])
 
 
-def _sum_grad_squared(at: Comparison, name: str, value: Any) -> Pairs:
-    yield _entries_of(at, name, value), at.reference.sample_gradients(name, at.samples)[0].square().sum(0)
+def _sum_grad_squared(at: Comparison, name: str, value: Any) -> Compared:
+    yield Numbers(_entries_of(at, name, value), at.reference.sample_gradients(name, at.samples)[0].square().sum(0))
 
 
-def _variance(at: Comparison, name: str, value: Any) -> Pairs:
-    yield _entries_of(at, name, value), at.reference.sample_gradients(name, at.samples)[0].var(0, correction=0)
+def _variance(at: Comparison, name: str, value: Any) -> Compared:
+    gradients = at.reference.sample_gradients(name, at.samples)[0]
+    yield Numbers(_entries_of(at, name, value), gradients.var(0, correction=0), gradients.square().mean(0))
 
 
 # --- second order -------------------------------------------------------------------------------------------------------------------------
@@ -143,46 +164,46 @@ def _ggn_blocks(at: Comparison, name: str) -> Tensor:
     return at.per_sample(blocks) if roots is None else blocks
 
 
-def _diag_ggn(at: Comparison, name: str, value: Any) -> Pairs:
-    yield _entries_of(at, name, value), _ggn_blocks(at, name).sum(0).diagonal()
+def _diag_ggn(at: Comparison, name: str, value: Any) -> Compared:
+    yield Numbers(_entries_of(at, name, value), _ggn_blocks(at, name).sum(0).diagonal())
 
 
-def _batch_diag_ggn(at: Comparison, name: str, value: Any) -> Pairs:
+def _batch_diag_ggn(at: Comparison, name: str, value: Any) -> Compared:
     actual = _entries_of(at, name, value, len(at.samples))
-    yield actual[list(at.positions)], _ggn_blocks(at, name).diagonal(dim1=1, dim2=2)[list(at.positions)]
+    yield Numbers(actual[list(at.positions)], _ggn_blocks(at, name).diagonal(dim1=1, dim2=2)[list(at.positions)])
 
 
-def _sqrt_ggn(at: Comparison, name: str, value: Any) -> Pairs:
+def _sqrt_ggn(at: Comparison, name: str, value: Any) -> Compared:
     # columns themselves are unique up to a rotation only: compare their products, entries of blocks
     columns = len(value) if isinstance(value, Tensor) and value.dim() else 0
     root = _entries_of(at, name, value, columns, len(at.samples))[:, list(at.positions)]
-    yield torch.einsum("vni,vnj->nij", root, root), _ggn_blocks(at, name)[list(at.positions)]
+    yield Numbers(torch.einsum("vni,vnj->nij", root, root), _ggn_blocks(at, name)[list(at.positions)])
 
 
-def _diag_hessian(at: Comparison, name: str, value: Any) -> Pairs:
+def _diag_hessian(at: Comparison, name: str, value: Any) -> Compared:
     samples = None if at.extension.get_subsampling() is None else at.samples
-    yield _entries_of(at, name, value), at.reference.hessian_diagonal(name, samples).sum(0)
+    yield Numbers(_entries_of(at, name, value), at.reference.hessian_diagonal(name, samples).sum(0))
 
 
-def _batch_diag_hessian(at: Comparison, name: str, value: Any) -> Pairs:
+def _batch_diag_hessian(at: Comparison, name: str, value: Any) -> Compared:
     actual = _entries_of(at, name, value, len(at.samples))[list(at.positions)]
-    yield actual, at.reference.hessian_diagonal(name, [at.samples[position] for position in at.positions])
+    yield Numbers(actual, at.reference.hessian_diagonal(name, [at.samples[position] for position in at.positions]))
 
 
-def _product(at: Comparison, name: str, value: Any, expected: Callable[[Reference], Callable[[str, Tensor], Tensor]]) -> Pairs:
+def _product(at: Comparison, name: str, value: Any, expected: Callable[[Reference], Callable[[str, Tensor], Tensor]]) -> Compared:
     parameter = at.reference.parameters[name]
     if not callable(value):
         raise Malformed(f"a {type(value).__name__} instead of a function")
     vector = torch.randn_like(parameter)
-    yield _entries_of(at, name, value(vector)), expected(at.reference)(name, vector)
+    yield Numbers(_entries_of(at, name, value(vector)), expected(at.reference)(name, vector))
 
 
-def _no_definition(at: Comparison, name: str, value: Any) -> Pairs:
+def _no_definition(at: Comparison, name: str, value: Any) -> Compared:
     raise Incomparable("the positive-curvature Hessian depends on how the model is divided into modules, which plain autograd does not know")
 
 
 # --- Kronecker factors --------------------------------------------------------------------------------------------------------------------
-def _kronecker(at: Comparison, name: str, value: Any) -> Pairs:
+def _kronecker(at: Comparison, name: str, value: Any) -> Compared:
     extension, reference, parameter = at.extension, at.reference, at.reference.parameters[name]
     roots = None
     if ExpectationApproximation.should_average_param_jac(extension.get_ea_strategy()):
@@ -200,12 +221,12 @@ def _kronecker(at: Comparison, name: str, value: Any) -> Pairs:
     elif sum(size > 1 for size in parameter.shape) < 2 and len(value) == 1:
         actual = _tensor_of(value[0], 2 * (parameter.numel(),))
         chosen = reference.entries[name]
-        yield actual[chosen][:, chosen], reference.block(parameter, chosen, roots).sum(0)
+        yield Numbers(actual[chosen][:, chosen], reference.block(parameter, chosen, roots).sum(0))
     else:
         raise Incomparable("factors of weights are compared for linear layers, convolutions and embeddings, used as such only")
 
 
-def _factors(at: Comparison, layer: Layer, name: str, value: list, roots: tuple[Tensor, Sequence[int]] | None) -> Pairs:
+def _factors(at: Comparison, layer: Layer, name: str, value: list, roots: tuple[Tensor, Sequence[int]] | None) -> Compared:
     """Compare the factors of each group.
 
     Args:
@@ -231,17 +252,17 @@ def _factors(at: Comparison, layer: Layer, name: str, value: list, roots: tuple[
         offset = group * outputs
         rows = reference.pick(reference.scores(layer.probe)[offset : offset + outputs], side)
         expected = reference.block(layer.probe, [offset + row for row in rows], roots).sum(0)
-        yield _tensor_of(output, (outputs, outputs))[rows][:, rows], expected
+        yield Numbers(_tensor_of(output, (outputs, outputs))[rows][:, rows], expected)
         scores = layer.input_scores(reference.gradient[name], group)
         chosen = reference.pick(scores, side)
         inputs = layer.inputs(chosen, group)
         if layer.diagonal:
-            yield _tensor_of(given, (len(scores),))[chosen], inputs.square().sum(1) / len(reference.output)
+            yield Numbers(_tensor_of(given, (len(scores),))[chosen], inputs.square().sum(1) / len(reference.output))
         else:
-            yield _tensor_of(given, 2 * (len(scores),))[chosen][:, chosen], inputs @ inputs.T / len(reference.output)
+            yield Numbers(_tensor_of(given, 2 * (len(scores),))[chosen][:, chosen], inputs @ inputs.T / len(reference.output))
 
 
-DEFINITIONS: dict[type[BackpropExtension], Callable[[Comparison, str, Any], Pairs]] = {
+DEFINITIONS: dict[type[BackpropExtension], Callable[[Comparison, str, Any], Compared]] = {
     firstorder.BatchGrad: _batch_grad,
     firstorder.BatchL2Grad: _batch_l2,
     firstorder.SumGradSquared: _sum_grad_squared,

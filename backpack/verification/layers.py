@@ -30,6 +30,10 @@ _CONVOLUTIONS = (Conv1d, Conv2d, Conv3d)
 _TRANSPOSED = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
+def _kind(module: Module) -> type[Module] | None:
+    return next((cls for cls in (*_CONVOLUTIONS, *_TRANSPOSED, Linear, Embedding) if isinstance(module, cls)), None)
+
+
 class Layer:
     """All calls of layers of one kind with the same weight.
 
@@ -49,7 +53,7 @@ class Layer:
             outputs: Number of its output channels.
         """
         self.module, self.weight = module, module.weight
-        self.kind = next((cls for cls in (*_CONVOLUTIONS, *_TRANSPOSED, Linear, Embedding) if isinstance(module, cls)), None)
+        self.kind = _kind(module)
         self.groups = getattr(module, "groups", 1) if self.kind in (*_CONVOLUTIONS, *_TRANSPOSED) else 1
         self.diagonal, self.input_first = self.kind is Embedding, self.kind in (None, Embedding)
         self.probe = torch.zeros(outputs, dtype=self.weight.dtype, device=self.weight.device, requires_grad=True)
@@ -126,7 +130,6 @@ class Layers:
             model: The model.
         """
         self._found: dict[Parameter, Layer] = {}
-        self._kinds: dict[Parameter, set[Any]] = {}
         self._handles = [
             module.register_forward_hook(self._observe, with_kwargs=True, prepend=True)
             for module in model.modules()
@@ -152,6 +155,8 @@ class Layers:
             outputs = weight.shape[1] * grouped if grouped else output.shape[-1] if weight.dim() == 2 else len(weight)
             self._found[weight] = Layer(module, outputs)
         layer = self._found[weight]
+        if layer.kind is not _kind(module):
+            return None  # a weight in two roles: not all of its uses are counted
         layer.calls.append((module, tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in args), kwargs))
         return layer.add_probe(output, args)
 
@@ -167,9 +172,9 @@ class Layers:
         Returns:
             Whether it is one of torch's, or any other that computes ``x @ weight`` and perhaps adds ``bias``.
         """
-        for cls in (Linear, Embedding, *_CONVOLUTIONS, *_TRANSPOSED):
-            if isinstance(module, cls):
-                return type(module).forward is cls.forward and not getattr(module, "max_norm", None)
+        kind = _kind(module)
+        if kind is not None:
+            return type(module).forward is kind.forward
         x, weight = args[0], module.weight
         if weight.dim() != 2 or not isinstance(x, Tensor) or x.dtype != weight.dtype or not x.shape or x.shape[-1] != len(weight):
             return False
@@ -190,8 +195,7 @@ class Layers:
             ``None`` if it is the weight of none, or is also used elsewhere.
         """
         layer = self._found.get(weight)
-        alike = layer is not None and all(isinstance(module, layer.kind or Module) for module, _, _ in layer.calls)
-        return layer if alike and uses(output).get(weight) == len(layer.calls) else None
+        return layer if layer is not None and uses(output).get(weight) == len(layer.calls) else None
 
 
 def uses(output: Tensor) -> dict[Tensor, int]:

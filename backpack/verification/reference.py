@@ -16,6 +16,9 @@ import torch
 from torch import Generator, Tensor, einsum
 from torch.autograd import grad
 
+_FEW = 256
+"""Numbers of an output for which a backward pass each is affordable."""
+
 
 class Incomparable(Exception):  # noqa: N818  it is no error
     """Plain autograd cannot say what is right; the message says why."""
@@ -108,6 +111,11 @@ class Reference:
         w = torch.randn(self.output.shape, generator=self._generator, dtype=self.output.dtype).to(self.output.device).requires_grad_()
         return w, dict(zip(self._tensors, grad(self.output, self._tensors, w, create_graph=True, materialize_grads=True), strict=True))
 
+    @cached_property
+    def _largest(self) -> float:
+        """The largest entry of ``J^T w``, to which rounding errors are compared."""
+        return max((product.abs().max().item() for product in self._transposed[1].values() if product.numel()), default=0.0)
+
     def scores(self, tensor: Tensor) -> Tensor:
         """Say how much the entries of a parameter, or of a probe, matter to the output.
 
@@ -129,16 +137,38 @@ class Reference:
         Returns:
             ``[[E, N, D]]``.
 
-        Raises:
-            Incomparable: If some operation forgets, in its backward pass, what it depends on.
         """
-        w, products = self._transposed
-        entries = products[tensor].flatten()[list(indices)]
-        found = torch.stack([_derivative(entry, w) for entry in entries]).reshape(len(entries), len(w), -1)
+        try:
+            w, products = self._transposed
+            entries = products[tensor].flatten()[list(indices)]
+            found = torch.stack([_derivative(entry, w) for entry in entries]).reshape(len(entries), len(w), -1)
+        except RuntimeError:  # some operation has no second derivative
+            return self._columns_from_rows(tensor, indices)
         terms = found.flatten(1) * w.detach().flatten()
-        if ((terms.sum(1) - entries.detach()).abs() > self.precision**0.5 * (terms.abs().sum(1) + entries.detach().abs())).any():
-            raise Incomparable("autograd cannot differentiate the backward pass of some operation of the model")
+        if ((terms.sum(1) - entries.detach()).abs() > self.precision**0.5 * terms.abs().sum(1) + 1e3 * self.precision * self._largest).any():
+            return self._columns_from_rows(tensor, indices)  # some operation forgets, in its backward pass, what it depends on
         return found
+
+    def _columns_from_rows(self, tensor: Tensor, indices: Sequence[int]) -> Tensor:
+        """Do the same with a backward pass for each number of the output, if they are few.
+
+        Args:
+            tensor: A parameter or probe.
+            indices: Entries of the flattened parameter.
+
+        Returns:
+            ``[[E, N, D]]``.
+
+        Raises:
+            Incomparable: If they are many.
+        """
+        if self.output.numel() > _FEW:
+            raise Incomparable(
+                f"autograd cannot differentiate some operation of the model twice, and the output has {self.output.numel()} > {_FEW} numbers: "
+                "give fewer samples"
+            )
+        rows = [grad(number, tensor, retain_graph=True, materialize_grads=True)[0].flatten()[list(indices)] for number in self.output.flatten()]
+        return torch.stack(rows, dim=1).reshape(len(indices), len(self.output), -1)
 
     def curvature(self, direction: Tensor) -> Tensor:
         """Multiply with the Hessian of the loss with respect to the output.

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from copy import deepcopy
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
 import torch
 from torch import Generator, Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.backward import backpack
-from backpack.extending import extend, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError
-from backpack.verification.definitions import DEFINITIONS, Comparison, Malformed
-from backpack.verification.layers import Layers, uses
+from backpack.verification.copies import Copies
+from backpack.verification.definitions import DEFINITIONS, Comparison, Malformed, Numbers
+from backpack.verification.layers import Layers
 from backpack.verification.reference import Incomparable, Reference
 from backpack.verification.report import Report, Row, Verdict
 
@@ -77,17 +74,17 @@ def verify(
         >>> print(report)
         >>> report.raise_if_wrong()
     """
-    active = [extensions] if isinstance(extensions, BackpropExtension) else list(extensions)
+    active = list(extensions) if isinstance(extensions, Iterable) else [extensions]
     _check(model, lossfunc, output, active, samples, entries, rtol, atol)
-    setting = _Setting(model, lossfunc, X, y, output, seed, dtype)
+    copies = Copies(model, lossfunc, X, y, output, seed, dtype)
     generator = Generator().manual_seed(seed)
-    with setting.isolated():
-        precision = setting.precision()
-        model, lossfunc, _ = setting.copy(None)
+    with copies.isolated():
+        precision = copies.precision()
+        model, lossfunc, _ = copies.copy(None)
         layers = Layers(model)
         with sdpa_kernel(SDPBackend.MATH):  # the one kernel that can be differentiated twice
-            z, loss = setting.forward(model, lossfunc)
-        rewind = setting.keep_random_state()
+            z, loss = copies.forward(model, lossfunc)
+        rewind = copies.keep_random_state()
         layers.remove()
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         reference = Reference(trainable, layers.probes, z, loss, precision, entries, generator)
@@ -95,7 +92,7 @@ def verify(
         for extension in active:
             comparison = Comparison(extension, reference, layers, lossfunc, rewind, (), entries)
             comparison.positions = torch.randperm(len(comparison.samples), generator=generator)[:samples].sort().values.tolist()
-            rows += _judge(comparison, setting, rtol, atol)
+            rows += _judge(comparison, copies, rtol, atol)
     return Report(tuple(rows))
 
 
@@ -136,210 +133,12 @@ def _check(model: Any, lossfunc: Any, output: Any, extensions: list[Any], sample
         raise ArgumentError(f"verify() needs an atol that is not negative, got {atol!r}.")
 
 
-class _Setting:
-    """How a copy of the model is made and run."""
-
-    def __init__(
-        self,
-        model: Module,
-        lossfunc: Callable[..., Tensor],
-        X: Any,
-        y: Any,
-        output: Callable[[Any], Tensor] | None,
-        seed: int,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self._model, self._lossfunc, self._output, self._seed, self._dtype = model, lossfunc, output, seed, dtype
-        self._X, self._y = X, y
-        self._first_output: Tensor | None = None
-        tensors = [*model.parameters(), *model.buffers()]
-        self._devices = sorted({tensor.device.index for tensor in tensors if tensor.device.type == "cuda"})
-
-    @contextmanager
-    def isolated(self) -> Iterator[None]:
-        """Leave random generators, default types and active extensions as they are.
-
-        Yields:
-            Nothing.
-        """
-        before = torch.get_default_dtype()
-        with torch.random.fork_rng(self._devices), torch.enable_grad(), backpack():
-            try:
-                torch.set_default_dtype(self._dtype or before)  # what a model creates while it runs goes with its parameters
-                yield
-            finally:
-                torch.set_default_dtype(before)
-
-    def copy(self, extension: BackpropExtension | None) -> tuple[Module, Callable[..., Tensor], BackpropExtension | None]:
-        """Copy model and loss, and an extension, which may name parameters of the model.
-
-        Args:
-            extension: The extension.
-
-        Returns:
-            The copies, which are not extended.
-
-        Raises:
-            ArgumentError: If the model cannot be copied.
-        """
-        try:
-            model, lossfunc, extension = deepcopy((self._model, self._lossfunc, extension))
-        except RuntimeError as error:
-            raise ArgumentError(f"verify() works on a copy of the model, but copy.deepcopy(model) failed: {error}") from error
-        for module in (model, lossfunc):
-            if isinstance(module, Module):
-                unextend(module)
-                module.to(self._dtype)
-        return model, lossfunc, extension
-
-    def forward(self, model: Module, lossfunc: Callable[..., Tensor]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Run a copy.
-
-        Args:
-            model: The model.
-            lossfunc: The loss.
-
-        Returns:
-            What enters the loss, and the loss as a function of it.
-
-        Raises:
-            ArgumentError: If it is no tensor with samples, if the copy still uses parameters of something else, or if two copies differ.
-        """
-        torch.manual_seed(self._seed)
-        z = _call(model, (), self._given(self._X))
-        z = z if self._output is None else self._output(z)
-        if not isinstance(z, Tensor) or not z.dim() or not len(z):
-            what = f"a tensor of shape {list(z.shape)}" if isinstance(z, Tensor) else f"a {type(z).__name__}"
-            raise ArgumentError(f"verify() needs a tensor [N, ...] that enters the loss, got {what}. Write output=lambda out: out.logits, say.")
-        if not z.requires_grad:
-            raise ArgumentError("verify() found no parameter that requires a gradient and takes part in the output of the model.")
-        self._refuse_foreign(z, model, lossfunc, "The model")
-        if self._first_output is None:
-            self._first_output = z.detach().clone()
-        elif z.shape != self._first_output.shape or not torch.allclose(z.detach(), self._first_output, rtol=1e-3, equal_nan=True):
-            raise ArgumentError("The model gives two different outputs after torch.manual_seed with the same seed, so that nothing can be compared.")
-        arguments = self._given(self._y)
-
-        def loss(output: Tensor) -> Tensor:
-            value = _call(lossfunc, (output,), arguments)
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-                raise ArgumentError(f"verify() needs a loss that returns one number, got {what}. Use reduction='mean' or 'sum', or a function.")
-            self._refuse_foreign(value, model, lossfunc, "The loss")
-            return value
-
-        return z, loss
-
-    def _refuse_foreign(self, tensor: Tensor, model: Module, lossfunc: Any, what: str) -> None:
-        if tensor.grad_fn is None:
-            return
-        own = {id(p) for module in (model, lossfunc) if isinstance(module, Module) for p in module.parameters()}
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        leaves = [leaf for leaf in uses(tensor) if isinstance(leaf, Parameter) and id(leaf) not in own]
-        if leaves:
-            foreign = [names.get(id(leaf), f"one of shape {list(leaf.shape)}") for leaf in leaves]
-            raise ArgumentError(
-                f"{what} uses parameters that do not belong to the copies on which verify() works: {', '.join(foreign)}. Some function holds on to "
-                "them: let it take them as an argument, or be a method of the model or of a loss module."
-            )
-
-    def _given(self, value: Any) -> Any:
-        """Copy what a model or a loss is called with, and convert its floating-point numbers.
-
-        Args:
-            value: Tensors in tuples, lists and dictionaries, and anything else.
-
-        Returns:
-            The same with new tensors.
-        """
-        if isinstance(value, Tensor):
-            new = value.detach().clone()
-            new = new.to(self._dtype) if self._dtype is not None and new.is_floating_point() else new
-            return new.requires_grad_(value.requires_grad)
-        if isinstance(value, Mapping):
-            return {key: self._given(entry) for key, entry in value.items()}
-        if type(value) in (tuple, list):
-            return type(value)(map(self._given, value))
-        return value
-
-    def precision(self) -> float:
-        """Run a copy and observe how precise it is: some models compute in single precision inside, whatever they are given.
-
-        Returns:
-            The largest machine epsilon of what the forward pass keeps.
-        """
-        found = []
-
-        def see(tensor: Tensor) -> Tensor:
-            if tensor.is_floating_point():
-                found.append(torch.finfo(tensor.dtype).eps)
-            return tensor.detach()
-
-        model, lossfunc, _ = self.copy(None)
-        with saved_tensors_hooks(see, lambda tensor: tensor):
-            z, loss = self.forward(model, lossfunc)
-            loss(z)
-        return max([*found, torch.finfo(z.dtype).eps])
-
-    def keep_random_state(self) -> Callable[[], None]:
-        """Remember where the random generators stand.
-
-        Returns:
-            A function that sets them back.
-        """
-        state, states = torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in self._devices]
-
-        def rewind() -> None:
-            torch.set_rng_state(state)
-            for device, there in states:
-                torch.cuda.set_rng_state(there, device)
-
-        return rewind
-
-    def run(self, extension: BackpropExtension) -> tuple[Module, dict[str, Any], set[str]]:
-        """Let the library compute a quantity.
-
-        Args:
-            extension: The extension.
-
-        Returns:
-            The copy, which values that are functions need; value of each parameter that has one; names of those that are left out.
-        """
-        model, lossfunc, extension = self.copy(extension)
-        extend(model)
-        if isinstance(lossfunc, Module):
-            extend(lossfunc)
-        with backpack(extension):
-            z, loss = self.forward(model, lossfunc)
-            loss(z).backward()
-        excluded, field = extension.excluded(), extension.savefield
-        named = dict(model.named_parameters())
-        values = {name: vars(p)[field] for name, p in named.items() if field in vars(p)}
-        return model, values, {name for name, p in named.items() if id(p) in excluded}
-
-
-def _call(function: Callable, first: tuple, given: Any) -> Any:
-    """Call a model or a loss.
-
-    Args:
-        function: The model or the loss.
-        first: Its first arguments.
-        given: Further arguments: several in a tuple, named ones in a dictionary.
-
-    Returns:
-        What it returns.
-    """
-    if isinstance(given, dict):
-        return function(*first, **given)
-    return function(*first, *given) if isinstance(given, tuple) else function(*first, given)
-
-
-def _judge(at: Comparison, setting: _Setting, rtol: float | None, atol: float | None) -> list[Row]:
+def _judge(at: Comparison, copies: Copies, rtol: float | None, atol: float | None) -> list[Row]:
     """Run an extension and compare its values.
 
     Args:
         at: The comparison.
-        setting: Runs it.
+        copies: Run it.
         rtol: As for ``verify``.
         atol: As for ``verify``.
 
@@ -351,7 +150,7 @@ def _judge(at: Comparison, setting: _Setting, rtol: float | None, atol: float | 
     """
     quantity, reference = type(at.extension).__name__, at.reference
     try:
-        _model, values, excluded = setting.run(at.extension)
+        _model, values, excluded = copies.run(at.extension)
     except ArgumentError:
         raise
     except BackpackError as error:
@@ -359,11 +158,11 @@ def _judge(at: Comparison, setting: _Setting, rtol: float | None, atol: float | 
     except Exception as error:
         return [Row("(all)", quantity, 0, 0.0, Verdict.FAILED, f"{type(error).__name__}: {error}".splitlines()[0])]
     rows: list[Row] = []
-    pairs: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    numbers: dict[str, list[Numbers]] = {}
     for name in [*reference.parameters, *(name for name in values if name not in reference.parameters)]:
         row = Row(name, quantity, 0, 0.0, Verdict.NOT_COMPARED)
         try:
-            pairs[name] = _pairs(at, name, values, excluded)
+            numbers[name] = _numbers(at, name, values, excluded)
         except Malformed as difference:
             row = row._replace(verdict=Verdict.WRONG, error=inf, reason=str(difference))
         except BackpackError as error:
@@ -371,13 +170,13 @@ def _judge(at: Comparison, setting: _Setting, rtol: float | None, atol: float | 
         except (Incomparable, RuntimeError) as reason:  # autograd cannot differentiate everything twice
             row = row._replace(reason=str(reason).splitlines()[0])
         rows.append(row)
-    scale = max((right.abs().max().item() for found in pairs.values() for _, right in found), default=0.0)
+    scale = max((compared.largest for found in numbers.values() for compared in found), default=0.0)
     rtol = 10 * reference.precision**0.5 if rtol is None else rtol
     atol = _FLOOR * reference.precision * scale if atol is None else atol
-    return [_compared(row, pairs[row.parameter], rtol, atol) if row.parameter in pairs else row for row in rows]
+    return [_compared(row, numbers[row.parameter], rtol, atol) if row.parameter in numbers else row for row in rows]
 
 
-def _pairs(at: Comparison, name: str, values: dict[str, Any], excluded: set[str]) -> list[tuple[Tensor, Tensor]]:
+def _numbers(at: Comparison, name: str, values: dict[str, Any], excluded: set[str]) -> list[Numbers]:
     """Find the numbers to compare.
 
     Args:
@@ -387,7 +186,7 @@ def _pairs(at: Comparison, name: str, values: dict[str, Any], excluded: set[str]
         excluded: Names of parameters that the extension leaves out.
 
     Returns:
-        What they are, and what they should be.
+        The numbers.
 
     Raises:
         Incomparable: If there are none.
@@ -404,20 +203,20 @@ def _pairs(at: Comparison, name: str, values: dict[str, Any], excluded: set[str]
         if name not in at.reference.used:
             raise Incomparable("takes no part in the output")
         raise Malformed("nothing was written")
-    found = [(actual, right.detach()) for actual, right in DEFINITIONS[kind](at, name, values[name])]
-    if not all(right.isfinite().all() for _, right in found):
-        raise Incomparable("plain autograd gives numbers that are not finite")
-    if not sum(right.numel() for _, right in found):
+    found = [numbers for numbers in DEFINITIONS[kind](at, name, values[name]) if numbers.right.numel()]
+    if not found:
         raise Incomparable("there are no numbers")
-    return [pair for pair in found if pair[1].numel()]
+    if not all(numbers.right.isfinite().all() for numbers in found):
+        raise Incomparable("plain autograd gives numbers that are not finite")
+    return found
 
 
-def _compared(row: Row, pairs: list[tuple[Tensor, Tensor]], rtol: float, atol: float) -> Row:
+def _compared(row: Row, found: list[Numbers], rtol: float, atol: float) -> Row:
     """Compare numbers.
 
     Args:
         row: The row.
-        pairs: What they are, and what they should be.
+        found: The numbers.
         rtol: Largest difference allowed, relative to the largest right number.
         atol: Largest difference allowed in addition.
 
@@ -425,11 +224,11 @@ def _compared(row: Row, pairs: list[tuple[Tensor, Tensor]], rtol: float, atol: f
         The row with a verdict.
     """
     errors = []
-    for actual, right in pairs:
-        largest = right.abs().max().item() + atol / rtol
-        difference = (actual - right).abs().max().item() if actual.isfinite().all() else inf
+    for numbers in found:
+        actual, largest = numbers.actual.to(numbers.right), numbers.largest + atol / rtol
+        difference = (actual - numbers.right).abs().max().item() if actual.isfinite().all() else inf
         errors.append(difference / largest if largest else inf if difference else 0.0)
-    zero = not any(right.count_nonzero() for _, right in pairs)
     verdict = Verdict.AGREES if max(errors) <= rtol else Verdict.WRONG
+    zero = not any(numbers.right.count_nonzero() for numbers in found)
     reason = "all compared numbers are zero" if zero and verdict is Verdict.AGREES else ""
-    return row._replace(compared=sum(right.numel() for _, right in pairs), error=max(errors), verdict=verdict, reason=reason)
+    return row._replace(compared=sum(numbers.right.numel() for numbers in found), error=max(errors), verdict=verdict, reason=reason)
