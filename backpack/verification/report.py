@@ -46,6 +46,9 @@ class Row(NamedTuple):
     reason: str = ""
 
 
+_ROUNDING = 1e-12
+"""Differences that are smaller are not told apart in print."""
+
 _BAD = (Verdict.WRONG, Verdict.FAILED)
 
 
@@ -88,10 +91,14 @@ class Report:
         cells = [("parameter", "quantity", "compared", "error", "verdict")]
         for row in self.rows:
             seen = row.verdict in (Verdict.AGREES, Verdict.WRONG)
-            compared, error = (str(row.compared), f"{row.error:.1e}") if seen and row.compared else ("-", "-")
+            compared, error = (str(row.compared), _written(row.error)) if seen and row.compared else ("-", "-")
             cells.append((row.parameter, row.quantity, compared, error, f"{row.verdict.value}: {row.reason}" if row.reason else row.verdict.value))
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)][:-1]
         lines = []
         for parameter, quantity, compared, error, verdict in cells:
             lines.append(f"{parameter:{widths[0]}}  {quantity:{widths[1]}}  {compared:>{widths[2]}}  {error:>{widths[3]}}  {verdict}")
         return "\n".join(lines)
+
+
+def _written(error: float) -> str:
+    return f"{error:.1e}" if error >= _ROUNDING else f"<{_ROUNDING:.0e}"
