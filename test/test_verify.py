@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -535,6 +536,20 @@ def test_nothing_changes(extended: bool, broken: bool) -> None:
     with context(extensions.BatchL2Grad()):
         lossfunc(extend(model)(X), y).backward()
     assert hasattr(model.layers[0].weight, "batch_l2")
+
+
+def test_nothing_is_left_behind() -> None:
+    """Copies and their graphs die."""
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(type(entry) in (Tensor, Parameter) for entry in gc.get_objects())
+
+    model, lossfunc, X, y = net()
+    verify(model, lossfunc, X, y, everything())
+    before = tensors()
+    verify(model, lossfunc, X, y, everything())
+    assert tensors() == before
 
 
 def test_excluded_parameters_and_modules_are_those_of_the_copy() -> None:

@@ -12,6 +12,7 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.backward import backpack
+from backpack.extending import clear
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError
 from backpack.verification.copies import Copies
@@ -150,7 +151,7 @@ def _judge(at: Comparison, copies: Copies, rtol: float | None, atol: float | Non
     """
     quantity, reference = type(at.extension).__name__, at.reference
     try:
-        _model, values, excluded = copies.run(at.extension)
+        model, values, excluded = copies.run(at.extension)
     except ArgumentError:
         raise
     except BackpackError as error:
@@ -170,6 +171,7 @@ def _judge(at: Comparison, copies: Copies, rtol: float | None, atol: float | Non
         except (Incomparable, RuntimeError) as reason:  # autograd cannot differentiate everything twice
             row = row._replace(reason=str(reason).splitlines()[0])
         rows.append(row)
+    clear(model)  # values that are functions hold on to the graph, and the model to them
     scale = max((compared.largest for found in numbers.values() for compared in found), default=0.0)
     rtol = 10 * reference.precision**0.5 if rtol is None else rtol
     atol = _FLOOR * reference.precision * scale if atol is None else atol
