@@ -12,6 +12,7 @@ from backpack.extensions.support import supported
 from backpack.hooks import hook_run_extensions, hook_store_io
 from backpack.utils.hooks import no_op
 from backpack.utils.module_classification import is_no_op
+from backpack.verification import verify
 
 compat.install()
 
@@ -38,4 +39,5 @@ __all__ = [
     "results",
     "supported",
     "unextend",
+    "verify",
 ]
