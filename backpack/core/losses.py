@@ -4,12 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import nn
+
 from backpack.core.calls import Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
 
 _OWN = OwnLossDerivatives()
+LINEAR_IN_LOG_PROBABILITIES = frozenset({"NllLoss", "NllLoss2D"})
+"""Operations that make losses of log-probabilities."""
+MODULES: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
+    "MseLoss": (nn.MSELoss, ()),
+    "BinaryCrossEntropyWithLogits": (nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
+    "BinaryCrossEntropy": (nn.BCELoss, ("weight",)),
+    "HuberLoss": (nn.HuberLoss, ("delta",)),
+    "SmoothL1Loss": (nn.SmoothL1Loss, ("beta",)),
+    "SoftMarginLoss": (nn.SoftMarginLoss, ()),
+    "MultiMarginLoss": (nn.MultiMarginLoss, ("p", "margin", "weight")),
+    "MultilabelMarginLoss": (nn.MultiLabelMarginLoss, ()),
+}
+"""Operations that are losses: the class of the module that does the same, and its options beside the reduction."""
+FUNCTIONS = frozenset({"LogSoftmax", *MODULES})
+"""Operations at which second-order quantities can start."""
+
+
+def batch_of(call: ModuleCall) -> int | None:
+    """Count the samples that a module was called with.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        Length of axis 0 of the first tensor; ``None`` if there is none.
+    """
+    return next((slot.shape[0] for slot in call.tensor_inputs if slot.shape), None)
 
 
 def take_for_loss(call: ModuleCall) -> bool:
