@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 from cases_loss import SIGMOID, WEIGHTS, ignoring_first, signs
-from oracle import Problem, Term
+from oracle import Problem, Term, call_model
 from table import add, bits, labels
 from torch import Tensor, nn, rand, randn
 from torch.nn import Linear, Module, MSELoss, Sequential, Unflatten
@@ -25,6 +25,7 @@ def behind(
     N: int,
     last: Module | None = None,
     scale: Callable[[int], Tensor] | float = 1.0,
+    output: Callable[[Module, Tensor], Tensor] = call_model,
 ) -> Problem:
     """Put a function behind a small net.
 
@@ -36,6 +37,7 @@ def behind(
         N: Batch size.
         last: Last module.
         scale: Factor of the loss, or what makes it.
+        output: Maps model and input to the prediction.
 
     Returns:
         Problem.
@@ -44,7 +46,7 @@ def behind(
     layers += [Unflatten(1, shape)] if len(shape) > 1 else []
     layers += [last] if last is not None else []
     x = 2 * randn(N, 3)
-    return Problem(Sequential(*layers), x, [Term(module, targets(N), 0, scale if isinstance(scale, float) else scale(N), function)])
+    return Problem(Sequential(*layers), x, [Term(module, targets(N), 0, scale if isinstance(scale, float) else scale(N), function)], output)
 
 
 def weighted(out: Tensor, y: Tensor, weight: Tensor, **options: object) -> Tensor:  # noqa: D103
@@ -74,7 +76,7 @@ def by_hand(out: Tensor, y: Tensor) -> Tensor:  # noqa: D103
 
 
 def distilled(out: Tensor, teacher: Tensor) -> Tensor:  # noqa: D103
-    return F.kl_div((out / 2).log_softmax(1), (teacher / 2).softmax(1), reduction="batchmean") * 4
+    return F.kl_div(out.log_softmax(1), (teacher / 2).softmax(1), reduction="batchmean") * 4
 
 
 def bce(out: Tensor, y: Tensor, weight: Tensor, pos_weight: Tensor, **options: object) -> Tensor:  # noqa: D103
@@ -103,8 +105,6 @@ REDUCED: dict[str, tuple[Callable, Module, tuple[int, ...], Targets]] = {
     "huber_loss": (partial(F.huber_loss, delta=0.7), nn.HuberLoss(), (2, 2), lambda N: (randn(N, 2, 2),)),
     "smooth_l1_loss": (partial(F.smooth_l1_loss, beta=0.7), nn.SmoothL1Loss(), (4,), lambda N: (randn(N, 4),)),
     "soft_margin_loss": (F.soft_margin_loss, nn.SoftMarginLoss(), (3,), lambda N: (signs(N, 3),)),
-    "multi_margin_loss": (F.multi_margin_loss, nn.MultiMarginLoss(), (4,), lambda N: (labels(N),)),
-    "multilabel_margin_loss": (F.multilabel_margin_loss, nn.MultiLabelMarginLoss(), (4,), lambda N: (labels(N, 4),)),
 }
 for _name, (_function, _module, _shape, _targets) in REDUCED.items():
     for _reduction in ("mean", "sum"):
@@ -130,11 +130,16 @@ for _reduction in ("mean", "sum"):
 add("scaled F.cross_entropy", partial(behind, F.cross_entropy, CE, (4,), lambda N: (labels(N),), scale=0.3), "chain")
 add("log-likelihood by hand", partial(behind, by_hand, CE, (4,), lambda N: (labels(N),)), "chain")
 add("F.nll_loss of log_softmax", partial(behind, lambda out, y: F.nll_loss(out.log_softmax(1), y), CE, (4,), lambda N: (labels(N),)), "chain")
-add("F.kl_div of log_softmax", partial(behind, distilled, CE, (4,), lambda N: (randn(N, 4),)))
+add("F.kl_div of log_softmax", partial(behind, distilled, CE, (4,), lambda N: (randn(N, 4),), output=lambda model, x: model(x) / 2))
 add("log_softmax, classes last", partial(behind, classes_last, CE, (4, 3), lambda N: (labels(N, 3),)))
 add("negative F.cross_entropy", partial(behind, F.cross_entropy, CE, (4,), lambda N: (labels(N),), scale=-0.5), "chain", "not convex")
 add("negative F.mse_loss", partial(behind, F.mse_loss, MSELoss(), (4,), lambda N: (randn(N, 4),), scale=-0.5), "chain", "not convex")
-add("F.mse_loss, broadcast", partial(behind, lambda out, y: F.mse_loss(out.expand_as(y), y), MSELoss(), (1,), lambda N: (randn(N, 3),)))
+add("F.mse_loss, broadcast", partial(behind, F.mse_loss, MSELoss(), (1,), lambda N: (randn(N, 3),), output=lambda model, x: model(x).expand(-1, 3)))
+add(
+    "F.mse_loss of softmax",
+    partial(behind, F.mse_loss, MSELoss(), (3,), lambda N: (randn(N, 3),), output=lambda model, x: model(x).softmax(1)),
+    "curved",
+)
 
 for _reduction in ("mean", "sum"):
     _folded = partial(folded, reduction=_reduction, ignore_index=1)

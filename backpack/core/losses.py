@@ -21,10 +21,9 @@ MODULES: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "HuberLoss": (nn.HuberLoss, ("delta",)),
     "SmoothL1Loss": (nn.SmoothL1Loss, ("beta",)),
     "SoftMarginLoss": (nn.SoftMarginLoss, ()),
-    "MultiMarginLoss": (nn.MultiMarginLoss, ("p", "margin", "weight")),
-    "MultilabelMarginLoss": (nn.MultiLabelMarginLoss, ()),
 }
 """Operations that are losses: the class of the module that does the same, and its options beside the reduction."""
+_NAMES = "cross_entropy mse_loss binary_cross_entropy_with_logits binary_cross_entropy huber_loss smooth_l1_loss soft_margin_loss".split()
 FUNCTIONS = frozenset({"LogSoftmax", *MODULES})
 """Operations at which second-order quantities can start."""
 
@@ -116,7 +115,7 @@ def refuse_without_loss(names: str, calls: Iterable[ModuleCall]) -> None:
     Raises:
         LossNotExtendedError: Always.
     """
-    hint = "write `lossfunc = extend(torch.nn.CrossEntropyLoss())`"
+    hint = "write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `lossfunc(model(X), y).backward()`"
     for call in calls:
         if not call.root:
             continue
@@ -128,6 +127,6 @@ def refuse_without_loss(names: str, calls: Iterable[ModuleCall]) -> None:
                 f"samples on axis 0, write {how_to_register(call)} before the forward pass"
             )
     raise LossNotExtendedError(
-        f"No extended loss lies on a path from the tensor on which backward was called to {names}. Second-order quantities start at the loss: "
-        f"{hint}, and `backpack.leave_out(term)` for a term to be ignored."
+        f"No loss is known on a path from the tensor on which backward was called to {names}. Second-order quantities start at a loss that is an "
+        f"extended module, or one of {', '.join(_NAMES)} in torch.nn.functional: {hint}. Write `backpack.leave_out(term)` for a term to be ignored."
     )
