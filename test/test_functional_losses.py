@@ -195,10 +195,10 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], type[BackpackError], str]] 
     "mean over all": (lambda out: F.mse_loss(out.mean(), torch.tensor(0.0)), ShapeError, "needs 1 axes"),
     "one row": (lambda out: F.cross_entropy(out[0], torch.tensor(1)), ShapeError, "needs 2 axes"),
     "over samples": (lambda out: -out.log_softmax(0).mean(), UnsupportedError, "axis 0"),
-    "selected twice": (lambda out: F.cross_entropy(out[[0, 0, 1, 2]], torch.tensor([0, 1, 2, 3])), UnsupportedError, "cannot be read off"),
+    "selected twice": (lambda out: F.cross_entropy(out[[0, 0, 1, 2]], torch.tensor([0, 1, 2, 3])), UnsupportedError, "cannot be read off|influence"),
     "depends on its target": (lambda out: F.mse_loss(out, 2 * out), LossValueError, "other than the prediction"),
     "squares with samples on axis 1": (lambda out: F.mse_loss(out.T, torch.zeros(C, N)), UnsupportedError, "axis 0"),
-    "sorted": (lambda out: F.mse_loss(out.repeat(2, 1), torch.zeros(2 * N, C)), UnsupportedError, "cannot be read off"),
+    "repeated": (lambda out: F.mse_loss(out.repeat(2, 1), torch.zeros(2 * len(out), C)), UnsupportedError, "cannot be read off"),
 }
 
 

@@ -166,8 +166,9 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
         return None
     if not has_samples(call, second_order):
         return None
-    rows = first_axis(call.inputs[0].shape[0])
-    layout = (_find_samples(walk, below, None) if second_order else None) or rows
+    layout = _find_samples(walk, below, None) or first_axis(call.inputs[0].shape[0])
+    if second_order and layout.axis:
+        _refuse_axis(call.path, below, layout)
     return Start(call, mark.nr, below, layout, piece.inside, True)
 
 
@@ -203,6 +204,8 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
         has_samples(LossNode(node, below, tuple(range(len(shape))) if classes else None), True)  # raises
     layout = _find_samples(walk, below, dim)
     sure = layout is not None
+    if layout is not None and (layout.axis == dim if classes else layout.axis):
+        _refuse_axis(node.name(), below, layout)
     if layout is None:
         if shape[0] not in _batches(walk) or dim == 0:
             raise UnsupportedError(
@@ -239,6 +242,13 @@ def _refuse_target(path: str) -> None:
     )
 
 
+def _refuse_axis(path: str, edge: Edge, layout: Layout) -> None:
+    raise UnsupportedError(
+        f"{path} takes its samples from axis 0 of a prediction of shape {list(shape_of(edge))}, but the {layout.samples} samples lie on axis "
+        f"{layout.axis} there. Give it the samples on axis 0, [N, C, T] or [N * T, C], say, instead of [T, C, N]."
+    )
+
+
 def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     """Find out to which samples the entries of a prediction belong, from the nearest output of a module: there they lie on axis 0.
 
@@ -249,9 +259,6 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
 
     Returns:
         The layout; ``None`` where something else than reshaping, selecting and element-wise operations lies in between.
-
-    Raises:
-        UnsupportedError: If samples do not lie where the loss looks for them.
     """
     shape, like = shape_of(edge), tensor_at(edge)
     size, digits = shape.numel(), round(1 / torch.finfo(like.dtype).eps)  # so far integers are exact
@@ -287,13 +294,7 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     owners = torch.arange(samples, device=like.device).reshape(-1, *[1] * (entries.dim() - 1)).expand_as(entries)
     labels = torch.empty(size, dtype=torch.int64, device=like.device)
     labels[entries[entries > 0] - 1] = owners[entries > 0]
-    layout = layout_of(labels.reshape(shape), torch.ones(shape, dtype=torch.bool, device=like.device), samples, 0)
-    if layout is None or layout.axis == dim or (dim is None and layout.axis != 0):
-        raise UnsupportedError(
-            f"The loss takes its samples from axis 0 of a tensor of shape {list(shape)}, on which the {samples} samples of the output of "
-            f"{place[0].name()} do not lie. Give it the samples on axis 0: [N, C, T] or [N * T, C], say, instead of [T, C, N]."
-        )
-    return layout
+    return layout_of(labels.reshape(shape), torch.ones(shape, dtype=torch.bool, device=like.device), samples, 0)
 
 
 def _batches(walk: Walk) -> set[int]:
