@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from backpack import backpack, extend, extensions
+from backpack.utils.errors import ShapeError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -123,7 +124,7 @@ MODELS = {
     "BERT, choice": Labelled(
         bert(BertForMultipleChoice),
         lambda N: {"input_ids": sentences(N, 3), "labels": randint(3, (N,))},
-        lambda s, labels: F.cross_entropy(s, labels),
+        F.cross_entropy,
     ),
     "BERT, questions": Labelled(
         bert(BertForQuestionAnswering, num_labels=2),
@@ -133,7 +134,7 @@ MODELS = {
     ),
     "T5": Labelled(
         lambda: T5ForConditionalGeneration(T5Config(vocab_size=WORDS, **T5)),
-        lambda N: {"input_ids": sentences(N), "labels": randint(1, WORDS, (N, 3))},
+        lambda N: {"input_ids": sentences(N), "labels": randint(1, WORDS, (N, 2))},
         of_each_word,
         True,
     ),
@@ -164,8 +165,14 @@ def truth(name: str, N: int) -> Oracle:
     return Oracle(Problem(model, first, [Term(nn.CrossEntropyLoss(), tuple(others), function=MODELS[name].loss)], scores))
 
 
-@pytest.mark.parametrize("N", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+def test_no_axis_left() -> None:
+    """With one sample and one output, the model squeezes away the axis of samples."""
+    model, given = build("BERT, regression", 1)
+    with backpack(extensions.DiagGGNExact()), pytest.raises(ShapeError, match="batch axis of length 1"):
+        extend(model)(**given).loss.backward()
+
+
+@pytest.mark.parametrize(("name", "N"), [(name, N) for name in MODELS for N in (1, 3) if (name, N) != ("BERT, regression", 1)])
 def test_labels(name: str, N: int) -> None:
     oracle, rtol = truth(name, N), 5e-6 if MODELS[name].single else 1e-9
     expected = {
