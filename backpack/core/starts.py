@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.calls import Edge, Mark, ModuleCall, Slot
 from backpack.core.crossings import ELEMENTWISE
-from backpack.core.derivatives.crossentropyloss import LogProbabilitiesDerivatives
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import call_node, checkpointed, operation, outputs_of, refuse_checkpointed, saved, shape_of, tensor_at
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, batch_of, has_samples
@@ -24,6 +24,7 @@ from backpack.core.walk import Walk
 from backpack.utils.errors import LossValueError, UnsupportedError
 
 _REDUCTIONS = ("none", "mean", "sum")
+_DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
 _LOG_PROBABILITIES = LogProbabilitiesDerivatives()
 # selections of entries, none of them twice
 _MOVES = frozenset(
@@ -166,7 +167,8 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
         return None
     if not has_samples(call, second_order):
         return None
-    layout = _find_samples(walk, below, None) or first_axis(call.inputs[0].shape[0])
+    dim = 1 if isinstance(call.derivatives, CrossEntropyLossDerivatives) else None
+    layout = _find_samples(walk, below, dim) or first_axis(call.inputs[0].shape[0])
     if second_order and layout.axis:
         _refuse_axis(call.path, below, layout)
     return Start(call, mark.nr, below, layout, piece.inside, True)
@@ -252,49 +254,53 @@ def _refuse_axis(path: str, edge: Edge, layout: Layout) -> None:
 def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     """Find out to which samples the entries of a prediction belong, from the nearest output of a module: there they lie on axis 0.
 
+    The positions of the prediction are numbered, and the numbers sent upstream like gradients: selections put them where they come from.
+
     Args:
         walk: The graph.
         edge: Edge of the prediction.
-        dim: Axis of classes; ``None`` for a loss that takes the samples from axis 0.
+        dim: Axis of classes, which make one position together; ``None`` if every entry is one.
 
     Returns:
         The layout; ``None`` where something else than reshaping, selecting and element-wise operations lies in between.
     """
-    shape, like = shape_of(edge), tensor_at(edge)
-    size, digits = shape.numel(), round(1 / torch.finfo(like.dtype).eps)  # so far integers are exact
-    numbers: Tensor | None = None  # of the entries of the prediction, digit by digit, where these come from
-    place, batches = edge, _batches(walk)
+    shape, device = shape_of(edge), tensor_at(edge).device
+    positions = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape))
+    count, place, batches = positions.numel(), edge, _batches(walk)
+    powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
+    digits: Tensor | None = None
     while (samples := _samples_at(walk, place, batches)) is None:
         node, name = place[0], operation(place[0])
         ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
-        if node in walk.leaves or checkpointed(node):
-            return None
         if name in _KEEPS:
             ways = [(i, upstream) for i, upstream in ways if shape_of(upstream) == shape_of(place)]
-        elif name in _MOVES and len(ways) == 1:
-            if numbers is None:
-                count = torch.arange(1, size + 1, device=like.device).reshape(shape)
-                powers = [digits**i for i in range(8) if digits**i <= max(size, 1)]
-                numbers = torch.stack([(count // power % digits) for power in powers]).to(like.dtype)
+        elif name in _MOVES and len(ways) == 1 and not checkpointed(node):
+            if digits is None:
+                numbers = torch.arange(1, count + 1, device=device).reshape(positions)
+                digits = torch.stack([numbers // power % _DIGITS for power in powers]).to(tensor_at(place).dtype).expand(-1, *shape)
+            columns = digits.to(tensor_at(place).dtype)
             with torch.no_grad():
-                numbers = call_node(node, [numbers if nr == place[1] else None for nr in range(outputs_of(node))])[ways[0][0]]
+                digits = call_node(node, [columns if nr == place[1] else None for nr in range(outputs_of(node))])[ways[0][0]]
         else:
-            return None
+            ways = []
         if not ways:
             return None
         place = ways[0][1]
-    if samples < 0 or numbers is None:
+    if samples < 0 or digits is None:
         return first_axis(shape[0])
-    if samples <= 1 or not size:  # any axis would do
+    if samples <= 1 or not count:  # any axis would do
         axis = next(axis for axis in range(len(shape)) if axis != dim)
         return Layout(axis, (0,) * shape[axis], samples)
-    entries = sum(part.long() * digits**i for i, part in enumerate(numbers))
-    if (entries > 0).sum() != size:
-        return None  # selected twice
-    owners = torch.arange(samples, device=like.device).reshape(-1, *[1] * (entries.dim() - 1)).expand_as(entries)
-    labels = torch.empty(size, dtype=torch.int64, device=like.device)
-    labels[entries[entries > 0] - 1] = owners[entries > 0]
-    return layout_of(labels.reshape(shape), torch.ones(shape, dtype=torch.bool, device=like.device), samples, 0)
+    numbers = sum(part.long() * power for part, power in zip(digits, powers, strict=True))
+    known = numbers > 0
+    if known.sum() != shape.numel():
+        return None  # something was selected twice
+    owners = torch.arange(samples, device=device).reshape(-1, *[1] * (numbers.dim() - 1)).expand_as(numbers)[known]
+    labels = torch.full((count,), -1, device=device)
+    labels[numbers[known] - 1] = owners
+    if (labels[numbers[known] - 1] != owners).any():
+        return None  # the classes of a position belong to different samples
+    return layout_of(labels.reshape(positions), torch.ones(positions, dtype=torch.bool, device=device), samples, 0)
 
 
 def _batches(walk: Walk) -> set[int]:
