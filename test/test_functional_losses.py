@@ -86,6 +86,8 @@ FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "shifted, extended": lambda out, y: EXTENDED(out[..., :-1, :].reshape(-1, C), y[:, 1:].flatten()),
     "masked": lambda out, y: F.cross_entropy(out[y != 2], y[y != 2]),
     "masked, extended": lambda out, y: EXTENDED(out[y != 2], y[y != 2]),
+    "masked, but for one sample": lambda out, y: F.cross_entropy(out[1:, 2:][y[1:, 2:] > -1], y[1:, 2:].flatten(), reduction="sum"),
+    "masked, all": lambda out, y: F.cross_entropy(out[y < 0], y[y < 0], reduction="sum"),
     "chosen": lambda out, y: F.cross_entropy(out.flatten(0, 1)[[3, 0, 1]], y.flatten()[[3, 0, 1]]),
     "in single precision": lambda out, y: F.cross_entropy((out * 1.0).to(torch.float64).view(-1, C), y.flatten()),
     "one step": lambda out, y: F.cross_entropy(out[:, -1], y[:, -1]),

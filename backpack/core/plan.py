@@ -145,7 +145,7 @@ class Plan:
             if known is None:
                 states[mark.nr] = start
                 self._samples_at[node] = start.samples
-            elif call.root and call.module._modules and known != start and shape[0] > 1:
+            elif call.root and call.module._modules and shape[0] > 1 and (known is SPLIT or settle(known) != start):
                 if self._second_order:
                     raise UnsupportedError(
                         f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call.path} "

@@ -213,7 +213,7 @@ def _separate_rows(mat: Tensor, signs: Tensor | None, layout: Layout) -> tuple[T
         return mat, signs
     repeated = repetitions(layout.labels)
     turns, rows = torch.tensor([repeated, range(len(repeated))], dtype=torch.int64, device=mat.device)
-    full = mat.new_zeros(1 + max(repeated), *mat.shape)
+    full = mat.new_zeros(1 + max(repeated, default=0), *mat.shape)
     full[turns, :, rows] = mat.transpose(0, 1)
     if signs is not None:
         spread = signs.new_zeros(len(full), len(signs), layout.samples)
