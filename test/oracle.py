@@ -46,12 +46,14 @@ class Term:
         target: Target, or all arguments after the prediction.
         head: Which output of the model enters.
         scale: Factor, a number or a tensor that broadcasts against what the module returns. The number 1 is not multiplied.
+        function: Called in place of the module, which says then from what distribution labels are drawn; nothing is extended.
     """
 
     module: Module
     target: Tensor | tuple[Tensor, ...]
     head: int = 0
     scale: float | Tensor = 1.0
+    function: Callable | None = None
 
     def __call__(self, outputs: list[Tensor]) -> Tensor:
         """Evaluate.
@@ -62,7 +64,8 @@ class Term:
         Returns:
             A scalar.
         """
-        value = self.module(outputs[self.head], *(self.target if isinstance(self.target, tuple) else (self.target,)))
+        evaluate = self.function or self.module
+        value = evaluate(outputs[self.head], *(self.target if isinstance(self.target, tuple) else (self.target,)))
         if isinstance(self.scale, Tensor) or self.scale != 1.0:
             value = self.scale * value
         return value.sum() if value.dim() else value
@@ -100,7 +103,7 @@ class Problem:
     @property
     def losses(self) -> list[Module]:
         """The loss modules, each once."""
-        return list(dict.fromkeys(term.module for term in self.terms))
+        return list(dict.fromkeys(term.module for term in self.terms if term.function is None))
 
     def outputs(self, seed: int = 0) -> list[Tensor]:
         """Run the model.

@@ -462,7 +462,11 @@ def test_autocast(case: str) -> None:
 
 @pytest.mark.parametrize("index", [[0], [2, 0], [1, 1, 2], [-1, 0]], ids=str)
 @pytest.mark.parametrize(
-    "case", ["CE, mean", "CE, 3-d, sum", "BCE, both weights, mean", "MSE, 3-d, mean", "linear twice", "samples second", "extra axis"]
+    "case",
+    [
+        *("CE, mean", "CE, 3-d, sum", "BCE, both weights, mean", "MSE, 3-d, mean", "linear twice", "samples second", "extra axis"),
+        *("F.cross_entropy, smoothing, weights, 3-d, mean", "folded F.cross_entropy, mean", "log_softmax, classes last"),
+    ],
 )
 def test_subsampling(case: str, index: list[int]) -> None:
     """A list of samples picks per-sample quantities, in its order, with repetition, and normalized as for the full batch."""
@@ -474,7 +478,9 @@ def test_subsampling(case: str, index: list[int]) -> None:
 
 
 @pytest.mark.parametrize("index", [[0], [2, 0], [1, 1, 2]], ids=str)
-@pytest.mark.parametrize("case", ["CE, mean", "CE, ignored, 3-d, sum", "BCE, both weights, mean", "MSE, mean", "samples second"])
+@pytest.mark.parametrize(
+    "case", ["CE, mean", "CE, ignored, 3-d, sum", "BCE, both weights, mean", "MSE, mean", "samples second", "folded F.cross_entropy, mean"]
+)
 def test_subsampled_draw(case: str, index: list[int]) -> None:
     """Labels are drawn for the chosen samples only, each repetition on its own."""
     problem, oracle = CASES[case].build(3), oracle_of(case, 3)
@@ -484,7 +490,11 @@ def test_subsampled_draw(case: str, index: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["MSE, mean", "CE, sum", "CE, weights, 3-d, mean", "CE, smoothing, ignored, mean", "BCE, both weights, mean", "two losses on two heads"]
+    "case",
+    [
+        *("MSE, mean", "CE, sum", "CE, weights, 3-d, mean", "CE, smoothing, ignored, mean", "BCE, both weights, mean", "two losses on two heads"),
+        *("F.cross_entropy, smoothing, mean", "folded F.cross_entropy, mean"),
+    ],
 )
 def test_sampled_quantities_are_unbiased(case: str) -> None:
     """The mean over many draws lies within five standard errors of the exact value, and these are small enough to see a factor of two."""

@@ -74,6 +74,11 @@ class Temperature(nn.Module):
         self.temperature = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (logits / self.temperature - F.one_hot(target, C)).square().mean()
+
+
+class TemperatureOfFunction(Temperature):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits / self.temperature, target)
 
 
@@ -84,10 +89,20 @@ class Hinge(nn.Module):
 
 class Unreduced(nn.Module):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (logits - F.one_hot(target, C)).square().sum(1)
+
+
+class UnreducedFunction(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(logits, target, reduction="none")
 
 
 class TargetFirst(nn.Module):
+    def forward(self, target: Tensor, logits: Tensor) -> Tensor:
+        return (logits - F.one_hot(target, C)).square().mean()
+
+
+class FunctionOfTargetFirst(nn.Module):
     def forward(self, target: Tensor, logits: Tensor) -> Tensor:
         return F.cross_entropy(logits, target)
 
@@ -134,6 +149,16 @@ def test_prediction_comes_first() -> None:
     model, loss, x, y = make(TargetFirst())
     with backpack(extensions.DiagGGNExact()), pytest.raises(LossNotExtendedError, match="first argument is the prediction"):
         loss(y, model(x)).backward()
+
+
+@pytest.mark.parametrize("make_loss", [TemperatureOfFunction, UnreducedFunction, FunctionOfTargetFirst])
+def test_functions_are_found_in_any_module(make_loss: Callable[[], nn.Module]) -> None:
+    """What could not be the module of a loss may still call one of torch's functions."""
+    model, loss, x, y = make(make_loss())
+    arguments = (lambda logits: (y, logits)) if make_loss is FunctionOfTargetFirst else (lambda logits: (logits, y))
+    with backpack(extensions.DiagGGNExact()):
+        loss(*arguments(model(x))).sum().backward()
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: loss(*arguments(logits)).sum()))
 
 
 def test_what_sums_up_is_not_taken_for_the_loss() -> None:

@@ -11,7 +11,7 @@ from torch.autograd import Variable, grad
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.core.graph import checkpointed, outputs_of, saved, saved_maxima, shape_of
+from backpack.core.graph import checkpointed, outputs_of, saved, saved_maxima, sequence_number, shape_of
 from backpack.extensions import BatchGrad
 
 
@@ -31,6 +31,12 @@ def test_base_and_version_of_views() -> None:
     before = x.detach()._version
     view.add_(1)
     assert x.detach()._version == x._version == before + 1
+
+
+def test_sequence_numbers_follow_the_forward_pass() -> None:
+    x = torch.rand(3, requires_grad=True)
+    first, second = x.exp(), x.sin()
+    assert sequence_number(first.grad_fn) < sequence_number(second.grad_fn) < sequence_number((first * second).grad_fn)
 
 
 def test_raw_saved_tensors_show_checkpoints() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, recording
+from backpack.core.calls import RANDOM, Edge, ModuleCall, recording
 from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
@@ -23,7 +23,8 @@ from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
 from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
+from backpack.core.samples import Layout, add_rows, blocks, numel, split, sum_to
+from backpack.core.starts import LossNode, Start
 from backpack.core.walk import Unit
 from backpack.utils.errors import NotRecordedError
 
@@ -45,8 +46,8 @@ class Carry:
             Handles that remove them.
         """
         plan, handles = self._plan, []
-        for node, mark in plan.losses.items() if any(not flow.is_gradient for flow in self._flows) else ():
-            handles.append(node.register_prehook(self._hook(self._at_loss, node, mark)))
+        for node, start in plan.losses.items() if any(not flow.is_gradient for flow in self._flows) else ():
+            handles.append(node.register_prehook(self._hook(self._at_loss, node, start)))
         for node, unit in plan.units.items():
             handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
         only_gradient = all(flow.is_gradient for flow in self._flows)
@@ -108,14 +109,20 @@ class Carry:
         return node in self._plan.walk.leaves
 
     # --------------------------------------------------------------------------------------------------------------- nodes
-    def _at_loss(self, node: Node, mark: Mark, grads: tuple[Tensor | None, ...]) -> None:
-        call, grad = mark.call, grads[mark.nr]
+    def _at_loss(self, node: Node, start: Start, grads: tuple[Tensor | None, ...]) -> None:
+        call, grad = start.call, grads[start.nr]
         self._refuse_released(call)
+        turned = isinstance(call, LossNode) and call.axes is not None
+        if turned and grad is not None:
+            call.incoming, grad = grad.permute(call.axes), grad.new_ones(())
         before, recording.on = recording.on, False  # the loss may be evaluated again
         try:
             for flow in self._each_flow():
                 if not flow.is_gradient and grad is not None:
-                    self._deposit(flow, call.inputs[0].edge, Way.DATA, flow.start(call, grad), first_axis(call.inputs[0].shape[0]))
+                    value = flow.start(call, grad, start.layout)
+                    if turned and flow.crosses_gaps:
+                        value = {source: call.back(columns) for source, columns in value.items()}
+                    self._deposit(flow, start.below, Way.DATA, value, start.layout)
         finally:
             recording.on = before
         self._reader.after_call(call)

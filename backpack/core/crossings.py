@@ -15,10 +15,11 @@ from backpack.core.samples import Layout, decode, keeps_samples, probe, settle
 _STATIC = LINEAR - frozenset(
     "Index IndexSelect Gather AsStrided MaskedSelect Scatter Where MaxUnpool2D MaxUnpool3D Embedding BackwardHookFunction".split()
 )
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
     Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp""".split()
 )
+"""Operations that treat every entry alone."""
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
 _BROADCASTING = frozenset("Mul Div Add Sub Expand".split())
 # these work on the last two axes, and on each entry of the axes in front alike
@@ -98,7 +99,7 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
     elif name in ("Softmax", "LogSoftmax"):
         stays = layout.axis != saved(node, "dim") % len(full)
     else:
-        stays = name in _ELEMENTWISE
+        stays = name in ELEMENTWISE
     same = all(shape is None or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
     return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
 

@@ -27,12 +27,13 @@ class Flow(ABC):
     needs: Need = Need.COLUMNS
 
     @abstractmethod
-    def start(self, call: ModuleCall, grad: Tensor) -> Any:
+    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Any:
         """Return the value at the input of a loss.
 
         Args:
             call: The loss call.
             grad: Gradient that arrives at the loss value.
+            layout: Says to which sample each row of the input belongs.
         """
 
     @abstractmethod

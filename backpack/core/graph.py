@@ -90,6 +90,18 @@ def saved(node: Node, name: str) -> Any:
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value  # torch reports negative numbers as unsigned ones
 
 
+def sequence_number(node: Node) -> int:
+    """Return the position of a node among all nodes of its thread, in the order in which they were made.
+
+    Args:
+        node: A graph node.
+
+    Returns:
+        The number.
+    """
+    return node._sequence_nr()
+
+
 def outputs_of(node: Node) -> int:
     """Count the outputs of the operation that a node belongs to.
 

@@ -4,12 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import nn
+
 from backpack.core.calls import Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
 
 _OWN = OwnLossDerivatives()
+LINEAR_IN_LOG_PROBABILITIES = frozenset({"NllLoss", "NllLoss2D"})
+"""Operations that make losses of log-probabilities."""
+MODULES: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
+    "MseLoss": (nn.MSELoss, ()),
+    "BinaryCrossEntropyWithLogits": (nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
+    "BinaryCrossEntropy": (nn.BCELoss, ("weight",)),
+    "HuberLoss": (nn.HuberLoss, ("delta",)),
+    "SmoothL1Loss": (nn.SmoothL1Loss, ("beta",)),
+    "SoftMarginLoss": (nn.SoftMarginLoss, ()),
+}
+"""Operations that are losses: the class of the module that does the same, and its options beside the reduction."""
+_NAMES = "cross_entropy mse_loss binary_cross_entropy_with_logits binary_cross_entropy huber_loss smooth_l1_loss soft_margin_loss".split()
+FUNCTIONS = frozenset({"LogSoftmax", *MODULES})
+"""Operations at which second-order quantities can start."""
+
+
+def batch_of(call: ModuleCall) -> int | None:
+    """Count the samples that a module was called with.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        Length of axis 0 of the first tensor; ``None`` if there is none.
+    """
+    return next((slot.shape[0] for slot in call.tensor_inputs if slot.shape), None)
 
 
 def take_for_loss(call: ModuleCall) -> bool:
@@ -87,7 +115,7 @@ def refuse_without_loss(names: str, calls: Iterable[ModuleCall]) -> None:
     Raises:
         LossNotExtendedError: Always.
     """
-    hint = "write `lossfunc = extend(torch.nn.CrossEntropyLoss())`"
+    hint = "write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `lossfunc(model(X), y).backward()`"
     for call in calls:
         if not call.root:
             continue
@@ -99,6 +127,6 @@ def refuse_without_loss(names: str, calls: Iterable[ModuleCall]) -> None:
                 f"samples on axis 0, write {how_to_register(call)} before the forward pass"
             )
     raise LossNotExtendedError(
-        f"No extended loss lies on a path from the tensor on which backward was called to {names}. Second-order quantities start at the loss: "
-        f"{hint}, and `backpack.leave_out(term)` for a term to be ignored."
+        f"No loss is known on a path from the tensor on which backward was called to {names}. Second-order quantities start at a loss that is an "
+        f"extended module, or one of {', '.join(_NAMES)} in torch.nn.functional: {hint}. Write `backpack.leave_out(term)` for a term to be ignored."
     )

@@ -14,13 +14,14 @@ from torch.nn import Parameter
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, refuse_second_order, saved, shape_of
-from backpack.core.losses import has_samples, refuse_as_loss, refuse_without_loss
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, operation, refuse_second_order, saved, sequence_number, shape_of
+from backpack.core.losses import batch_of, refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import Composite, read
 from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_unrecorded, refuse_use, refuse_uses
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
+from backpack.core.starts import Start, refuse_curved, start_at
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
-from backpack.utils.errors import LossValueError, UnsupportedError
+from backpack.utils.errors import UnsupportedError
 
 
 class Plan:
@@ -30,7 +31,7 @@ class Plan:
         walk: The graph.
         units: Node to the unit whose output it made.
         composites: Node to what it computes inside, for nodes that several rules stand for.
-        losses: Node to the mark of the loss call whose value it made.
+        losses: Node to the loss that ends there.
         gaps: Node to gap, for all gaps from which something needed is reached.
         states: Node to output number to state.
         uses: Parameter to number of uses (units and edges of gaps).
@@ -46,7 +47,7 @@ class Plan:
         self.walk = walk
         self.units: dict[Node, Unit] = {}
         self.composites: dict[Node, Composite] = {}
-        self.losses: dict[Node, Mark] = {}
+        self.losses: dict[Node, Start] = {}
         self.gaps: dict[Node, Gap] = {}
         self.states: dict[Node, dict[int, State]] = {}
         self.uses: dict[Parameter, int] = {}
@@ -56,6 +57,8 @@ class Plan:
         self.batches: dict[Parameter, int] = {}
         self._above: set[Node] = set()
         self._bare: set[Node] = set()
+        self._curved: dict[Node, Node] = {}
+        self._unsure: set[Node] = set()
         self._covered: set[Node] = set()
         self._claimed: set[ModuleCall] = set()
         self._passed: set[Node] = set()
@@ -81,9 +84,9 @@ class Plan:
             if not self.walk.reach[node]:
                 continue
             marks = self.walk.marks.get(node, ())
-            if any(self._start_at_loss(node, mark) for mark in marks if mark.call.is_loss and not mark.base):
+            if self._start_at_loss(node, marks):
                 continue
-            for mark in marks:
+            for mark in marks if not self._second_order or node in self.states or node not in self.walk.to_function else ():
                 self._start_at_output(node, mark)
             states = self.states.get(node)
             if states is None:
@@ -95,39 +98,32 @@ class Plan:
                     states[nr] = settle(state)
             for mark in marks if SPLIT in states.values() else ():
                 self._check_split_call(node, mark)
+            if node in self._unsure:
+                self._check_rows(node, states, marks)
             if not (self._choose_unit(node, states, marks) or self._choose_node(node, states)):
                 self._cross(node, states)
+        if len(self.losses) > 1:
+            for position, node in enumerate(sorted(self.losses, key=sequence_number)):
+                self.losses[node].call.order = position - len(self.losses)  # in front of all other calls
 
-    def _start_at_loss(self, node: Node, mark: Mark) -> bool:
-        """Let samples start on axis 0 of a loss's input.
+    def _start_at_loss(self, node: Node, marks: Iterable[Mark]) -> bool:
+        """Let samples start at the input of a loss.
 
         Args:
-            node: Node that made the loss value.
-            mark: Its mark.
+            node: Node at which the loss ends.
+            marks: Its marks.
 
         Returns:
-            Whether the rule of the loss stands for its piece of the graph.
-
-        Raises:
-            LossValueError: If the target depends on parameters and a second-order quantity is asked for.
+            Whether a rule stands for the piece of the graph.
         """
-        call = mark.call
-        piece = self.walk.piece(node, call)
-        prediction = call.inputs[0].edge if call.inputs and isinstance(call.inputs[0], Slot) else None
-        if piece is None or piece.parameters or prediction is None or node in self.states:
+        start = None if node in self.states else start_at(self.walk, node, marks, self._second_order, self._curved.get(node))
+        if start is None:
             return False
-        if any(slot.edge is not None and self.walk.reach.get(slot.edge[0]) for slot in call.tensor_inputs[1:]):
-            if self._second_order:
-                raise LossValueError(
-                    f"{call.path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
-                    "respect to its prediction is not all of it. Detach the target, or whatever else it is."
-                )
-            return False
-        if not has_samples(call, self._second_order):
-            return False
-        self.losses[node] = mark
-        self._covered |= piece.inside
-        self._arrive(prediction, first_axis(call.inputs[0].shape[0]), False, call.inputs[0].shape[0])
+        self.losses[node] = start
+        self._covered |= start.inside
+        if not start.sure:
+            self._unsure.add(start.below[0])
+        self._arrive(start.below, start.layout, None, start.layout.samples)
         return True
 
     def _start_at_output(self, node: Node, mark: Mark) -> None:
@@ -143,18 +139,17 @@ class Plan:
         call, shape = mark.call, mark.call.outputs[mark.index].shape
         states = self.states.setdefault(node, {})
         known = states.get(mark.nr)
-        batch = next((slot.shape[0] for slot in call.tensor_inputs if slot.shape), None)
+        batch = batch_of(call)
         if not mark.base and not call.is_loss and shape and (shape[0] == batch or (known is None and not call.root)):
             start = first_axis(shape[0])
             if known is None:
                 states[mark.nr] = start
                 self._samples_at[node] = start.samples
-            elif call.root and call.module._modules and known != start and shape[0] > 1:
+            elif call.root and call.module._modules and shape[0] > 1 and (known is SPLIT or settle(known) != start):
                 if self._second_order:
                     raise UnsupportedError(
                         f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call.path} "
-                        f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0: for example [N, C, T] "
-                        "instead of [N * T, C]."
+                        f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0, reshaped at most."
                     )
                 states[mark.nr] = start
                 self._samples_at[node] = start.samples
@@ -183,32 +178,35 @@ class Plan:
         Args:
             node: The node.
         """
-        if node in self.walk.to_loss:
-            self._check_linear(node)
+        curved = self._curved.get(node) or (self._second_order and not self.walk.is_linear(node) and node)
+        if curved and node in self.walk.to_loss:
+            refuse_as_loss(self.walk.marks.get(node, ()))
+            refuse_curved(node, curved)
         for upstream, _ in node.next_functions if LEFT_OUT not in node.metadata else ():
             if upstream is not None:
                 self._above.add(upstream)
                 self._bare.add(upstream)
+                if curved:
+                    self._curved[upstream] = curved
 
-    def _check_linear(self, node: Node) -> None:
-        """Refuse a curved operation between a loss and the root, for second-order quantities.
+    def _check_rows(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> None:
+        """Refuse to take rows for samples where they turn out to be something else.
 
         Args:
-            node: Node from which a loss is reached.
+            node: A node between a loss, whose rows have been taken for samples, and the output of a module, which will tell.
+            states: States of its outputs.
+            marks: Its marks.
 
         Raises:
-            LossValueError: If the node is not linear in what depends on parameters.
+            UnsupportedError: If the rows do not stay on axis 0.
         """
-        active = [n for n, _ in node.next_functions if n is not None and (n in self.walk.to_loss or self.walk.reach[n])]
-        name = operation(node)
-        scaled = name in PRODUCTS and len(active) == 1
-        divided = name in ("Div", "DivScalar") and active == [node.next_functions[0][0]]
-        if self._second_order and not (name in LINEAR or scaled or divided):
-            refuse_as_loss(self.walk.marks.get(node, ()))
-            raise LossValueError(
-                f"{node.name()} lies between the extended loss and the tensor on which backward was called. Second-order quantities are exact only "
-                "for weighted sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss."
+        if any(state is not SPLIT and state != first_axis(state.samples) for state in states.values()):
+            raise UnsupportedError(
+                f"Axis 0 of what a loss takes does not hold the samples: there is no such axis at {self.walk.where(node)}. Compute the loss from "
+                "predictions with the samples on axis 0."
             )
+        if any(not mark.base for mark in marks):
+            self._unsure.discard(node)
 
     def _choose_unit(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> bool:
         """Choose the outermost call at a node whose rule can stand for its piece of the graph.
@@ -253,7 +251,7 @@ class Plan:
                 if unit.arrives is None or (rule is RANDOM and not piece.is_chain):
                     continue
                 unit.couples = self.walk.reach[unit.below[0]] & sum(self.walk.bits[id(p)] for p in set(unit.parameters.values()))
-                self._arrive(unit.below, unit.arrives, node in self._above, layout.samples)
+                self._arrive(unit.below, unit.arrives, node, layout.samples)
             call.derivatives = rule
             self._claimed.add(call)
             self._covered |= piece.inside
@@ -273,11 +271,11 @@ class Plan:
         found = read(node, states, self.walk)
         if found is None or (isinstance(found, Composite) and self._need is not Need.COLUMNS):  # what lies between the products is curved
             return False
-        above, samples = node in self._above, self._samples_at[node]
+        samples = self._samples_at[node]
         units, below = (found.parts, found.below) if isinstance(found, Composite) else ([found], [(found.below, found.arrives)])
         for edge, state in (*below, *((edge, SPLIT) for unit in units for edge in unit.split.values())):
             if edge is not None:
-                self._arrive(edge, state, above, samples)
+                self._arrive(edge, state, node, samples)
         for unit in units:
             self._passed.update(unit.inside)
             for leaf in (n for n in unit.inside & self.walk.leaves.keys() if id(self.walk.leaves[n]) not in self.walk.recorded):
@@ -328,15 +326,15 @@ class Plan:
             if crossing.way is Way.MASKED and upstream[0] in self.walk.has_data:
                 shapes = [list(shape_of((node, nr))) for nr in states]
                 refuse_mixing(self.walk, upstream[0], f"{self.walk.where(node)} mixes them (outputs {shapes}, input {list(upstream[2])})")
-            self._arrive(upstream[:2], crossing.arrives or SPLIT, node in self._above, self._samples_at[node])
+            self._arrive(upstream[:2], crossing.arrives or SPLIT, node, self._samples_at[node])
 
-    def _arrive(self, edge: Edge, state: State, above: bool, samples: int) -> None:
+    def _arrive(self, edge: Edge, state: State, consumer: Node | None, samples: int) -> None:
         """Note the state of an edge, seen from one of its consumers.
 
         Args:
             edge: The edge.
             state: State of the columns that arrive there.
-            above: Whether a path without a loss leads there.
+            consumer: The consumer; ``None`` for a loss.
             samples: Size of the mini-batch.
 
         Raises:
@@ -346,8 +344,9 @@ class Plan:
         if self._samples_at.setdefault(node, samples) != samples:
             refuse_sizes(self.walk, edge, self._samples_at[node], samples)
         self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
-        if above:
-            self._above.add(node)
+        for group in (self._above, self._unsure):
+            if consumer in group:
+                group.add(node)
         states = self.states.setdefault(node, {})
         known = states.setdefault(nr, state)
         if SPLIT in (known, state):

@@ -13,8 +13,8 @@ from torch.nn import Parameter
 from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
-from backpack.core.graph import LEAF
-from backpack.core.losses import take_for_loss
+from backpack.core.graph import LEAF, LINEAR, PRODUCTS, operation
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
 from backpack.utils.errors import UnsupportedError, exclusion
@@ -91,6 +91,7 @@ class Walk:
         calls: Every recorded call in the graph.
         has_data: Nodes upstream of which a module was called with data.
         to_loss: Nodes upstream of which, or at which, a loss call ends.
+        to_function: Nodes upstream of which there is, perhaps, a loss that was called as a function; noted for second-order quantities.
         foreign: Number of parameters in the graph that belong to no extended module.
         double: Whether the graph contains derivatives of derivatives.
         leaves_out: Whether a term is left out of all quantities.
@@ -106,6 +107,7 @@ class Walk:
         self.calls: dict[ModuleCall, None] = {}
         self.has_data: set[Node] = set()
         self.to_loss: set[Node] = set()
+        self.to_function: set[Node] = set()
         self.double = False
         self.foreign = 0
         self._edges_into: dict[Node, int] = {}
@@ -204,7 +206,11 @@ class Walk:
                 has_data.add(node)
             if upstream in to_loss:
                 to_loss.add(node)
+            if upstream in self.to_function:
+                self.to_function.add(node)
         self.reach[node] = reach
+        if self._second_order and reach and name.rpartition("Backward")[0] in FUNCTIONS:
+            self.to_function.add(node)
         if node in self.marks:
             for mark in self.marks[node]:
                 self.calls[mark.call] = None
@@ -212,6 +218,21 @@ class Walk:
                     to_loss.add(node)
                 elif mark.call.has_data:
                     has_data.add(node)
+
+    def is_linear(self, node: Node) -> bool:
+        """Say whether a node between a loss and the root is linear in what depends on parameters.
+
+        Args:
+            node: The node.
+
+        Returns:
+            Whether it is.
+        """
+        name = operation(node)
+        if name in LINEAR or (name in LINEAR_IN_LOG_PROBABILITIES and node not in self.to_loss):
+            return True
+        active = [n for n, _ in node.next_functions if n is not None and (n in self.to_loss or self.reach[n])]
+        return (name in PRODUCTS and len(active) == 1) or (name in ("Div", "DivScalar") and active == [node.next_functions[0][0]])
 
     def leads(self, node: Node, goal: Node) -> bool:
         """Say whether a node was computed from another one.

@@ -58,7 +58,7 @@ class Collector(Reader):
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
         self._waiting = self._dependencies() if hook is not None else {}
-        samples = set(plan.batches.values()) | {mark.call.inputs[0].shape[0] for mark in plan.losses.values()}
+        samples = set(plan.batches.values()) | {start.layout.samples for start in plan.losses.values()}
         for extension in (extension for group in self._of_flow.values() for extension in group):
             for number in samples:
                 extension.samples(number)  # refuses indices that are out of range, before anything runs
@@ -336,7 +336,7 @@ class Collector(Reader):
         # a module need not be called for its parameters to be used
         inside = {child for module in modules for child in module.modules()} - modules
         modules |= {module for module in inside if recorder_of(module) and any(p in self._plan.uses for p in module._parameters.values())}
-        reported = {unit.call for unit in self._plan.units.values()} | {mark.call for mark in self._plan.losses.values()}
+        reported = {unit.call for unit in self._plan.units.values()} | {start.call for start in self._plan.losses.values()}
         waiting: dict[Module, set] = {}
         for module in modules:
             waiting[module] = {id(p) for p in module.parameters() if p in self._plan.uses}

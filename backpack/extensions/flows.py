@@ -21,7 +21,8 @@ from backpack.core.flow import Columns, Flow
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout
+from backpack.core.samples import Layout, label_tensor
+from backpack.core.starts import LossNode
 from backpack.core.walk import GENERIC, Need
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.loss_scale import position_weights, scaled
@@ -74,7 +75,7 @@ class GradientFlow(ColumnFlow):
 
     is_gradient = differentiable = True
 
-    def start(self, call: ModuleCall, grad: Tensor) -> Columns:
+    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
         raise AssertionError("The gradient comes from autograd.")
 
 
@@ -95,31 +96,37 @@ class SqrtFlow(ColumnFlow):
         """Whether it is; what is drawn is not, since the distribution depends on the parameters, too."""
         return self.mc_samples is None
 
-    def start(self, call: ModuleCall, grad: Tensor) -> Columns:
-        return {Source(call.order): scaled(self._factor(call, grad), call, grad)}
+    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
+        mat = scaled(self._factor(call, grad, layout), call, grad)
+        # sampled rows are independent, so that those of one sample can share a column
+        return {Source(call.order): _separate_rows(mat, None, layout)[0] if self.mc_samples is None else mat}
 
-    def _factor(self, call: ModuleCall, grad: Tensor) -> Tensor:
+    def _factor(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Tensor:
         """Return the square root, zero for samples that were not asked for.
 
         Args:
             call: The loss call.
             grad: Gradient that arrives at the loss.
+            layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
 
         Returns:
-            ``[V, N, *]``; with Monte-Carlo samples and repeated indices, the columns of repetitions stand side by side.
+            ``[V, R, *]``; with Monte-Carlo samples and repeated indices, the columns of repetitions stand side by side.
         """
         chosen, loss = self.subsampling, call.derivatives
         if self.mc_samples is None:
             return loss._sqrt_hessian(call, None, (grad,))
-        sampling = None if chosen is None else list(chosen)
-        mat = loss._sqrt_hessian_sampled(call, None, (grad,), mc_samples=self.mc_samples, subsampling=sampling)
         if chosen is None:
-            return mat
-        chosen = tuple(index % call.inputs[0].shape[0] for index in chosen)
-        rounds = repetitions(chosen)
+            return loss._sqrt_hessian_sampled(call, None, (grad,), mc_samples=self.mc_samples)
+        rows: dict[int, list[int]] = {}
+        for row, sample in enumerate(layout.labels):
+            rows.setdefault(sample, []).append(row)
+        samples = tuple(index % layout.samples for index in chosen)
+        rounds = repetitions(samples)
+        places = [(turn, row) for sample, turn in zip(samples, rounds, strict=True) for row in rows.get(sample, ())]
+        mat = loss._sqrt_hessian_sampled(call, None, (grad,), mc_samples=self.mc_samples, subsampling=[row for _, row in places])
         full = mat.new_zeros(1 + max(rounds, default=0), mat.shape[0], *call.inputs[0].shape)
-        for position, (sample, turn) in enumerate(zip(chosen, rounds, strict=True)):
-            full[turn, :, sample] = mat[:, position]
+        for position, (turn, row) in enumerate(places):
+            full[turn, :, row] = mat[:, position]
         return full.flatten(0, 1)
 
 
@@ -150,16 +157,17 @@ class SignedSqrtFlow(ColumnFlow):
 
     needs = Need.CURVATURE
 
-    def start(self, call: ModuleCall, grad: Tensor) -> Columns:
+    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
         weights = position_weights(call, grad)
         mat, signs = call.derivatives._signed_sqrt_hessian(call, None, (grad,))
-        if weights is None:
-            return {Source(call.order, signs): mat}
-        mat = mat * weights.abs().sqrt()
-        # every column lives at a single position of the loss, so that its largest entry has the sign of that position
-        place = (mat.abs().flatten(2).argmax(2), weights.expand_as(mat[0]).sign().flatten(1))
-        sign = place[1].expand(mat.shape[0], -1, -1).gather(2, place[0].unsqueeze(2)).squeeze(2)
-        return {Source(call.order, sign if signs is None else sign * signs): mat}
+        if weights is not None:
+            mat = mat * weights.abs().sqrt()
+            # every column lives at a single position of the loss, so that its largest entry has the sign of that position
+            place = (mat.abs().flatten(2).argmax(2), weights.expand_as(mat[0]).sign().flatten(1))
+            sign = place[1].expand(mat.shape[0], -1, -1).gather(2, place[0].unsqueeze(2)).squeeze(2)
+            signs = sign if signs is None else sign * signs
+        mat, signs = _separate_rows(mat, signs, layout)
+        return {Source(call.order, signs): mat}
 
     def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
         result = super().through(call, value, grad, layout)
@@ -195,12 +203,12 @@ class SignedSqrtFlow(ColumnFlow):
         refuse_coupled(plan, "The diagonal of the Hessian")
 
 
-def _separate_rows(mat: Tensor, signs: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def _separate_rows(mat: Tensor, signs: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
     """Give the rows of one sample columns of their own, since each row's columns were made as if it were a sample.
 
     Args:
         mat: ``[V, R, *]``.
-        signs: ``[V, R]``.
+        signs: ``[V, R]``; ``None`` if all count positive.
         layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
 
     Returns:
@@ -208,13 +216,15 @@ def _separate_rows(mat: Tensor, signs: Tensor, layout: Layout) -> tuple[Tensor, 
     """
     if layout.plain:
         return mat, signs
-    turns = repetitions(layout.labels)
-    full = mat.new_zeros(1 + max(turns), *mat.shape)
-    full_signs = signs.new_zeros(1 + max(turns), len(signs), layout.samples)
-    for row, (turn, sample) in enumerate(zip(turns, layout.labels, strict=True)):
-        full[turn, :, row] = mat[:, row]
-        full_signs[turn, :, sample] = signs[:, row]
-    return full.flatten(0, 1), full_signs.flatten(0, 1)
+    repeated = repetitions(layout.labels)
+    turns, rows = torch.tensor([repeated, range(len(repeated))], dtype=torch.int64, device=mat.device)
+    full = mat.new_zeros(1 + max(repeated, default=0), *mat.shape)
+    full[turns, :, rows] = mat.transpose(0, 1)
+    if signs is not None:
+        spread = signs.new_zeros(len(full), len(signs), layout.samples)
+        spread[turns, :, label_tensor(layout.labels, mat.device)] = signs.T
+        signs = spread.flatten(0, 1)
+    return full.flatten(0, 1), signs
 
 
 def _curved_in(plan: Plan, gap: Gap) -> int:
@@ -277,6 +287,9 @@ class ChainFlow(Flow):
         raise BranchingError(f"{self.quantity} is exact on sequences of modules only, but a tensor here has several consumers.")
 
     def check(self, plan: Plan) -> None:
+        for start in plan.losses.values():
+            if isinstance(start.call, LossNode) and start.call.turned:
+                raise UnsupportedError(f"{self.quantity}: {start.call.path} needs the samples on axis 0, and the classes on axis 1.")
         if plan.gaps:
             node = next(iter(plan.gaps))
             bits = plan.walk.reach[node] & plan.concerned
@@ -315,7 +328,7 @@ class AverageFlow(ChainFlow):
     curvature: str = Curvature.GGN
     quantity = "The batch-averaged curvature (KFRA, HBP)"
 
-    def start(self, call: ModuleCall, grad: Tensor) -> Tensor:
+    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Tensor:
         if grad.numel() != 1:
             raise UnsupportedError(f"{call.path}: {self.quantity} needs reduction='mean' or 'sum', got a loss value of shape {list(grad.shape)}.")
         Curvature.check_loss(call, grad, self.curvature)
@@ -350,7 +363,7 @@ class MatProdFlow(ChainFlow):
     curvature: str = Curvature.GGN
     quantity = "A curvature-matrix product (HMP, GGNMP, PCHMP)"
 
-    def start(self, call: ModuleCall, grad: Tensor) -> Product:
+    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Product:
         weights = position_weights(call, grad)
         Curvature.check_loss(call, grad if weights is None else weights, self.curvature)
         call.keep = True

@@ -272,7 +272,7 @@ class DiagHBaseModule(MatToJacMat):
     def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
         flow, at = SignedSqrtFlow(), _execution(module, self.derivatives)
         if self.derivatives.is_loss:
-            return signed_matrices(flow.start(at, g_out[0]))
+            return signed_matrices(flow.start(at, g_out[0], first_axis(len(at.input0))))
         arrived = {Source(i): mat for i, mat in enumerate(bpQuantities["matrices"])}
         result = flow.through(at, arrived, g_out[0], first_axis(len(g_out[0])))
         born = signed_matrices({source: mat for source, mat in result.items() if source not in arrived})
@@ -344,4 +344,6 @@ class PCHMPBase(GGNMPBase):
 
 def _carry(flow: AverageFlow | MatProdFlow, at: Any, g_out: Grads, carried: Any) -> Any:
     grad = g_out[0]
-    return flow.start(at, grad) if at.derivatives.is_loss else flow.through(at, carried, grad, first_axis(len(grad)))
+    if at.derivatives.is_loss:
+        return flow.start(at, grad, first_axis(len(at.input0)))
+    return flow.through(at, carried, grad, first_axis(len(grad)))

@@ -74,7 +74,7 @@ class NotRecordedError(BackpackError, AttributeError):
 
 
 class LossNotExtendedError(BackpackError, AssertionError):
-    """A second-order quantity was asked for, but no extended loss function lies below the parameter."""
+    """A second-order quantity was asked for, but no loss function that is extended, or known by its graph, lies below the parameter."""
 
     code = "loss-not-extended"
 

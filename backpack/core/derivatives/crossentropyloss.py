@@ -183,3 +183,17 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             else:
                 return labels if probs.dim() == 2 else labels.reshape(mc_samples, probs.shape[0], *probs.shape[2:])
         raise LossValueError("CrossEntropyLoss: the probabilities of the classes are not finite (nan or inf logits), so that no labels can be drawn.")
+
+
+class LogProbabilitiesDerivatives(CrossEntropyLossDerivatives):
+    """Any loss that is linear in log-probabilities: ``-sum_c a_c log p_c`` at each position, as cross-entropies are, whatever their options.
+
+    The gradient that arrives at the log-probabilities, ``-a``, contains targets, weights and divisors alike. The Hessian with respect to the
+    logits is ``(sum_c a_c) (diag(p) - p p^T)``, and log-probabilities are as good as logits: their softmax is the same.
+    """
+
+    def _hessian_weight(self, module: Module) -> Tensor:
+        return -at_least_float32(module.incoming).sum(1, keepdim=True)
+
+    def _sqrt_weight(self, module: Module, subsampling: Samples) -> Tensor | float:
+        return NLLLossDerivatives._sqrt_weight(self, module, subsampling)

@@ -18,7 +18,7 @@ from backpack.utils.errors import ArgumentError
 
 
 class SecondOrderBackpropExtension(BackpropExtension):
-    """A quantity that needs an extended loss and something beside the gradient."""
+    """A quantity that needs a loss and something beside the gradient."""
 
     def expects_backpropagation_quantities(self) -> bool:
         return True

@@ -1,0 +1,334 @@
+"""Where second-order quantities start: calls of extended losses, and graph nodes of losses that were called as functions.
+
+A loss node is read like the call of torch's own module, from what the node has saved. Cross-entropies are read off the log-softmax in them:
+whatever is linear in log-probabilities, from there to the root, is a cross-entropy, and its options are in the gradient that arrives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from backpack.core.calls import Edge, Mark, ModuleCall, Slot
+from backpack.core.crossings import ELEMENTWISE
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
+from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.graph import call_node, checkpointed, operation, outputs_of, refuse_checkpointed, saved, shape_of, tensor_at
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, batch_of, has_samples
+from backpack.core.samples import Layout, first_axis, layout_of
+from backpack.core.walk import Walk
+from backpack.utils.errors import LossValueError, UnsupportedError
+
+_REDUCTIONS = ("none", "mean", "sum")
+_DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
+_LOG_PROBABILITIES = LogProbabilitiesDerivatives()
+# selections of entries, none of them twice
+_MOVES = frozenset(
+    """View UnsafeView ReshapeAlias Reshape Squeeze Unsqueeze Permute Transpose T Mt Movedim Slice Select Narrow Split SplitWithSizes UnsafeSplit
+    UnsafeSplitWithSizes Unbind Index IndexSelect MaskedSelect Flip Roll Alias""".split()
+)
+_KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax".split())
+
+
+class LossNode:
+    """A graph node, read like the record of a loss module's call.
+
+    Attributes:
+        module: A module that does the same, never called.
+        derivatives: The rule.
+        inputs: The prediction without its data, samples on axis 0, classes on axis 1.
+        path: Name of the node, for messages.
+        order: Position among all losses.
+        axes: How the saved tensor is permuted to get there.
+        incoming: Gradient that has arrived at log-probabilities ``[[N, C, *]]``.
+    """
+
+    is_loss, released, keep, order = True, False, False, 0
+    incoming: Tensor | None = None
+
+    def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...] | None) -> None:
+        self._node, self.axes, self.path = node, axes, node.name()
+        shape, like = shape_of(edge), tensor_at(edge)
+        if axes is None:
+            make, options = MODULES[operation(node)]
+            self.module = make(reduction=_REDUCTIONS[saved(node, "reduction")], **{name: saved(node, name) for name in options})
+            self.derivatives = derivatives_for(self.module)
+        else:
+            self.module, self.derivatives = nn.CrossEntropyLoss(reduction="sum"), _LOG_PROBABILITIES
+            shape = torch.Size(shape[axis] for axis in axes)
+        self.inputs = [torch.empty(shape, dtype=like.dtype, device="meta")]
+
+    @property
+    def input0(self) -> Tensor:
+        """The prediction; log-probabilities in place of logits."""
+        value = saved(self._node, "self" if self.axes is None else "result").detach()
+        return value if self.axes is None else value.permute(self.axes)
+
+    @property
+    def input1(self) -> Tensor:
+        """The target."""
+        return saved(self._node, "target").detach()
+
+    @property
+    def output(self) -> Tensor:
+        """The value, which the node has not saved."""
+        return self.module.forward(self.input0, self.input1)
+
+    @property
+    def turned(self) -> bool:
+        """Whether its axes are in another order than those of the saved tensor."""
+        return self.axes is not None and self.axes != tuple(range(len(self.axes)))
+
+    def back(self, columns: Tensor) -> Tensor:
+        """Undo the permutation of the prediction's axes.
+
+        Args:
+            columns: ``[V, *shape]``.
+
+        Returns:
+            ``[V, *shape of the saved tensor]``.
+        """
+        if self.axes is None:
+            return columns
+        return columns.permute(0, *(1 + self.axes.index(axis) for axis in range(len(self.axes))))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __repr__(self) -> str:
+        return self.path
+
+
+class Start(NamedTuple):
+    """A loss.
+
+    Attributes:
+        call: Its call, or its node.
+        nr: Output number of the graph node at which it is hooked.
+        below: Edge of the prediction.
+        layout: Where the samples lie in the prediction.
+        inside: Graph nodes that it stands for.
+        sure: Whether a module's output has told where the samples lie; otherwise every row has been taken for a sample.
+    """
+
+    call: ModuleCall | LossNode
+    nr: int
+    below: Edge
+    layout: Layout
+    inside: set[Node]
+    sure: bool
+
+
+def start_at(walk: Walk, node: Node, marks: Iterable[Mark], second_order: bool, curved: Node | None) -> Start | None:
+    """Find a loss that ends at a node.
+
+    Args:
+        walk: The graph.
+        node: The node, at which no samples have arrived.
+        marks: What calls left on it.
+        second_order: Whether quantities start at losses.
+        curved: A curved operation between the node and the root, if there is one.
+
+    Returns:
+        The loss, ``None`` if there is none, or its rule cannot stand for its piece of the graph.
+    """
+    found = (_start_of_call(walk, node, mark, second_order) for mark in marks if mark.call.is_loss and not mark.base)
+    start = next((start for start in found if start is not None), None)
+    return _start_of_node(walk, node, curved) if start is None and second_order else start
+
+
+def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> Start | None:
+    """Start at the call of an extended loss.
+
+    Args:
+        walk: The graph.
+        node: Node that made the loss value.
+        mark: Its mark.
+        second_order: Whether quantities start there.
+
+    Returns:
+        The loss; ``None`` if its rule cannot stand for its piece of the graph.
+
+    Raises:
+        LossValueError: If the target depends on parameters and a second-order quantity is asked for.
+    """
+    call = mark.call
+    piece = walk.piece(node, call)
+    below = call.inputs[0].edge if call.inputs and isinstance(call.inputs[0], Slot) else None
+    if piece is None or piece.parameters or below is None:
+        return None
+    if any(slot.edge is not None and walk.reach.get(slot.edge[0]) for slot in call.tensor_inputs[1:]):
+        if second_order:
+            _refuse_target(call.path)
+        return None
+    if not has_samples(call, second_order):
+        return None
+    dim = 1 if isinstance(call.derivatives, CrossEntropyLossDerivatives) else None
+    layout = _find_samples(walk, below, dim) or first_axis(call.inputs[0].shape[0])
+    if second_order and layout.axis:
+        _refuse_axis(call.path, below, layout)
+    return Start(call, mark.nr, below, layout, piece.inside, True)
+
+
+def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
+    """Start at the node of a loss that was called as a function.
+
+    Args:
+        walk: The graph.
+        node: The node.
+        curved: A curved operation between the node and the root, if there is one.
+
+    Returns:
+        The loss; ``None`` if the node is none.
+
+    Raises:
+        UnsupportedError: If the samples do not lie where the loss looks for them.
+    """
+    name, nexts = operation(node), node.next_functions
+    if curved is not None and name in LINEAR_IN_LOG_PROBABILITIES and node in walk.to_function:
+        refuse_curved(node, curved)
+    classes = name == "LogSoftmax"
+    if name not in FUNCTIONS or (classes and curved is not None) or not walk.reach.get(nexts[0][0]):
+        return None
+    if curved is not None:
+        refuse_curved(node, curved)
+    if any(walk.reach.get(upstream) for upstream, _ in nexts[1:]):
+        _refuse_target(node.name())
+    if checkpointed(node):
+        refuse_checkpointed(node)
+    below, shape = nexts[0], shape_of(nexts[0])
+    dim = saved(node, "dim") % len(shape) if classes and shape else None
+    if len(shape) < 1 + classes:
+        has_samples(LossNode(node, below, tuple(range(len(shape))) if classes else None), True)  # raises
+    layout = _find_samples(walk, below, dim)
+    sure = layout is not None
+    if layout is not None and (layout.axis == dim if classes else layout.axis):
+        _refuse_axis(node.name(), below, layout)
+    if layout is None:
+        if shape[0] not in _batches(walk) or dim == 0:
+            raise UnsupportedError(
+                f"{node.name()} takes a prediction of shape {list(shape)}, and which of its entries belong to which sample cannot be read off the "
+                "graph. Make it from the output of a module, with samples on axis 0, by reshaping and selecting alone."
+            )
+        layout = first_axis(shape[0])
+    axes = (layout.axis, dim, *(axis for axis in range(len(shape)) if axis not in (layout.axis, dim))) if classes else None
+    call = LossNode(node, below, axes)
+    has_samples(call, True)
+    return Start(call, 0, below, layout, set(), sure)
+
+
+def refuse_curved(node: Node, curved: Node) -> None:
+    """Refuse a curved operation between a loss and the root.
+
+    Args:
+        node: The loss, or a node next to it.
+        curved: The operation.
+
+    Raises:
+        LossValueError: Always.
+    """
+    raise LossValueError(
+        f"{curved.name()} lies between the loss ({node.name()}) and the tensor on which backward was called. Second-order quantities are exact only "
+        "for weighted sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss."
+    )
+
+
+def _refuse_target(path: str) -> None:
+    raise LossValueError(
+        f"{path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
+        "respect to its prediction is not all of it. Detach the target, or whatever else it is."
+    )
+
+
+def _refuse_axis(path: str, edge: Edge, layout: Layout) -> None:
+    raise UnsupportedError(
+        f"{path} takes its samples from axis 0 of a prediction of shape {list(shape_of(edge))}, but the {layout.samples} samples lie on axis "
+        f"{layout.axis} there. Give it the samples on axis 0, [N, C, T] or [N * T, C], say, instead of [T, C, N]."
+    )
+
+
+def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
+    """Find out to which samples the entries of a prediction belong, from the nearest output of a module: there they lie on axis 0.
+
+    The positions of the prediction are numbered, and the numbers sent upstream like gradients: selections put them where they come from.
+
+    Args:
+        walk: The graph.
+        edge: Edge of the prediction.
+        dim: Axis of classes, which make one position together; ``None`` if every entry is one.
+
+    Returns:
+        The layout; ``None`` where something else than reshaping, selecting and element-wise operations lies in between.
+    """
+    shape, device = shape_of(edge), tensor_at(edge).device
+    positions = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape))
+    count, place, batches = positions.numel(), edge, _batches(walk)
+    powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
+    digits: Tensor | None = None
+    while (samples := _samples_at(walk, place, batches)) is None:
+        node, name = place[0], operation(place[0])
+        ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
+        if name in _KEEPS:
+            ways = [(i, upstream) for i, upstream in ways if shape_of(upstream) == shape_of(place)]
+        elif name in _MOVES and len(ways) == 1 and not checkpointed(node):
+            if digits is None:
+                numbers = torch.arange(1, count + 1, device=device).reshape(positions)
+                digits = torch.stack([numbers // power % _DIGITS for power in powers]).to(tensor_at(place).dtype).expand(-1, *shape)
+            columns = digits.to(tensor_at(place).dtype)
+            with torch.no_grad():
+                digits = call_node(node, [columns if nr == place[1] else None for nr in range(outputs_of(node))])[ways[0][0]]
+        else:
+            ways = []
+        if not ways:
+            return None
+        place = ways[0][1]
+    if samples < 0 or digits is None:
+        return first_axis(shape[0])
+    if samples <= 1 or not count:  # any axis would do
+        axis = next(axis for axis in range(len(shape)) if axis != dim)
+        return Layout(axis, (0,) * shape[axis], samples)
+    numbers = sum(part.long() * power for part, power in zip(digits, powers, strict=True))
+    known = numbers > 0
+    if known.sum() != shape.numel():
+        return None  # something was selected twice
+    owners = torch.arange(samples, device=device).reshape(-1, *[1] * (numbers.dim() - 1)).expand_as(numbers)[known]
+    labels = torch.full((count,), -1, device=device)
+    labels[numbers[known] - 1] = owners
+    if (labels[numbers[known] - 1] != owners).any():
+        return None  # the classes of a position belong to different samples
+    return layout_of(labels.reshape(positions), torch.ones(positions, dtype=torch.bool, device=device), samples, 0)
+
+
+def _batches(walk: Walk) -> set[int]:
+    """Collect the numbers of samples with which outermost modules were called.
+
+    Args:
+        walk: The graph.
+
+    Returns:
+        The numbers.
+    """
+    return {batch for call in walk.calls if call.root and not call.is_loss and (batch := batch_of(call)) is not None}
+
+
+def _samples_at(walk: Walk, edge: Edge, batches: set[int]) -> int | None:
+    """Count the samples of a tensor, if it is the output of a module.
+
+    Args:
+        walk: The graph.
+        edge: Edge of the tensor.
+        batches: Numbers of samples with which outermost modules were called.
+
+    Returns:
+        Their number; -1 if it is the output of an outermost module whose input has another number of rows, so that every row is one; ``None`` if
+        it is no output, or that of an inner module, with something else than samples on axis 0.
+    """
+    for mark in walk.marks.get(edge[0], ()):
+        call, shape = mark.call, mark.call.outputs[mark.index].shape
+        if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or shape[0] in batches):
+            return -1 if call.root and shape[0] != batch_of(call) else shape[0]
+    return None

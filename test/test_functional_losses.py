@@ -1,0 +1,246 @@
+"""Losses that are called as functions, also inside a model, and rows of a loss that are folded from samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracle import Oracle, Problem, Term
+from test_extensions import MC, all_close, collect, factors_close, grams, sum_batch
+from torch import Tensor, nn, randint, randn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, extensions
+from backpack.utils.errors import BackpackError, LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+N, C, T = 3, 4, 5
+QUANTITIES = {
+    "grad_batch": (extensions.BatchGrad, lambda o: o.grad_batch),
+    "diag_ggn_exact": (extensions.DiagGGNExact, lambda o: sum_batch(o.diag_ggn_batch(o.hessian_exact))),
+    "diag_ggn_exact_batch": (extensions.BatchDiagGGNExact, lambda o: o.diag_ggn_batch(o.hessian_exact)),
+    "diag_h_batch": (extensions.BatchDiagHessian, lambda o: o.diag_h_batch),
+}
+
+
+@pytest.fixture(autouse=True)
+def double() -> None:
+    """Compute in double precision, the same numbers in every test."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
+
+
+class Tagger(nn.Module):
+    """Scores ``[N, T, C]`` for each step of a sequence, mixed over steps by a recurrent layer; with labels, it computes its loss."""
+
+    def __init__(self, loss: Callable | None = None) -> None:
+        super().__init__()
+        self.cell, self.head = nn.RNN(3, 3, batch_first=True), nn.Linear(3, C)
+        self.loss = loss
+
+    def forward(self, x: Tensor, *targets: Tensor) -> Tensor:
+        scores = self.head(self.cell(x)[0])
+        return self.loss(scores, *targets) if targets else scores
+
+
+def steps(N: int = N) -> Tensor:
+    return randn(N, T, 3)
+
+
+def check(model: nn.Module, loss: Callable[[Tensor], Tensor], batch: int = N, inside: bool = False) -> None:
+    """Compare quantities with the definition, with the loss outside, or inside of the model."""
+    x = steps(batch)
+    oracle = Oracle(Problem(model, x, [Term(nn.CrossEntropyLoss(), (), function=loss)]))
+    extend(model)
+    for field, (make, expected) in QUANTITIES.items():
+        if field == "diag_h_batch" and isinstance(model, Tagger):
+            continue  # gates are curved
+        with backpack(make()):
+            (model(x, torch.empty(0)) if inside else loss(model(x))).backward()
+        all_close({name: getattr(p, field) for name, p in model.named_parameters()}, expected(oracle))
+    with backpack(extensions.SqrtGGNExact(), extensions.KFLR()):
+        (model(x, torch.empty(0)) if inside else loss(model(x))).backward()
+    values = {name: p.sqrt_ggn_exact for name, p in model.named_parameters()}
+    width = max(value.shape[0] for value in values.values())
+    grams(oracle, values, oracle.ggn_per_sample(oracle.hessian_exact), width)
+    for name, factors in oracle.kronecker(oracle.hessian_exact).items():
+        factors_close(model.get_parameter(name).kflr, factors)
+
+
+def stepwise() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 2), nn.Sigmoid(), nn.Linear(2, C))
+
+
+EXTENDED = nn.CrossEntropyLoss(ignore_index=1)
+FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "rows": lambda out, y: F.cross_entropy(out.reshape(-1, C), y.flatten(), ignore_index=1),
+    "rows, extended": lambda out, y: EXTENDED(out.reshape(-1, C), y.flatten()),
+    "rows by time": lambda out, y: F.cross_entropy(out.transpose(0, 1).reshape(-1, C), y.T.flatten()),
+    "rows by time, extended": lambda out, y: EXTENDED(out.transpose(0, 1).flatten(0, 1), y.T.flatten()),
+    "shifted": lambda out, y: F.cross_entropy(out[..., :-1, :].reshape(-1, C), y[:, 1:].flatten()),
+    "shifted, extended": lambda out, y: EXTENDED(out[..., :-1, :].reshape(-1, C), y[:, 1:].flatten()),
+    "masked": lambda out, y: F.cross_entropy(out[y != 2], y[y != 2]),
+    "masked, extended": lambda out, y: EXTENDED(out[y != 2], y[y != 2]),
+    "masked, but for one sample": lambda out, y: F.cross_entropy(out[1:, 2:][y[1:, 2:] > -1], y[1:, 2:].flatten(), reduction="sum"),
+    "masked, all": lambda out, y: F.cross_entropy(out[y < 0], y[y < 0], reduction="sum"),
+    "chosen": lambda out, y: F.cross_entropy(out.flatten(0, 1)[[3, 0, 1]], y.flatten()[[3, 0, 1]]),
+    "in single precision": lambda out, y: F.cross_entropy((out * 1.0).to(torch.float64).view(-1, C), y.flatten()),
+    "one step": lambda out, y: F.cross_entropy(out[:, -1], y[:, -1]),
+    "samples last": lambda out, y: F.cross_entropy(out.permute(1, 2, 0), y.T),
+    "samples last, classes first": lambda out, y: -(out.permute(2, 1, 0).log_softmax(0) * F.one_hot(y.T, C).permute(2, 0, 1)).sum() / N,
+    "scaled and added": lambda out, y: F.cross_entropy((out / 2 + 1).view(-1, C), y.view(-1), reduction="sum") / 7,
+    "two heads": lambda out, y: (F.cross_entropy(out[..., 0].clone(), y[:, 0]) + F.cross_entropy(out.split(1, -1)[1].squeeze(-1), y[:, 1])) / 2,
+    "squares": lambda out, y: F.mse_loss(out.reshape(-1, C), out.detach().reshape(-1, C) + y.view(-1, 1)),
+    "squares of all": lambda out, y: F.mse_loss(out.flatten(), out.detach().flatten().roll(1)),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("make", [stepwise, Tagger])
+@pytest.mark.parametrize("fold", FOLDS)
+def test_rows(fold: str, make: Callable[[], nn.Module], batch: int) -> None:
+    y = randint(C, (batch, T))
+    y[0, 0], y[0, 1] = 1, 2
+    extend(EXTENDED)
+    check(make(), lambda out: FOLDS[fold](out, y), batch)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("fold", FOLDS)
+def test_loss_inside(fold: str, batch: int) -> None:
+    """The model returns nothing but its loss: an inner module tells where the samples lie."""
+    y = randint(C, (batch, T))
+    y[0, 0], y[0, 1] = 1, 2
+    extend(EXTENDED)
+    model = Tagger()
+    model.loss = lambda scores, _: FOLDS[fold](scores, y)
+    check(model, lambda out: FOLDS[fold](out, y), batch, inside=True)
+
+
+def test_one_loss_a_sample() -> None:
+    """A model that returns the loss of each sample."""
+    y, model = randint(C, (N, T)), Tagger()
+    model.loss = lambda scores, _: F.cross_entropy(scores.transpose(1, 2), y, reduction="none").mean(1)
+    x = steps()
+    oracle = Oracle(Problem(model, x, [Term(nn.CrossEntropyLoss(), (), function=lambda out: F.cross_entropy(out.transpose(1, 2), y))]))
+    extend(model)
+    with backpack(extensions.BatchDiagGGNExact()):
+        model(x, y).mean().backward()
+    all_close({name: p.diag_ggn_exact_batch for name, p in model.named_parameters()}, oracle.diag_ggn_batch(oracle.hessian_exact))
+
+
+class Functional(nn.Module):
+    """Parameters without modules: nothing tells where the samples are but the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(randn(3, 2)), nn.Parameter(randn(2, C))
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        out = (x @ self.a).tanh() @ self.b
+        return out if y is None else F.cross_entropy(out, y)
+
+
+def test_no_module_inside() -> None:
+    x, y, model = randn(N, 3), randint(C, (N,)), Functional()
+    oracle = Oracle(Problem(model, x, [Term(nn.CrossEntropyLoss(), y)]))
+    extend(model)
+    with backpack(extensions.BatchDiagGGNExact(), extensions.KFLR()):
+        model(x, y).backward()
+    all_close({name: p.diag_ggn_exact_batch for name, p in model.named_parameters()}, oracle.diag_ggn_batch(oracle.hessian_exact))
+    for name, factors in oracle.kronecker(oracle.hessian_exact).items():
+        factors_close(model.get_parameter(name).kflr, factors)
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.2}, {"weight": torch.tensor([0.2, 1.0, 0.7, 2.0])}, {"reduction": "sum"}], ids=str)
+def test_same_draw_as_the_module(options: dict) -> None:
+    """The function draws what the extended module draws."""
+    options = {name: value.double() if isinstance(value, Tensor) else value for name, value in options.items()}
+    model, x, y = extend(stepwise()), steps(), randint(C, (N, T))
+    results = []
+    for loss in (extend(nn.CrossEntropyLoss(**options)), lambda out, y: F.cross_entropy(out, y, **options)):
+        torch.manual_seed(1)
+        with backpack(extensions.SqrtGGNMC(mc_samples=MC), extensions.KFAC(mc_samples=MC)):
+            loss(model(x).transpose(1, 2), y).backward()
+        results.append([(p.sqrt_ggn_mc, *p.kfac) for p in model.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------------------------------
+
+
+def target(out: Tensor) -> Tensor:
+    return torch.zeros(out.shape[0], dtype=torch.int64)
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], type[BackpackError], str]] = {
+    "exp": (lambda out: F.cross_entropy(out, target(out)).exp(), LossValueError, "ExpBackward0 lies between the loss"),
+    "square": (lambda out: F.mse_loss(out, torch.zeros_like(out), reduction="none").square().sum(), LossValueError, "PowBackward0 lies between"),
+    "product": (lambda out: F.mse_loss(out, out.detach() + 1) * F.cross_entropy(out, target(out)), LossValueError, "MulBackward0 lies between"),
+    "curved in part": (
+        lambda out: -(out.log_softmax(1) * (1 + out.log_softmax(1).exp())).mean(),
+        LossNotExtendedError,
+        r"lossfunc = extend\(torch.nn.CrossEntropyLoss\(\)\)",
+    ),
+    "entropy": (lambda out: -((lp := out.log_softmax(1)) * lp.exp()).sum() + F.nll_loss(lp, target(out)), LossNotExtendedError, "No loss is known"),
+    "absolute": (lambda out: F.l1_loss(out, torch.zeros_like(out)), LossNotExtendedError, "No loss is known.*mse_loss"),
+    "by hand": (lambda out: (out - 1).square().mean(), LossNotExtendedError, r"`lossfunc\(model\(X\), y\).backward\(\)`"),
+    "nll of scores": (lambda out: F.nll_loss(out, target(out)), LossNotExtendedError, "No loss is known"),
+    "mean over samples": (lambda out: F.mse_loss(out.mean(0), torch.zeros(C)), UnsupportedError, "samples|Axis 0"),
+    "mean over all": (lambda out: F.mse_loss(out.mean(), torch.tensor(0.0)), ShapeError, "needs 1 axes"),
+    "one row": (lambda out: F.cross_entropy(out[0], torch.tensor(1)), ShapeError, "needs 2 axes"),
+    "over samples": (lambda out: -out.log_softmax(0).mean(), UnsupportedError, "axis 0"),
+    "selected twice": (lambda out: F.cross_entropy(out[[0, 0, 1, 2]], torch.tensor([0, 1, 2, 3])), UnsupportedError, "cannot be read off|influence"),
+    "depends on its target": (lambda out: F.mse_loss(out, 2 * out), LossValueError, "other than the prediction"),
+    "squares with samples on axis 1": (lambda out: F.mse_loss(out.T, torch.zeros(C, N)), UnsupportedError, "axis 0"),
+    "repeated": (lambda out: F.mse_loss(out.repeat(2, 1), torch.zeros(2 * len(out), C)), UnsupportedError, "cannot be read off"),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("make", [extensions.DiagGGNExact, extensions.BatchDiagHessian, extensions.KFAC, extensions.HMP])
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("width", [N, C])
+def test_refused(case: str, make: type, inside: bool, width: int) -> None:
+    """By name, with nothing left behind, also where the number of samples is that of the outputs."""
+    loss, error, message = REFUSED[case]
+    if width == C and "axis 1" in case:
+        return
+    model = extend(Wrapped(loss) if inside else nn.Linear(3, C))
+    with backpack(make()), pytest.raises(error, match=message):
+        (model(randn(width, 3)) if inside else loss(model(randn(width, 3)))).backward()
+    assert all(not vars(p) for p in model.parameters())
+
+
+class Wrapped(nn.Module):
+    """A loss inside."""
+
+    def __init__(self, loss: Callable) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(3, C), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.layer(x))
+
+
+@pytest.mark.parametrize("make", [extensions.BatchGrad, extensions.Variance])
+def test_first_order_reads_no_losses(make: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backpack.core.starts._start_of_node", None)
+    model = extend(stepwise())
+    with backpack(make()):
+        F.cross_entropy(model(randn(N, 3)), randint(C, (N,))).backward()
+    assert len(collect(Problem(model, randn(N, 3), []), make().savefield)) == 4
+
+
+def test_chains_need_classes_on_axis_1() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, T * C), nn.Unflatten(1, (T, C))))
+    loss = -model(randn(N, 3)).log_softmax(-1).mean()
+    with backpack(extensions.KFRA()), pytest.raises(UnsupportedError, match="classes on axis 1"):
+        loss.backward()
