@@ -1,6 +1,7 @@
 """backpack: what the gradient alone hides, computed during the ordinary ``loss.backward()``."""
 
 from backpack import compat, extensions
+from backpack.accumulation import unscale
 from backpack.backward import backpack
 from backpack.context import CTX, disable
 from backpack.core.derivatives.check import check_rule
@@ -38,4 +39,5 @@ __all__ = [
     "results",
     "supported",
     "unextend",
+    "unscale",
 ]

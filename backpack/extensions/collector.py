@@ -21,6 +21,7 @@ from backpack.core.plan import Plan
 from backpack.core.recording import reading, recorder_of
 from backpack.core.samples import first_axis
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.combining import Note, Noted
 from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
@@ -40,8 +41,9 @@ class Collector(Reader):
         hook: Callable[[Module], None] | None,
         create_graph: bool,
         debug: bool,
+        combines: bool,
     ) -> None:
-        self._plan, self._extensions, self._hook = plan, list(extensions), hook
+        self._plan, self._extensions, self._hook, self._combines = plan, list(extensions), hook, combines
         self._create_graph, self._debug = create_graph, debug
         self._of_flow: dict[Flow, list[BackpropExtension]] = {}
         for extension in self._extensions:
@@ -182,13 +184,20 @@ class Collector(Reader):
             self._happened(id(parameter))
 
     def _write(self, parameter: Parameter, extension: BackpropExtension, value: Any) -> None:
+        extra = None
+        if isinstance(value, Noted):
+            value, extra = value
+            if callable(extra):
+                extra = extra() if self._combines else None
         if self._create_graph:
             with torch.enable_grad():
                 value = undifferentiable(value, parameter, extension.savefield)
         if self._debug:
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
         setattr(parameter, extension.savefield, value)
-        owners.carry(parameter)
+        samples = self._plan.batches.get(parameter, 0)
+        chosen = extension.get_subsampling()
+        owners.carry(parameter, extension.savefield, Note(extension, samples if chosen is None else len(chosen), extra))
         self._written.append((parameter, extension.savefield))
 
     def after_call(self, call: ModuleCall) -> None:

@@ -13,6 +13,7 @@ from backpack.core.derivatives.affine_squares import squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, squares_of_lookups
 
@@ -23,6 +24,8 @@ class BatchL2Grad(GradientExtension):
     A mean loss has its divisor in the gradients, hence its square in the norms. For a parameter used several times it is the norm of the summed
     uses.
     """
+
+    combination = PerSample(degree=2)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.

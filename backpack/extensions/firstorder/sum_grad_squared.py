@@ -12,6 +12,7 @@ from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, sum_at_rows
 
@@ -21,6 +22,8 @@ class SumGradSquared(GradientExtension):
 
     Uncentred, and not divided by the number of samples.
     """
+
+    combination = Sum(degree=2)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from backpack.core.flow import Columns, Flow
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.rules import signs_of, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, squares_at_once
@@ -29,6 +30,8 @@ class DiagHessian(HessianExtension):
     grow with the square of the number of curved activations.
     """
 
+    combination = Sum(degree=1)
+
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
 
@@ -47,6 +50,8 @@ class BatchDiagHessian(HessianExtension):
 
     The sum over samples is ``diag_h``.
     """
+
+    combination = PerSample(degree=1)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
