@@ -1,6 +1,6 @@
 """backpack: what the gradient alone hides, computed during the ordinary ``loss.backward()``."""
 
-from backpack import compat, extensions
+from backpack import compat, distributed, extensions
 from backpack.accumulation import unscale
 from backpack.backward import backpack
 from backpack.context import CTX, disable
@@ -27,6 +27,7 @@ __all__ = [
     "clear",
     "convert_module_to_backpack",
     "disable",
+    "distributed",
     "extend",
     "extensions",
     "hook_run_extensions",

@@ -19,6 +19,7 @@ from backpack.core.carry import Carry
 from backpack.core.engine import unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.core.refusals import refuse_sharded
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
@@ -194,7 +195,7 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
     if accumulates and create_graph:
         raise UnsupportedError("Results of passes with create_graph=True cannot be accumulated: they could not be differentiated.")
     hook = CTX.get_extension_hook()
-    combines = accumulates or (distributed.is_available() and distributed.is_initialized())
+    combines = accumulates or _distributed()
     collector = Collector(plan, extensions, None if hook is no_op else hook, create_graph, CTX.get_debug(), combines)
     collector.check()
     earlier = Earlier(extensions if accumulates else (), written)
@@ -273,6 +274,8 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
     nodes = [node for node in nodes if node is not None]
     second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
     walk = Walk(nodes, second_order, frozenset.intersection(*(ext.excluded() for ext in extensions)))
+    if _distributed():
+        refuse_sharded(walk)
     if walk.double and not returns:
         raise UnsupportedError(
             "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
@@ -300,6 +303,10 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
     if unreal := [owners[parameter] for parameter in plan.uses if parameter.is_complex()]:
         raise UnsupportedError(f"{', '.join(unreal)}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex.")
     return plan
+
+
+def _distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _mapped_hook(carry: Carry, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:
