@@ -16,6 +16,7 @@ from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, squares_of_lookups
+from backpack.utils.precision import wide
 
 
 class BatchL2Grad(GradientExtension):
@@ -37,7 +38,7 @@ class BatchL2Grad(GradientExtension):
         super().__init__("batch_l2", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        gradients = state[0][0]
+        gradients = wide(state[0][0])
         return torch.linalg.vector_norm(gradients.reshape(len(gradients), parameter.numel()), dim=1).square_()
 
 

@@ -15,6 +15,7 @@ from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, sum_at_rows
+from backpack.utils.precision import wide
 
 
 class SumGradSquared(GradientExtension):
@@ -35,7 +36,7 @@ class SumGradSquared(GradientExtension):
         super().__init__("sum_grad_squared", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return state[0][0].square().sum(0)
+        return wide(state[0][0]).square().sum(0)
 
 
 @faster(SumGradSquared, AffineDerivatives, "weight")

@@ -16,6 +16,7 @@ from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import CentredSquares, Noted
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import FromGradient, faster
+from backpack.utils.precision import wide
 
 
 class Variance(GradientExtension):
@@ -38,14 +39,14 @@ class Variance(GradientExtension):
         super().__init__("variance", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Noted:
-        gradients = state[0][0]
+        gradients = wide(state[0][0])
         return Noted(gradients.var(0, correction=0) if len(gradients) else gradients.sum(0), lambda: gradients.sum(0))
 
 
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
     squares = sum_of_squares(use.call.derivatives, use.call, use.grad[None])
-    return FromGradient(lambda grad: Noted(_variance(squares, grad, use.layout.samples), lambda: grad))
+    return FromGradient(lambda grad: Noted(_variance(squares, grad, use.layout.samples), lambda: wide(grad)))
 
 
 @faster(Variance, LookupDerivatives, "weight")
@@ -62,6 +63,6 @@ def _lookup(extension: Variance, use: Use, name: str) -> Noted:
 
 
 def _variance(squares: Tensor, gradient: Tensor, samples: int) -> Tensor:
-    samples = max(samples, 1)
+    samples, gradient = max(samples, 1), wide(gradient)
     # rounding may take the difference below zero
     return (squares / samples).addcmul_(gradient, gradient, value=-1 / samples**2).clamp_(min=0)

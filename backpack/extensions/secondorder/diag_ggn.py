@@ -13,6 +13,7 @@ from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.rules import stack
 from backpack.extensions.secondorder.base import GGNExtension, squares_at_once
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
+from backpack.utils.precision import wide
 
 
 class DiagGGN(GGNExtension):
@@ -21,7 +22,7 @@ class DiagGGN(GGNExtension):
     combination = Sum(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return stack(state).square().sum((0, 1))
+        return wide(stack(state)).square().sum((0, 1))
 
 
 class BatchDiagGGN(GGNExtension):
@@ -30,7 +31,7 @@ class BatchDiagGGN(GGNExtension):
     combination = PerSample(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return stack(state).square().sum(0)
+        return wide(stack(state)).square().sum(0)
 
 
 class DiagGGNExact(DiagGGN):

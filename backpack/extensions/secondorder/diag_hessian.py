@@ -13,6 +13,7 @@ from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.rules import signs_of, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, squares_at_once
+from backpack.utils.precision import wide
 
 
 class HessianExtension(SecondOrderBackpropExtension):
@@ -77,8 +78,8 @@ def _squares(extension: HessianExtension, state: Columns) -> Tensor:
         ``[N, *parameter]``.
     """
     signs = signs_of(state, extension.get_subsampling())
-    squares = stack(state).square()
-    return squares.sum(0) if signs is None else einsum("vn...,vn->n...", squares, signs)
+    squares = wide(stack(state)).square()
+    return squares.sum(0) if signs is None else einsum("vn...,vn->n...", squares, wide(signs))
 
 
 squares_at_once(DiagHessian, BatchDiagHessian)

@@ -28,6 +28,7 @@ from backpack.extensions.rules import KroneckerRule, Rule, ValueRule, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.utils.errors import ArgumentError, UnsupportedError, exclusion
+from backpack.utils.precision import wide
 
 _LARGEST = 2**28
 """Entries of the largest factor that is formed: 1 GiB in single precision."""
@@ -117,7 +118,7 @@ class HBP(SecondOrderBackpropExtension):
                 f"{self.savefield}: the Kronecker factor of {owners[parameter]} {list(parameter.shape)} would have {side} x {side} entries. "
                 f"Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclusion(owners[parameter])}."
             )
-        flat = outputs.flatten(0, 1).transpose(0, 1)
+        flat = wide(outputs).flatten(0, 1).transpose(0, 1)
         sides = flat.transpose(1, 2) @ flat
         if state.inputs is None:
             return Noted([sides[0]], None)
@@ -152,11 +153,11 @@ class HBP(SecondOrderBackpropExtension):
                 f"or leave it out: {exclusion(owners[use.parameters[name]])}."
             )
         outputs = call.output.shape[1]
-        side = use.value.unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
+        side = wide(use.value).unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
         if name == "bias":
             return [side]
         if ExpectationApproximation.should_average_param_jac(self._ea_strategy):
-            mean = rule.columns(call).mean(0)[0]
+            mean = wide(rule.columns(call)).mean(0)[0]
             return [side, mean @ mean.T]
         return [side, rule.input_moment(call)[0] / max(1, use.layout.samples)]
 
