@@ -163,6 +163,7 @@ class Earlier:
             return
         parameters = {id(p): p for call in plan.walk.calls if call.root for p in call.module.parameters()} | {id(p): p for p in plan.uses}
         fields = {field for key, field in found if key in parameters}
+        written = {(key, field) for key, field in written if key in parameters and field in vars(parameters[key])}  # hooks may delete results
         united = []
         for key, field in {(key, field) for key, field in (*found, *written) if key in parameters and field in fields}:
             parameter = parameters[key]
