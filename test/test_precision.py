@@ -116,10 +116,12 @@ def test_counts_above_the_digits_of_half_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", ["logreg", "MSE, mean", "Tanh", "residual", "net: Conv2d", "LayerNorm", "transformer: attention"])
+@pytest.mark.parametrize(
+    "case", ["logreg", "MSE, mean", "Tanh", "residual", "linear twice", "matrix on positions", "net: Conv2d", "LayerNorm", "transformer: attention"]
+)
 def test_autocast_with_a_scaled_loss(case: str, dtype: torch.dtype) -> None:
     """The scaler's factor is taken out of everything, and what is left is the quantity up to the precision of the layers."""
-    names = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact"]
+    names = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR"]
     problem = CASES[case].build(3, torch.float32)
     exact = truth_of(problem, case, 3)
     run(exact, *(QUANTITIES[name].make() for name in names))

@@ -100,7 +100,8 @@ class ColumnRule(Rule):
 
         def mjp(mat: Tensor) -> Tensor:
             sampling = list(chosen) if direct else None
-            return rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False, subsampling=sampling)
+            columns = rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False, subsampling=sampling)
+            return columns.to(use.parameters[name].dtype)  # under autocast the layer's is another one
 
         columns = apply_to_all(value, mjp)
         return columns if direct else self.choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
