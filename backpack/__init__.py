@@ -1,6 +1,7 @@
 """backpack: what the gradient alone hides, computed during the ordinary ``loss.backward()``."""
 
-from backpack import compat, extensions
+from backpack import compat, distributed, extensions
+from backpack.accumulation import unscale
 from backpack.backward import backpack
 from backpack.context import CTX, disable
 from backpack.core.derivatives.check import check_rule
@@ -27,6 +28,7 @@ __all__ = [
     "clear",
     "convert_module_to_backpack",
     "disable",
+    "distributed",
     "extend",
     "extensions",
     "hook_run_extensions",
@@ -39,5 +41,6 @@ __all__ = [
     "results",
     "supported",
     "unextend",
+    "unscale",
     "verify",
 ]

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Module
 
 import backpack.core.node_layers  # noqa: F401  (layers that it reads off graph nodes)
+from backpack.accumulation import Earlier, combination_of
 from backpack.context import CTX
 from backpack.core.calls import Mark, recording
 from backpack.core.carry import Carry
@@ -19,6 +20,7 @@ from backpack.core.connect import Connection
 from backpack.core.engine import transformed, unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.core.refusals import refuse_sharded
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
@@ -55,6 +57,7 @@ class backpack:  # noqa: N801
         extension_hook: Callable[[Module], None] | None = None,
         debug: bool = False,
         retain_graph: bool = False,
+        accumulate: bool = False,
     ) -> None:
         """Choose the extensions.
 
@@ -64,8 +67,11 @@ class backpack:  # noqa: N801
                 inside it) are there. It may read, replace and delete them.
             debug: Print what happens.
             retain_graph: Keep ``module.input0``, ... readable after the backward pass; ``backward(retain_graph=True)`` implies it.
+            accumulate: Unite the results of all backward passes under this context, as ``.grad`` does: parameters carry, after each pass, the
+                quantities of the sum of the losses so far on all their samples. ``clear(model)`` lets it begin anew.
 
         Raises:
+            UnsupportedError: If an extension is to accumulate whose results for parts of a mini-batch do not make up that of the whole.
             ArgumentError: If something is not an instance of an extension, or two of them save to the same field.
             ArgumentTypeError: If the extension hook is not callable.
         """
@@ -80,7 +86,9 @@ class backpack:  # noqa: N801
                 raise ArgumentError(f"Two active extensions save to {ext.savefield!r}, so that one would overwrite the other. Use two contexts.")
         if extension_hook is not None and not callable(extension_hook):
             raise ArgumentTypeError(f"extension_hook must be a function of a module, got {extension_hook!r}.")
-        self.exts = exts
+        for ext in exts if accumulate else ():
+            combination_of(ext, ext.savefield)
+        self.exts, self.accumulate = exts, accumulate
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
@@ -88,7 +96,7 @@ class backpack:  # noqa: N801
     def __enter__(self) -> None:
         recording.open.clear()  # calls that were interrupted, by a key, say
         before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph(), recording.keep_all)
-        _entered.contexts.append((before, set()))
+        _entered.contexts.append((before, set(), self.accumulate))
         CTX.set_active_exts(self.exts)
         CTX.set_debug(self.debug)
         CTX.set_extension_hook(self.extension_hook)
@@ -98,7 +106,7 @@ class backpack:  # noqa: N801
 
     def __exit__(self, *exc: Any) -> None:
         unwatch()
-        (exts, debug, hook, retain_graph, recording.keep_all), _ = _entered.contexts.pop()
+        (exts, debug, hook, retain_graph, recording.keep_all), *_ = _entered.contexts.pop()
         CTX.set_active_exts(exts)
         CTX.set_debug(debug)
         CTX.set_extension_hook(hook)
@@ -109,14 +117,14 @@ class _Entered(threading.local):
     """Contexts that a thread has entered: settings before, and (id of parameter, field) of what passes under them have written.
 
     Attributes:
-        contexts: One entry a context.
+        contexts: One entry a context; last, whether the passes accumulate.
         running: Whether a pass is running: calls of autograd inside of it are none of ours.
     """
 
     running = False
 
     def __init__(self) -> None:
-        self.contexts: list[tuple[tuple, set[tuple[int, str]]]] = []
+        self.contexts: list[tuple[tuple, set[tuple[int, str]], bool]] = []
 
 
 _entered = _Entered()
@@ -180,12 +188,19 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
 
     Returns:
         What the original call returns.
+
+    Raises:
+        UnsupportedError: If results that can be differentiated are to be accumulated.
     """
-    written = _entered.contexts[-1][1]
+    _, written, accumulates = _entered.contexts[-1]
+    if accumulates and create_graph:
+        raise UnsupportedError("Results of passes with create_graph=True cannot be accumulated: they could not be differentiated.")
     hook = CTX.get_extension_hook()
     connection = Connection(plan) if create_graph else None
-    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug())
+    combines = accumulates or _distributed()
+    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines)
     collector.check()
+    earlier = Earlier(extensions if accumulates else (), written)
     carry = Carry(plan, collector.flows, collector, connection)
     handles = []
     for extension in extensions:
@@ -196,9 +211,12 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
         handles += carry.install()
         _remove_stale(plan, extensions, written)
         result = execute()
-        written |= collector.end()
+        new = collector.end()
+        earlier.unite(plan, new)
+        written |= new
     except BaseException:
         collector.take_back()
+        earlier.restore()
         raise
     finally:
         for handle in handles:
@@ -225,6 +243,7 @@ def _remove_stale(plan: Plan, extensions: Iterable[BackpropExtension], written: 
         carried = vars(parameter)
         for field in fields:
             if field not in carried:
+                owners.notes(parameter).pop(field, None)
                 continue
             if parameter not in plan.uses:
                 if models is None:
@@ -232,6 +251,7 @@ def _remove_stale(plan: Plan, extensions: Iterable[BackpropExtension], written: 
                 if id(parameter) not in models or (id(parameter), field) in written:
                     continue
             del carried[field]
+            owners.notes(parameter).pop(field, None)
 
 
 def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: bool) -> Plan | None:
@@ -256,6 +276,8 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
     nodes = [node for node in nodes if node is not None]
     second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
     walk = Walk(nodes, second_order, frozenset.intersection(*(ext.excluded() for ext in extensions)))
+    if _distributed():
+        refuse_sharded(walk)
     if walk.double and not returns:
         raise UnsupportedError(
             "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
@@ -283,6 +305,10 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
     if unreal := [owners[parameter] for parameter in plan.uses if parameter.is_complex()]:
         raise UnsupportedError(f"{', '.join(unreal)}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex.")
     return plan
+
+
+def _distributed() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def _mapped_hook(carry: Carry, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:

@@ -152,3 +152,4 @@ def clear(model: Module) -> None:
     for parameter in model.parameters():
         for field in savefields & vars(parameter).keys():
             parameter.__dict__.pop(field, None)
+        owners.notes(parameter).clear()

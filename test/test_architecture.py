@@ -23,6 +23,7 @@ LAYERS = {
     "backpack.core.samples": 2,
     "backpack.core": 3,
     "backpack.extensions.backprop_extension": 4,
+    "backpack.extensions.combining": 4,
     "backpack.extensions.module_extension": 4,
     "backpack.extensions.saved_quantities": 4,
     "backpack.extensions.loss_scale": 4,

@@ -206,7 +206,7 @@ def test_blocks_of_samples_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_autocast() -> None:
-    """Under autocast the graph is crossed, with the tensors that the kernel saw; Kronecker factors are refused."""
+    """Under autocast a layer is read off its graph node, with the tensors that the kernel saw, behind the cast of its parameters."""
     torch.manual_seed(0)
     model, x, y = classifier(nn.Conv1d(2, 3, 2), nn.Conv1d(3, 2, 2), width=4), randn(3, 2, 4), torch.tensor([0, 1, 2])
     loss = extend(nn.CrossEntropyLoss())
@@ -216,8 +216,15 @@ def test_autocast() -> None:
         value.backward(retain_graph=True)
     for param in model[:2].parameters():
         torch.testing.assert_close(param.grad_batch.sum(0).float(), param.grad, rtol=0.05, atol=0.01)
-    with pytest.raises(NotImplementedError, match=r"0\.weight"), backpack(extensions.KFLR()):
+    with backpack(extensions.KFLR()):
         value.backward()
+    truth = [param.kflr for param in model.parameters()]
+    with backpack(extensions.KFLR()):
+        loss(model(x), y).backward()
+    for param, mixed in zip(model.parameters(), truth, strict=True):
+        for factor, expected in zip(mixed, param.kflr, strict=True):
+            assert factor.dtype == torch.float32
+            assert (factor - expected).abs().amax() <= 0.05 * expected.abs().amax()
 
 
 def test_input_without_batch_axis() -> None:

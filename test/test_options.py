@@ -460,7 +460,7 @@ def tensors_of(value: Tensor | list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)], ids=str)
 @pytest.mark.parametrize("case", LOW_PRECISION)
 def test_low_precision(case: str, dtype: torch.dtype, rtol: float) -> None:
-    """All quantities have the type of their parameter, and are close to those of the same net in double precision."""
+    """Quantities are close to those of the same net in double precision: gradients in the type of their parameter, squares in a wider one."""
     for name in DETERMINISTIC:
         quantity = QUANTITIES[name]
         problem, exact = CASES[case].build(3, dtype), CASES[case].build(3)
@@ -478,7 +478,7 @@ def test_low_precision(case: str, dtype: torch.dtype, rtol: float) -> None:
         run(exact, quantity.make())
         for (key, value), reference in zip(collect(problem, quantity.field).items(), collect(exact, quantity.field).values(), strict=True):
             for actual, expected in zip(tensors_of(value), tensors_of(reference), strict=True):
-                assert actual.dtype == dtype, (name, key)
+                assert actual.dtype == (dtype if name == "BatchGrad" else torch.float32), (name, key)
                 assert actual.isfinite().all(), (name, key)
                 assert (actual.double() - expected).abs().amax() <= rtol * expected.abs().amax() + rtol * 1e-3, (name, key)
 
@@ -494,7 +494,7 @@ def test_low_precision_of_draws_columns_and_products(case: str, dtype: torch.dty
         for name in active:
             value = getattr(param, QUANTITIES[name].field)
             for part in tensors_of(value(torch.ones_like(param)) if callable(value) else value):
-                assert part.dtype == dtype
+                assert part.dtype == (dtype if name.startswith("Sqrt") or callable(value) else torch.float32)
                 assert part.isfinite().all()
         for diagonal, columns in ((param.diag_ggn_exact, param.sqrt_ggn_exact), (param.diag_ggn_mc, param.sqrt_ggn_mc)):
             close(diagonal.double(), columns.double().square().sum((0, 1)), rtol=rtol)

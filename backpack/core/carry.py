@@ -145,6 +145,8 @@ class Carry:
             value = {0: grad[None]} if flow.is_gradient else self._data[flow].pop(edge, None)
             if value is None:
                 continue
+            if not flow.is_gradient and flow.crosses_gaps:  # a sum with a tensor of higher precision hands its own on, which autograd changes back
+                value = {s: c.to(grad.dtype) for s, c in value.items()}
             if not flow.is_gradient and flow.crosses_gaps and (unit.base or turn is not None):
                 value = {s: c.reshape(len(c), *slot.shape) for s, c in value.items()}
                 value = value if turn is None else {s: turn.front(c, 1) for s, c in value.items()}

@@ -27,9 +27,11 @@ LINEAR = frozenset(
     AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D
     UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout
-    BackwardHookFunction""".split()
+    BackwardHookFunction _DDPSink""".split()
 )
 """Operations that are linear."""
+_AS_IT_IS = frozenset({"Expand", "_DDPSink"})
+"""Nodes that are not called: a sum over samples would be in the way, or DistributedDataParallel would take it for the backward pass."""
 _MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
     """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
@@ -124,7 +126,7 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
     Returns:
         For each next edge ``[V, *shape]``, or ``None``. Where the input was broadcast, the gradient may still have the shape of the output.
     """
-    if operation(node) == "Expand":  # a sum over samples would be in the way
+    if operation(node) in _AS_IT_IS:
         return columns
     custom = isinstance(node, BackwardCFunction)
     apply = node.apply if custom else node

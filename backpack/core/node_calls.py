@@ -134,10 +134,10 @@ def _unit(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, w
         edge = node.next_functions[number]
         if edge[0] is None or not walk.reach[edge[0]]:
             continue
-        leaf = _leaf_behind(edge, turned=turned and name == "weight")
-        if leaf is not None:
-            unit.parameters[name] = walk.leaves[leaf]
-            unit.inside.update((edge[0], leaf))
+        way = _way_to_leaf(edge, turned=turned and name == "weight")
+        if way is not None:
+            unit.parameters[name] = walk.leaves[way[-1]]
+            unit.inside.update(way)
         elif edge[0] in walk.has_data:
             return None  # a product of two activations
         else:
@@ -170,23 +170,27 @@ def layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int]
     return unit
 
 
-def _leaf_behind(edge: Edge, turned: bool) -> Node | None:
-    """Return the leaf that an edge leads to.
+def _way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
+    """Return the nodes between an edge and the leaf to which it leads, perhaps through a change of precision, as under autocast.
 
     Args:
         edge: The edge.
         turned: Whether exactly one transposition of a matrix has to lie in between.
 
     Returns:
-        The leaf's node; ``None`` if something else lies there.
+        The nodes, last that of the leaf; ``None`` if something else lies there.
     """
-    node = edge[0]
+    node, way = edge[0], []
     if turned:
         stays = operation(node) == "Permute" and saved(node, "dims")[0] in (0, 2**64 - 2)  # torch reports negative numbers as unsigned ones
         if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2 or stays:
             return None
+        way.append(node)
         node = node.next_functions[0][0]
-    return node if node is not None and node.name() == LEAF else None
+    if node is not None and operation(node) == "ToCopy":
+        way.append(node)
+        node = node.next_functions[0][0]
+    return [*way, node] if node is not None and node.name() == LEAF else None
 
 
 def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias: bool = False) -> Unit | None:
@@ -208,7 +212,7 @@ def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias
     if bias and node.next_functions[0][0] is not None and shape_of(node.next_functions[0]) != shape[-1:]:
         return None
     weight = node.next_functions[1 + bias]
-    turned = weight[0] is not None and _leaf_behind(weight, True) is not None
+    turned = weight[0] is not None and _way_to_leaf(weight, True) is not None
 
     def matrix() -> Tensor:
         value = saved(node, "mat2")

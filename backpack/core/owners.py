@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from typing import Any
 from weakref import ref
 
 from torch.nn import Parameter
@@ -13,7 +14,7 @@ class _Owners:
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[ref, list[str]]] = {}
-        self._carriers: dict[int, ref] = {}
+        self._carriers: dict[int, tuple[ref, dict[str, Any]]] = {}
 
     def add(self, parameter: Parameter, name: str) -> None:
         """Track a parameter.
@@ -36,15 +37,30 @@ class _Owners:
         """
         self._names.pop(id(parameter), None)
 
-    def carry(self, parameter: Parameter) -> None:
+    def carry(self, parameter: Parameter, field: str, note: Any) -> None:
         """Note that a parameter carries a result.
 
         Args:
             parameter: The parameter.
+            field: Name of the result.
+            note: What there is to know about it.
         """
         key = id(parameter)
         if key not in self._carriers:
-            self._carriers[key] = ref(parameter, lambda _: self._carriers.pop(key, None))
+            self._carriers[key] = ref(parameter, lambda _: self._carriers.pop(key, None)), {}
+        self._carriers[key][1][field] = note
+
+    def notes(self, parameter: Parameter) -> dict[str, Any]:
+        """Return what was noted about the results that a parameter carries, or did.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            Name of the result to note.
+        """
+        entry = self._carriers.get(id(parameter))
+        return {} if entry is None or entry[0]() is not parameter else entry[1]
 
     def carriers(self) -> list[Parameter]:
         """List the parameters that carry results, or did.
@@ -52,7 +68,7 @@ class _Owners:
         Returns:
             The parameters.
         """
-        found = [reference() for reference in list(self._carriers.values())]
+        found = [reference() for reference, _ in list(self._carriers.values())]
         return [parameter for parameter in found if parameter is not None]
 
     def __contains__(self, parameter: object) -> bool:

@@ -12,6 +12,9 @@ from backpack.core.samples import Layout
 from backpack.core.walk import Walk
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError, exclusion
 
+_SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
+"""Where the classes of sharded modules and of sharded parameters come from."""
+
 
 def refuse_mixing(walk: Walk, node: Node, how: str) -> None:
     """Refuse samples that influence one another.
@@ -45,6 +48,31 @@ def refuse_unrecorded(walk: Walk, node: Node) -> None:
         f"No forward pass of an extended module was recorded for {walk.names(walk.reach[node])}. It ran before extend(), "
         "under disable() or under no_grad(): run it again after extend()."
     )
+
+
+def refuse_sharded(walk: Walk) -> None:
+    """Refuse models whose parameters are spread over the ranks of a distributed program.
+
+    Args:
+        walk: The graph.
+
+    Raises:
+        UnsupportedError: If a call of such a model is in it.
+    """
+    flat = ["The model" for leaf in walk.leaves.values() if getattr(leaf, "_is_flat_param", False)]
+    roots = [call for call in walk.calls if call.root]
+    sharded = flat + [
+        f"{name or call.path} ({type(module).__name__})"
+        for call in roots
+        for name, module in call.module.named_modules()
+        if any(cls.__module__.startswith(_SHARDING) for what in (module, *module._parameters.values()) for cls in type(what).__mro__)
+    ]
+    if sharded:
+        raise UnsupportedError(
+            f"{sharded[0]} has parameters that are spread over ranks (torch.distributed.fsdp, or DTensor): a rank has a part of them, or has all "
+            "of them for the time of a pass only, so that there is nothing to write results on. Use DistributedDataParallel, or call backward "
+            "outside of the context."
+        )
 
 
 def refuse_use(walk: Walk, node: Node) -> None:

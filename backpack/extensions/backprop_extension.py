@@ -15,6 +15,7 @@ from backpack.core.derivatives.registry import derivatives_for, register
 from backpack.core.flow import Flow
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.extensions.combining import Combination
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
 from backpack.extensions.saved_quantities import SavedQuantities
@@ -48,11 +49,13 @@ class BackpropExtension(ABC):
         savefield: Name of the attribute under which parameters carry the result.
         ordered: Whether results of several losses have to be aligned, because their columns can be read.
         wants_gradient: Whether a fast rule makes use of the gradient of the parameter.
+        combination: How it scales with the loss, and is made of the results of parts of a mini-batch; ``None`` where that is not known.
         saved_quantities: What module extensions have sent, in an extension whose ``backpropagate`` methods carry it.
     """
 
     ordered: ClassVar[bool] = False
     wants_gradient: ClassVar[bool] = False
+    combination: Combination | None = None
     _exclude: tuple[Excluded, ...] = ()
 
     def __init__(
@@ -136,6 +139,15 @@ class BackpropExtension(ABC):
             UnsupportedError: If the extension has no rule of its own.
         """
         raise UnsupportedError(f"{type(self).__name__} says what to do only for {[cls.__name__ for cls in self._module_exts]}.")
+
+    def combined_by(self) -> Combination | None:
+        """Return what the extension says of scaled losses and of parts, unless a subclass has made something else of its quantity.
+
+        Returns:
+            The combination; ``None`` where it is not known.
+        """
+        says = next(cls for cls in type(self).__mro__ if "combination" in vars(cls))
+        return self.combination if type(self).finish is says.finish else None
 
     def samples(self, total: int) -> tuple[int, ...] | None:
         """Return the sub-sampled indices, non-negative.

@@ -22,6 +22,7 @@ from backpack.core.plan import Plan
 from backpack.core.recording import reading, recorder_of
 from backpack.core.samples import first_axis
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.combining import Note, Noted
 from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
@@ -41,8 +42,9 @@ class Collector(Reader):
         hook: Callable[[Module], None] | None,
         connection: Connection | None,
         debug: bool,
+        combines: bool,
     ) -> None:
-        self._plan, self._extensions, self._hook = plan, list(extensions), hook
+        self._plan, self._extensions, self._hook, self._combines = plan, list(extensions), hook, combines
         self._connection, self._debug = connection, debug
         self._of_flow: dict[Flow, list[BackpropExtension]] = {}
         for extension in self._extensions:
@@ -185,6 +187,11 @@ class Collector(Reader):
             self._happened(id(parameter))
 
     def _write(self, parameter: Parameter, extension: BackpropExtension, value: Any) -> None:
+        extra = None
+        if isinstance(value, Noted):
+            value, extra = value
+            if callable(extra):
+                extra = extra() if self._combines else None
         if self._connection is not None:
             connects = extension.flow is not None and extension.flow.differentiable
             reason = self._connection.failures.get(extension.flow) if connects else f"{type(extension).__name__} is none of those that can be"
@@ -194,7 +201,9 @@ class Collector(Reader):
         if self._debug:
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
         setattr(parameter, extension.savefield, value)
-        owners.carry(parameter)
+        samples = self._plan.batches.get(parameter, 0)
+        chosen = extension.get_subsampling()
+        owners.carry(parameter, extension.savefield, Note(extension, samples if chosen is None else len(chosen), extra))
         self._written.append((parameter, extension.savefield))
 
     def after_call(self, call: ModuleCall) -> None:

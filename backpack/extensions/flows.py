@@ -27,6 +27,7 @@ from backpack.core.walk import GENERIC, Need
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.loss_scale import position_weights, scaled
 from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError, exclusion
+from backpack.utils.precision import wide
 
 
 class Source:
@@ -183,9 +184,9 @@ class SignedSqrtFlow(ColumnFlow):
             shape = call.input0.shape
             size = shape[1:].numel()
             unit = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
-            values, vectors = torch.linalg.eigh(rule._residual_mat_prod(call, None, (grad,), unit).flatten(2).movedim(0, 2))
-            mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(size, *shape)
-            signs = values.sign().T
+            values, vectors = torch.linalg.eigh(wide(rule._residual_mat_prod(call, None, (grad,), unit)).flatten(2).movedim(0, 2))
+            mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(size, *shape).to(grad.dtype)
+            signs = values.sign().T.to(grad.dtype)
         mat, signs = _separate_rows(mat, signs, layout)
         result[Source(call.order, signs)] = mat
         return result

@@ -301,7 +301,7 @@ class HBPBaseModule(MatToJacMat):
         average, samples = BackpropStrategy.is_batch_average(ext.get_backprop_strategy()), len(g_out[0])
         value, parameter = carried if average else {Source(0): carried}, getattr(module, name)
         use = Use(_execution(module, self.derivatives), {name: parameter}, value, g_out[0], first_axis(samples))
-        return HBP.finish(ext, ext.rule_at(samples).at_call(use, name), parameter)
+        return HBP.finish(ext, ext.rule_at(samples).at_call(use, name), parameter).value
 
 
 class HBPLoss(HBPBaseModule):

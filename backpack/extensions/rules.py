@@ -23,6 +23,7 @@ from backpack.core.owners import owners
 from backpack.core.samples import add_rows
 from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
 from backpack.utils.errors import UnsupportedError, exclusion
+from backpack.utils.precision import wide
 
 Subsampling = tuple[int, ...] | None
 
@@ -104,7 +105,8 @@ class ColumnRule(Rule):
 
         def mjp(mat: Tensor) -> Tensor:
             sampling = list(chosen) if direct else None
-            return _owned(rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False, subsampling=sampling), mat)
+            columns = rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False, subsampling=sampling)
+            return _owned(columns.to(use.parameters[name].dtype), mat)  # under autocast the layer's type is another one
 
         columns = apply_to_all(value, mjp)
         return columns if direct else self.choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
@@ -171,7 +173,7 @@ class KroneckerRule(Rule):
             return _without_structure(outputs)
         if not self._mean_input:
             return KroneckerState(rule.input_moment(use.call) / samples, outputs, rule)
-        x = rule.columns(use.call)
+        x = wide(rule.columns(use.call))
         turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
         positions = int(turns.max()) + 1 if len(turns) else 1
         mean = x.new_zeros(positions, *x.shape[1:]).index_add_(0, turns, x) / samples  # rows of one sample are positions
@@ -342,7 +344,7 @@ def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:
     """
     sums, samples, rows = use.call.derivatives.sums_per_sample(use.call, stack(use.value))
     signs, squares = signs_of(use.value, None), sums.square()
-    return squares.sum(0) if signs is None else einsum("vud,vu->ud", squares, signs[:, samples]), samples, rows
+    return squares.sum(0) if signs is None else einsum("vud,vu->ud", squares, wide(signs[:, samples])), samples, rows
 
 
 def sum_at_rows(use: Use) -> Tensor:

@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.kinds import ConstantJacobianDerivatives
+from backpack.utils.precision import wide
 
 _SMALL = 2**18
 _LARGE = 2**20
@@ -191,7 +192,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         Returns:
             ``[[G, K, K]]``.
         """
-        flat = self.columns(module).permute(1, 0, 3, 2).flatten(1, 2)  # makes no copy in a Linear layer
+        flat = wide(self.columns(module)).permute(1, 0, 3, 2).flatten(1, 2)  # makes no copy in a Linear layer
         return flat.mT @ flat
 
     def _bias_jac_t_mat_prod(

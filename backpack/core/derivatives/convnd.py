@@ -18,6 +18,7 @@ from backpack.core.derivatives.affine import AffineDerivatives, large_blocks
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.registry import register
 from backpack.utils.conv import pad, paddings, unfold_by_conv, unfolded_moment
+from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
 _UNFOLDED = 2**19
@@ -101,7 +102,7 @@ class ConvolutionDerivatives(AffineDerivatives):
         return rows.reshape(rows.shape[0], *module.output.shape)
 
     def input_moment(self, module: Module) -> Tensor:
-        inputs = module.input0
+        inputs = wide(module.input0)
         size = module.weight.numel() // module.out_channels
         total = inputs.new_zeros(module.groups, size, size)
         for n in large_blocks(len(inputs), inputs.shape[1:].numel()):

@@ -15,6 +15,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.registry import register
+from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
 
@@ -111,7 +112,7 @@ class LookupDerivatives(BaseParameterDerivatives):
         """
         lookups, size = self.lookups(module), module.weight.shape[0]
         pairs, places = torch.unique(lookups.samples * size + lookups.indices, return_inverse=True)
-        rows = lookups.weighted(self.rows(module, mat, lookups))
+        rows = wide(lookups.weighted(self.rows(module, mat, lookups)))
         return add_at(rows, places, len(pairs)), pairs // size, pairs % size
 
     def _weight_jac_t_mat_prod(
@@ -163,7 +164,7 @@ class EmbeddingDerivatives(LookupDerivatives):
         """
         lookups, size = self.lookups(module), module.weight.shape[0]
         used = lookups.indices if lookups.factors is None else lookups.indices[lookups.factors]
-        return torch.bincount(used, minlength=size).to(module.weight.dtype)
+        return torch.bincount(used, minlength=size).to(torch.promote_types(module.weight.dtype, torch.float32))
 
     def sums_over_positions(self, module: Embedding, mat: Tensor) -> Tensor:
         """Add the columns of all positions of a sample that use the weight.

@@ -13,6 +13,7 @@ from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.core.flow import Flow, Use
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import Function
 from backpack.extensions.flows import MatProdFlow
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
@@ -25,6 +26,8 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
     The function reads the recorded tensors of the modules, which therefore live as long as it does, and their parameters: it refuses to go on when
     these have changed since the forward pass. Sequences of modules only.
     """
+
+    combination = Function()
 
     def __init__(self, savefield: str, curv_type: str, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the matrix.

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from backpack.core.flow import Columns
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
 
 
@@ -18,6 +19,8 @@ class BatchGrad(GradientExtension):
     Entry ``n`` is the gradient of sample ``n``'s summand of the loss, with the divisor of a mean loss in it: the sum over ``n`` is ``.grad``.
     With ``subsampling``: ``[len(subsampling), *parameter]``, in that order.
     """
+
+    combination = PerSample(degree=1)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.

@@ -13,8 +13,10 @@ from backpack.core.derivatives.affine_squares import squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, squares_of_lookups
+from backpack.utils.precision import wide
 
 
 class BatchL2Grad(GradientExtension):
@@ -23,6 +25,8 @@ class BatchL2Grad(GradientExtension):
     A mean loss has its divisor in the gradients, hence its square in the norms. For a parameter used several times it is the norm of the summed
     uses.
     """
+
+    combination = PerSample(degree=2)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
@@ -34,7 +38,7 @@ class BatchL2Grad(GradientExtension):
         super().__init__("batch_l2", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        gradients = state[0][0]
+        gradients = wide(state[0][0])
         return torch.linalg.vector_norm(gradients.reshape(len(gradients), parameter.numel()), dim=1).square()
 
 

@@ -12,8 +12,10 @@ from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, sum_at_rows
+from backpack.utils.precision import wide
 
 
 class SumGradSquared(GradientExtension):
@@ -21,6 +23,8 @@ class SumGradSquared(GradientExtension):
 
     Uncentred, and not divided by the number of samples.
     """
+
+    combination = Sum(degree=2)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
@@ -32,7 +36,7 @@ class SumGradSquared(GradientExtension):
         super().__init__("sum_grad_squared", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return state[0][0].square().sum(0)
+        return wide(state[0][0]).square().sum(0)
 
 
 @faster(SumGradSquared, AffineDerivatives, "weight")

@@ -13,8 +13,10 @@ from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives, add_at
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import CentredSquares, Noted
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import FromGradient, faster
+from backpack.utils.precision import wide
 
 
 class Variance(GradientExtension):
@@ -25,6 +27,7 @@ class Variance(GradientExtension):
     """
 
     wants_gradient = True
+    combination = CentredSquares()
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
@@ -35,26 +38,31 @@ class Variance(GradientExtension):
         """
         super().__init__("variance", subsampling=subsampling, exclude=exclude)
 
-    def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        gradients = state[0][0]
-        return gradients.var(0, correction=0) if len(gradients) else gradients.sum(0)
+    def finish(self, state: Columns, parameter: Parameter) -> Noted:
+        gradients = wide(state[0][0])
+        return Noted(gradients.var(0, correction=0) if len(gradients) else gradients.sum(0), lambda: gradients.sum(0))
 
 
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
     squares = sum_of_squares(use.call.derivatives, use.call, use.grad[None])
-    return FromGradient(lambda grad: _variance(squares, grad, use.layout.samples))
+    return FromGradient(lambda grad: Noted(_variance(squares, grad, use.layout.samples), lambda: wide(grad)))
 
 
 @faster(Variance, LookupDerivatives, "weight")
-def _lookup(extension: Variance, use: Use, name: str) -> Tensor:
+def _lookup(extension: Variance, use: Use, name: str) -> Noted:
     sums, _, rows = use.call.derivatives.sums_per_sample(use.call, use.grad[None])
     found, places = torch.unique(rows, return_inverse=True)
     gradient, squares = (add_at(part, places, len(found))[0] for part in (sums, sums.square()))
-    return gradient.new_zeros(use.call.weight.shape).index_copy_(0, found, _variance(squares, gradient, use.layout.samples))
+    shape = use.call.weight.shape
+
+    def spread(part: Tensor) -> Tensor:
+        return part.new_zeros(shape).index_copy_(0, found, part)
+
+    return Noted(spread(_variance(squares, gradient, use.layout.samples)), lambda: spread(gradient))
 
 
 def _variance(squares: Tensor, gradient: Tensor, samples: int) -> Tensor:
-    samples = max(samples, 1)
+    samples, gradient = max(samples, 1), wide(gradient)
     # rounding may take the difference below zero
     return (squares / samples).addcmul_(gradient, gradient, value=-1 / samples**2).clamp_(min=0)

@@ -9,23 +9,29 @@ from torch.nn import Parameter
 
 from backpack.core.flow import Columns
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.rules import stack
 from backpack.extensions.secondorder.base import GGNExtension, squares_at_once
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
+from backpack.utils.precision import wide
 
 
 class DiagGGN(GGNExtension):
     """Diagonal of the generalized Gauss-Newton ``sum_n J_n^T H_n J_n``, ``[*parameter]`` (Schraudolph 2002; Dangel et al. 2020, eq. 19)."""
 
+    combination = Sum(degree=1)
+
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return stack(state).square().sum((0, 1))
+        return wide(stack(state)).square().sum((0, 1))
 
 
 class BatchDiagGGN(GGNExtension):
     """Diagonals of the samples' summands of the generalized Gauss-Newton, ``[N, *parameter]``."""
 
+    combination = PerSample(degree=1)
+
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return stack(state).square().sum(0)
+        return wide(stack(state)).square().sum(0)
 
 
 class DiagGGNExact(DiagGGN):

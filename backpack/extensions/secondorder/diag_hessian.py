@@ -9,9 +9,11 @@ from torch.nn import Parameter
 
 from backpack.core.flow import Columns, Flow
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.rules import signs_of, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, squares_at_once
+from backpack.utils.precision import wide
 
 
 class HessianExtension(SecondOrderBackpropExtension):
@@ -28,6 +30,8 @@ class DiagHessian(HessianExtension):
     Exact for modules, branches of modules, and operations that are (piecewise) linear; other operations between modules are refused. Memory and time
     grow with the square of the number of curved activations.
     """
+
+    combination = Sum(degree=1)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
@@ -47,6 +51,8 @@ class BatchDiagHessian(HessianExtension):
 
     The sum over samples is ``diag_h``.
     """
+
+    combination = PerSample(degree=1)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the samples.
@@ -72,8 +78,8 @@ def _squares(extension: HessianExtension, state: Columns) -> Tensor:
         ``[N, *parameter]``.
     """
     signs = signs_of(state, extension.get_subsampling())
-    squares = stack(state).square()
-    return squares.sum(0) if signs is None else einsum("vn...,vn->n...", squares, signs)
+    squares = wide(stack(state)).square()
+    return squares.sum(0) if signs is None else einsum("vn...,vn->n...", squares, wide(signs))
 
 
 squares_at_once(DiagHessian, BatchDiagHessian)

@@ -21,17 +21,19 @@ from backpack.core.flow import Flow
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import Combination, Factors, Noted
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import AverageFlow, SqrtFlow
 from backpack.extensions.rules import KroneckerRule, Rule, ValueRule, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.utils.errors import ArgumentError, UnsupportedError, exclusion
+from backpack.utils.precision import wide
 
 _LARGEST = 2**28
 """Entries of the largest factor that is formed: 1 GiB in single precision."""
 
-Factors = list[Any]
+FactorList = list[Any]
 
 
 class HBP(SecondOrderBackpropExtension):
@@ -85,6 +87,11 @@ class HBP(SecondOrderBackpropExtension):
         sampled = self._loss_hessian_strategy == LossHessianStrategy.SAMPLING
         return SqrtFlow(self.get_num_mc_samples() if sampled else None)
 
+    @property
+    def combination(self) -> Combination:
+        """Products of means over samples are no means of products: such factors are not made of those of parts."""
+        return Factors(unites=not (self._averages or ExpectationApproximation.should_average_param_jac(self._ea_strategy)))
+
     def rule_at(self, samples: int) -> Rule:
         return ValueRule() if self._averages else KroneckerRule(ExpectationApproximation.should_average_param_jac(self._ea_strategy))
 
@@ -100,9 +107,10 @@ class HBP(SecondOrderBackpropExtension):
                     f"{exclusion(owners[parameter])}."
                 )
 
-    def finish(self, state: Any, parameter: Parameter) -> Factors:
+    def finish(self, state: Any, parameter: Parameter) -> Noted:
         if self._averages:
-            return self._from_average(*state)
+            factors = self._from_average(*state)
+            return Noted(factors, 1 if len(factors) > 1 else None)
         outputs = stack(state.outputs)
         side = outputs.shape[3]
         if side * side > _LARGEST:
@@ -110,20 +118,20 @@ class HBP(SecondOrderBackpropExtension):
                 f"{self.savefield}: the Kronecker factor of {owners[parameter]} {list(parameter.shape)} would have {side} x {side} entries. "
                 f"Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclusion(owners[parameter])}."
             )
-        flat = outputs.flatten(0, 1).transpose(0, 1)
+        flat = wide(outputs).flatten(0, 1).transpose(0, 1)
         sides = flat.transpose(1, 2) @ flat
         if state.inputs is None:
-            return [sides[0]]
+            return Noted([sides[0]], None)
         if state.inputs.dim() == 2:
-            return [state.inputs[0], sides[0]]
+            return Noted([state.inputs[0], sides[0]], 0)
         pairs = [[given, output] if state.rule.transposed else [output, given] for output, given in zip(sides, state.inputs, strict=True)]
-        return pairs[0] if len(pairs) == 1 else pairs
+        return Noted(pairs[0] if len(pairs) == 1 else pairs, 0 if state.rule.transposed else 1)
 
     @property
     def _averages(self) -> bool:
         return self._backprop_strategy == BackpropStrategy.BATCH_AVERAGE
 
-    def _from_average(self, use: Any, name: str) -> Factors:
+    def _from_average(self, use: Any, name: str) -> FactorList:
         """Read factors off a batch-averaged matrix.
 
         Args:
@@ -145,11 +153,11 @@ class HBP(SecondOrderBackpropExtension):
                 f"or leave it out: {exclusion(owners[use.parameters[name]])}."
             )
         outputs = call.output.shape[1]
-        side = use.value.unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
+        side = wide(use.value).unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
         if name == "bias":
             return [side]
         if ExpectationApproximation.should_average_param_jac(self._ea_strategy):
-            mean = rule.columns(call).mean(0)[0]
+            mean = wide(rule.columns(call)).mean(0)[0]
             return [side, mean @ mean.T]
         return [side, rule.input_moment(call)[0] / max(1, use.layout.samples)]
 

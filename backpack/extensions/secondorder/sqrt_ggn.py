@@ -9,6 +9,7 @@ from torch.nn import Parameter
 
 from backpack.core.flow import Columns
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.combining import PerSample
 from backpack.extensions.rules import stack
 from backpack.extensions.secondorder.base import GGNExtension
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
@@ -22,6 +23,7 @@ class SqrtGGN(GGNExtension):
     """
 
     ordered = True
+    combination = PerSample(degree=0.5, axis=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return stack(state)

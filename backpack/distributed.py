@@ -1,0 +1,116 @@
+"""Quantities of a program that runs on several ranks, each with samples of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed import ProcessGroup
+from torch.nn import Module
+
+from backpack.accumulation import carried, combination_of, store
+from backpack.extensions.combining import Part, Parts
+from backpack.utils.errors import ArgumentError, UnsupportedError
+
+_REDUCED = "reduced"
+
+
+class Ranks(Parts):
+    """Parts of which each rank has one. What is kept for each sample stays where it is."""
+
+    def __init__(self, own: Part, samples: int, group: ProcessGroup | None) -> None:
+        """Take the part of this rank.
+
+        Args:
+            own: The part.
+            samples: Number of samples on all ranks.
+            group: The ranks.
+        """
+        super().__init__(own, samples)
+        self._group = group
+
+    def total(self, function: Callable[[Part], Tensor]) -> Tensor:
+        summand = function(self.some).detach().clone().contiguous()
+        dist.all_reduce(summand, group=self._group)
+        return summand
+
+    def side_by_side(self, axis: int) -> Tensor:
+        return self.some.value
+
+
+def reduce(model: Module, group: ProcessGroup | None = None, average: bool = True) -> None:
+    """Make the quantities that a model carries on each rank those of the loss of all ranks.
+
+    To be called on every rank, after the backward pass (or the passes that accumulate). The loss of all ranks is the average of the ranks'
+    losses, as that is whose gradient ``DistributedDataParallel`` leaves in ``.grad``; with uneven mini-batches, multiply the mean loss of rank ``r``
+    by ``N_r * ranks / N`` for the mean over all ``N`` samples. Sums over samples, variances and Kronecker factors are the same on all ranks then:
+    those of a single process with all samples. What is kept for each sample stays on its rank, divided by the number of ranks: added over samples
+    and ranks, ``grad_batch`` is ``.grad``.
+
+    Args:
+        model: The model, wrapped or not.
+        group: The ranks; ``None`` for all.
+        average: Whether the loss is the average of the ranks' losses; otherwise it is their sum.
+
+    Raises:
+        ArgumentError: If ``torch.distributed`` is not initialized, or a quantity was reduced before.
+        UnsupportedError: If ranks carry different quantities, or one that is not made of those of its parts (``KFRA``, ``HBP`` with averages,
+            ``HMP``, ``GGNMP``, ``PCHMP``).
+
+    Example:
+        >>> model = DistributedDataParallel(extend(model))
+        >>> with backpack(Variance(), KFAC()):
+        ...     lossfunc(model(X), y).backward()
+        >>> backpack.distributed.reduce(model)
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ArgumentError("backpack.distributed.reduce() needs torch.distributed.init_process_group(), before the backward pass.")
+    failure: Exception | None = None
+    results = []
+    try:
+        results = carried(model, union=True)
+        for what, _, _, note, _ in results:
+            if _REDUCED in note.done:
+                raise ArgumentError(f"{what} was {_REDUCED} before: the next backward pass writes new results.")
+    except (ArgumentError, UnsupportedError) as error:
+        failure = error
+    samples = _agree(failure, {what: (type(note.extension).__name__, part.samples) for what, _, _, note, part in results}, group)
+    factor = 1 / dist.get_world_size(group) if average else 1
+    for what, parameter, field, note, part in results:
+        combination = combination_of(note.extension, what)
+        own = combination.scaled(part, factor)
+        whole = combination.united(Ranks(own, samples[what], group))
+        store(parameter, field, whole, note, _REDUCED)
+
+
+def _agree(failure: Exception | None, own: dict[str, tuple[str, int]], group: ProcessGroup | None) -> dict[str, int]:
+    """Let all ranks know what all ranks have, since nobody must wait for a rank that has nothing to say.
+
+    Args:
+        failure: Why this rank cannot go on, if it cannot.
+        own: What this rank has: name of the result to (extension, number of samples).
+        group: The ranks.
+
+    Returns:
+        Name of the result to number of samples on all ranks.
+
+    Raises:
+        UnsupportedError: If a rank cannot go on, or ranks have different results.
+    """
+    everybody: list = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everybody, (None if failure is None else str(failure), own), group=group)
+    if failure is not None:
+        raise failure
+    for rank, (message, _) in enumerate(everybody):
+        if message is not None:
+            raise UnsupportedError(f"Rank {rank} cannot reduce its results: {message}")
+    kinds = [{(what, kind) for what, (kind, _) in results.items()} for _, results in everybody]
+    for rank, some in enumerate(kinds):
+        if some != kinds[0]:
+            different = sorted(f"{what} ({kind})" for what, kind in some ^ kinds[0])
+            raise UnsupportedError(
+                f"Ranks 0 and {rank} carry different results: {', '.join(different[:4])}. Use the same extensions everywhere, and leave out what a "
+                "rank does not use (`exclude=`)."
+            )
+    return {what: sum(results[what][1] for _, results in everybody) for what in own}

@@ -1,0 +1,280 @@
+"""How the quantities of parts of a mini-batch make up that of the whole: micro-batches in time, or the ranks of a distributed program.
+
+Part ``i`` has the loss ``l_i`` on ``N_i`` samples. The whole is ``L = sum_i l_i`` on all ``N = sum_i N_i`` samples, whose gradient is what autograd
+accumulates in ``.grad``: with it, each quantity is that of ``L``, whatever the ``N_i``. The gradients ``g_n`` and Hessians of a sample are the same
+in ``l_i`` and ``L``, hence
+
+- sums over samples add, and what is kept for each sample is put side by side;
+- a mean over samples is the mean of the parts' means, weighted by ``N_i``;
+- the variance ``v_i`` about the mean ``m_i`` becomes ``1/N sum_i N_i (v_i + (m_i - m)^2)`` about ``m = 1/N sum_i N_i m_i`` (Chan et al. 1979).
+
+Where the loss is multiplied by ``a``, a quantity of degree ``d`` is multiplied by ``a^d``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Noted(NamedTuple):
+    """A result together with what has to be known of it, beside its value, when it is combined with others.
+
+    Attributes:
+        value: The result.
+        extra: See the ``Combination``; or a function that returns it, called where results are to be united.
+    """
+
+    value: Any
+    extra: Any
+
+
+class Note(NamedTuple):
+    """What there is to know about a result that a parameter carries.
+
+    Attributes:
+        extension: Whose result it is.
+        samples: Number of samples it is made of.
+        extra: See the ``Combination``; ``None`` where it was not kept.
+        done: What was done to it since.
+    """
+
+    extension: Any
+    samples: int
+    extra: Any = None
+    done: frozenset[str] = frozenset()
+
+
+class Part(NamedTuple):
+    """The quantity of one part.
+
+    Attributes:
+        value: The quantity.
+        samples: Number of samples it is made of.
+        extra: See the ``Combination``.
+    """
+
+    value: Any
+    samples: int
+    extra: Any = None
+
+
+class Parts(ABC):
+    """The same quantity of all parts, of which one is at hand.
+
+    Attributes:
+        some: One part.
+        samples: Number of samples in all parts.
+    """
+
+    def __init__(self, some: Part, samples: int) -> None:
+        self.some, self.samples = some, samples
+
+    @abstractmethod
+    def total(self, function: Callable[[Part], Tensor]) -> Tensor:
+        """Add something over all parts.
+
+        Args:
+            function: What to add, of a part.
+        """
+
+    @abstractmethod
+    def side_by_side(self, axis: int) -> Tensor:
+        """Return what is kept for each sample.
+
+        Args:
+            axis: Of the samples.
+        """
+
+
+class MicroBatches(Parts):
+    """Parts that are all at hand."""
+
+    def __init__(self, *parts: Part) -> None:
+        """Unite parts.
+
+        Args:
+            *parts: The parts.
+        """
+        super().__init__(parts[0], sum(part.samples for part in parts))
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[Part]:
+        return iter(self._parts)
+
+    def total(self, function: Callable[[Part], Tensor]) -> Tensor:
+        first, *others = map(function, self._parts)
+        return sum(others, first)
+
+    def side_by_side(self, axis: int) -> Tensor:
+        return torch.cat([part.value for part in self._parts], axis)
+
+
+class Combination(ABC):
+    """What becomes of a quantity when the loss is scaled, and when parts are united.
+
+    Attributes:
+        unites: Whether the whole can be made of its parts.
+        additive: Whether a part in which the parameter is not used contributes nothing.
+    """
+
+    unites: bool = True
+    additive: bool = False
+
+    def lacks(self, part: Part, union: bool) -> bool:
+        """Say whether something is not known of a part, as of the result of a user's rule.
+
+        Args:
+            part: The part.
+            union: Whether it is to be united with others, or only scaled.
+
+        Returns:
+            Whether it is.
+        """
+        return False
+
+    def fits(self, one: Part, other: Part) -> bool:
+        """Say whether two parts can be united.
+
+        Args:
+            one: A part.
+            other: A part.
+
+        Returns:
+            Whether they can.
+        """
+        return True
+
+    @abstractmethod
+    def scaled(self, part: Part, factor: float) -> Part:
+        """Return the quantity of a multiple of the loss.
+
+        Args:
+            part: The quantity.
+            factor: By what the loss is multiplied.
+        """
+
+    @abstractmethod
+    def united(self, parts: Parts) -> Part:
+        """Return the quantity of the whole.
+
+        Args:
+            parts: The quantities of its parts.
+        """
+
+
+class Sum(Combination):
+    """A sum over samples."""
+
+    additive = True
+
+    def __init__(self, degree: int) -> None:
+        """Set the degree.
+
+        Args:
+            degree: In the loss.
+        """
+        self._degree = degree
+
+    def scaled(self, part: Part, factor: float) -> Part:
+        return part._replace(value=part.value * factor**self._degree)
+
+    def united(self, parts: Parts) -> Part:
+        return Part(parts.total(lambda part: part.value), parts.samples)
+
+
+class PerSample(Combination):
+    """Something for each sample."""
+
+    def __init__(self, degree: float, axis: int = 0) -> None:
+        """Say where the samples are.
+
+        Args:
+            degree: In the loss.
+            axis: Of the samples.
+        """
+        self._degree, self._axis = degree, axis
+
+    def fits(self, one: Part, other: Part) -> bool:
+        shapes = [(part.value.shape[: self._axis], part.value.shape[self._axis + 1 :]) for part in (one, other)]
+        return shapes[0] == shapes[1]
+
+    def scaled(self, part: Part, factor: float) -> Part:
+        return part._replace(value=part.value * factor**self._degree)
+
+    def united(self, parts: Parts) -> Part:
+        return Part(parts.side_by_side(self._axis), parts.samples)
+
+
+class CentredSquares(Combination):
+    """A variance over samples, of degree two; the extra is the sum of what varies."""
+
+    def lacks(self, part: Part, union: bool) -> bool:
+        return union and part.extra is None
+
+    def scaled(self, part: Part, factor: float) -> Part:
+        return part._replace(value=part.value * factor**2, extra=part.extra if part.extra is None else part.extra * factor)
+
+    def united(self, parts: Parts) -> Part:
+        whole, samples = parts.total(lambda part: part.extra), max(parts.samples, 1)
+        mean = whole / samples
+
+        def squares(part: Part) -> Tensor:
+            return ((part.extra / max(part.samples, 1) - mean).square_() + part.value) * part.samples
+
+        return Part(parts.total(squares) / samples, parts.samples, whole)
+
+
+class Factors(Combination):
+    """Kronecker factors: sums over samples, of degree one, and means over samples, of degree zero.
+
+    Each value is a list of factors, or one such list a group. The extra is the place of the mean among the two sides, ``None`` for one side.
+    """
+
+    def __init__(self, unites: bool) -> None:
+        """Say whether factors of parts make up those of the whole.
+
+        Args:
+            unites: Whether they do.
+        """
+        self.unites = unites
+
+    def lacks(self, part: Part, union: bool) -> bool:
+        return part.extra is None and (len(part.value) > 1 or isinstance(part.value[0], list))
+
+    def scaled(self, part: Part, factor: float) -> Part:
+        factors = [given if k % 2 == part.extra else given * factor for k, given in enumerate(_flat(part))]
+        return part._replace(value=_like(part, factors))
+
+    def united(self, parts: Parts) -> Part:
+        def unite(k: int) -> Tensor:
+            if k % 2 == parts.some.extra:
+                return parts.total(lambda part: _flat(part)[k] * part.samples) / max(parts.samples, 1)
+            return parts.total(lambda part: _flat(part)[k])
+
+        factors = [unite(k) for k in range(len(_flat(parts.some)))]
+        return parts.some._replace(value=_like(parts.some, factors), samples=parts.samples)
+
+
+class Function(Combination):
+    """A product with a matrix of degree one. It keeps what a pass has recorded, so that no whole is made of several."""
+
+    unites = False
+
+    def scaled(self, part: Part, factor: float) -> Part:
+        return part._replace(value=lambda mat: part.value(mat) * factor)
+
+    def united(self, parts: Parts) -> Part:
+        raise AssertionError("Functions are refused before.")
+
+
+def _flat(part: Part) -> list[Tensor]:
+    return [factor for group in part.value for factor in group] if isinstance(part.value[0], list) else part.value
+
+
+def _like(part: Part, factors: list[Tensor]) -> list:
+    return [factors[k : k + 2] for k in range(0, len(factors), 2)] if isinstance(part.value[0], list) else factors

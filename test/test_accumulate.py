@@ -1,0 +1,418 @@
+"""Accumulation: passes over the parts of a mini-batch make up the quantities of the whole, however it is split."""
+
+from __future__ import annotations
+
+from copy import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from cases import CASES
+from oracle import Oracle, Problem, Term
+from test_extensions import MC, QUANTITIES, Expect, close, collect
+from torch import Tensor, einsum, nn
+
+from backpack import backpack, clear, extend, extensions, leave_out, results, unscale
+from backpack.core.owners import owners
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.errors import ArgumentError, UnsupportedError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+N = 5
+SPLITS = [(5,), (3, 2), (1, 3, 1), (1, 1, 1, 1, 1), (2, 0, 3)]
+SUMMED = [name for name in QUANTITIES if not name.startswith(("KFRA", "HBP, ", "HMP", "GGNMP", "PCHMP")) and not name.endswith(("MC", "KFAC"))]
+SUMMED.append("HBP, square root")
+REFUSED = ["KFRA", "HBP, GGN", "HBP, Hessian", "HBP, PCH clip", "HMP", "GGNMP", "PCHMP, abs"]
+MODELS = [
+    "logreg",
+    "frozen first layer",
+    "extra axis",
+    "Tanh",
+    "Sigmoid",
+    "2 * CE",
+    "MSE, 3-d, mean",
+    "residual",
+    "linear twice",
+    "tied branches",
+    "bare scalar",
+    "position embedding",
+    "class token",
+    "layer scale",
+    "own layer",
+    "samples second",
+    "samples folded",
+    "square matrix, as it is and transposed",
+    "stack of matrices",
+    "matrix on positions",
+    "einsum",
+    "net: Conv2d",
+    "net: ConvTranspose2d",
+    "net: groups, Conv2d, depthwise",
+    "net: groups, ConvTranspose1d",
+    "net: Conv1d twice",
+    "Embedding",
+    "Embedding, padding, two axes",
+    "Embedding twice",
+    "EmbeddingBag, sum",
+    "Bilinear, both inputs",
+    "LayerNorm, first",
+    "GroupNorm",
+    "BatchNorm1d, evaluation",
+    "transformer: attention",
+    "recurrent: LSTM",
+]
+
+
+def slices(split: tuple[int, ...]) -> list[slice]:
+    ends = [sum(split[:i]) for i in range(len(split) + 1)]
+    return [slice(a, b) for a, b in pairwise(ends)]
+
+
+def part(problem: Problem, n: slice, scale: float) -> Problem:
+    """Some of the samples of a problem with one term; its loss is multiplied by something."""
+    (whole,) = problem.terms
+    term, smaller = copy(whole), copy(problem)
+    term.target, term.scale = whole.target[n], whole.scale * scale
+    smaller.x, smaller.terms = problem.x[n], [term]
+    return smaller
+
+
+def accumulate(problem: Problem, split: tuple[int, ...], *active: BackpropExtension) -> None:
+    """Write the quantities of the mean loss over the mini-batch from passes over its parts."""
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(*active, accumulate=True):
+        for n in slices(split):
+            some = part(problem, n, (n.stop - n.start) / N)
+            some.loss(some.outputs()).backward()
+
+
+@pytest.mark.parametrize("split", SPLITS[1:3], ids=str)
+@pytest.mark.parametrize("case", MODELS)
+def test_parts_make_up_the_whole(case: str, split: tuple[int, ...]) -> None:
+    problem = CASES[case].build(N)
+    oracle = Oracle(CASES[case].build(N))
+    names = [name for name in SUMMED if QUANTITIES[name].expect(CASES[case].tags) is Expect.EXACT]
+    accumulate(problem, split, *(QUANTITIES[name].make() for name in names if name != "HBP, square root"))
+    for name in names:
+        if name != "HBP, square root":
+            QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+    gradients = {name: value.sum(0) for name, value in oracle.grad_batch.items()}
+    for name, parameter in problem.model.named_parameters():
+        if name in gradients:
+            close(parameter.grad, gradients[name])
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_every_split_and_extension(split: tuple[int, ...]) -> None:
+    """Also empty parts, one part, one sample each."""
+    oracle = Oracle(CASES["Tanh"].build(N))
+    for name in SUMMED:
+        problem = CASES["Tanh"].build(N)
+        accumulate(problem, split, QUANTITIES[name].make())
+        QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+
+
+def test_unscaled_losses_of_uneven_parts() -> None:
+    """The quantities are those of the sum of the losses: with mean losses, a sample of a small part weighs more."""
+    problem, split = CASES["CE, mean"].build(N), (1, 4)
+    weights = torch.cat([torch.full((size,), 1 / size, dtype=torch.float64) for size in split])
+    term = Term(nn.CrossEntropyLoss(reduction="none"), problem.terms[0].target, scale=weights)
+    oracle = Oracle(Problem(CASES["CE, mean"].build(N).model, problem.x, [term]))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(*(QUANTITIES[name].make() for name in SUMMED[:-1]), accumulate=True):
+        for n in slices(split):
+            some = part(problem, n, 1.0)
+            some.loss(some.outputs()).backward()
+    for name in SUMMED[:-1]:
+        QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+
+
+@pytest.mark.parametrize("split", SPLITS[:4], ids=str)
+def test_sampled_quantities(split: tuple[int, ...]) -> None:
+    """Draws differ between splits; but all quantities are those of the square root, which is the draw of each part on its own."""
+    problem, alone = CASES["Tanh"].build(N), CASES["Tanh"].build(N)
+    columns: dict[str, list[Tensor]] = {}
+    for n in slices(split):
+        oracle = Oracle(part(alone, n, (n.stop - n.start) / N))
+        for hessian in oracle.sampled_hessians(MC):
+            for name, value in oracle.diag_ggn_batch(hessian).items():
+                columns.setdefault(name, []).append(value)
+    names = ["SqrtGGNMC", "DiagGGNMC", "BatchDiagGGNMC", "KFAC", "KFLR"]
+    accumulate(problem, split, *(QUANTITIES[name].make() for name in names))
+    for name, parameter in problem.model.named_parameters():
+        root, expected = parameter.sqrt_ggn_mc, torch.cat(columns[name])
+        assert root.shape == (MC, N, *parameter.shape)
+        close(root.square().sum(0), expected)
+        close(parameter.diag_ggn_mc_batch, expected)
+        close(parameter.diag_ggn_mc, expected.sum(0))
+        if parameter.dim() == 1:
+            close(parameter.kfac[0], einsum("vni,vnj->ij", root, root))
+            bias = parameter.kfac[0]
+    for name, parameter in problem.model.named_parameters():
+        if name.endswith("weight"):
+            close(parameter.kfac[1], parameter.kflr[1])
+    close(parameter.kfac[0], bias)
+
+
+@pytest.mark.parametrize("index", [[1], [1, 0, 1], [-1]], ids=str)
+def test_subsampling(index: list[int]) -> None:
+    """In each part the same places are chosen, and their number is what a variance divides by."""
+    problem, oracle = CASES["Tanh"].build(N), Oracle(CASES["Tanh"].build(N))
+    names = ["BatchGrad", "Variance", "DiagHessian", "SqrtGGNExact"]
+    accumulate(problem, (3, 2), *(getattr(extensions, name)(subsampling=index) for name in names))
+    chosen = [range(5)[n][i] for n in slices((3, 2)) for i in index]
+    for name, parameter in problem.model.named_parameters():
+        gradients = oracle.grad_batch[name][chosen]
+        close(parameter.grad_batch, gradients)
+        close(parameter.variance, gradients.var(0, correction=0))
+        close(parameter.diag_h, oracle.diag_h_batch[name][chosen].sum(0))
+    U = torch.cat([p.sqrt_ggn_exact.flatten(2) for p in problem.model.parameters()], 2)
+    close(einsum("vnp,vnq->npq", U, U), oracle.ggn_per_sample(oracle.hessian_exact)[chosen])
+
+
+def test_variance_far_from_zero() -> None:
+    """The mean is a million times the deviation: sums of squares would lose all digits in double precision, deviations from the mean do not."""
+    model = extend(nn.Linear(1, 1, bias=False).double())
+    x = 1e7 + torch.randn(8, 1, dtype=torch.float64)
+    with backpack(extensions.Variance(subsampling=[0, 1]), accumulate=True):
+        for part_of_x in x.split(2):
+            model(part_of_x).sum().backward()
+    close(model.weight.variance, x.var(0, correction=0)[None], rtol=1e-7)
+
+
+def test_accumulates_within_a_context_only() -> None:
+    """A context begins anew; so does one whose results were cleared."""
+    problem = CASES["Tanh"].build(N)
+    accumulate(problem, (3, 2), extensions.BatchGrad())
+    accumulate(problem, (3, 2), extensions.BatchGrad())
+    expected = Oracle(CASES["Tanh"].build(N)).grad_batch
+    for name, value in collect(problem, "grad_batch").items():
+        close(value, expected[name])
+    with backpack(extensions.BatchGrad(), extensions.Variance(), accumulate=True):
+        for _ in range(3):
+            problem.loss(problem.outputs()).backward()
+            assert all(p.grad_batch.shape[0] == N for p in problem.model.parameters())
+            clear(problem.model)
+            assert not results(problem.model)
+            assert not any(owners.notes(p) for p in problem.model.parameters())
+
+
+def test_two_models_in_turn() -> None:
+    """A pass over one model leaves what was accumulated for the other alone."""
+    one, other = CASES["Tanh"].build(N), CASES["logreg"].build(N)
+    for problem in (one, other):
+        extend(problem.model)
+    with backpack(extensions.Variance(), extensions.SumGradSquared(), accumulate=True):
+        for n in slices((3, 2)):
+            for problem in (one, other):
+                some = part(problem, n, (n.stop - n.start) / N)
+                some.loss(some.outputs()).backward()
+    for problem, case in ((one, "Tanh"), (other, "logreg")):
+        for name in ("Variance", "SumGradSquared"):
+            QUANTITIES[name].check(Oracle(CASES[case].build(N)), collect(problem, QUANTITIES[name].field))
+
+
+def test_variance_beside_a_penalty_and_earlier_gradients() -> None:
+    """Neither what ``.grad`` held before, nor a term that is left out, enters the mean."""
+    problem = CASES["Tanh"].build(N)
+    extend(problem.model)
+    for parameter in problem.model.parameters():
+        parameter.grad = torch.full_like(parameter, 7.0)
+    with backpack(extensions.Variance(), accumulate=True):
+        for i, n in enumerate(slices((3, 2))):
+            some = part(problem, n, (n.stop - n.start) / N)
+            loss = some.loss(some.outputs())
+            if i:
+                loss = loss + leave_out(sum(p.square().sum() for p in problem.model.parameters()))
+            loss.backward()
+            for parameter in problem.model.parameters():
+                parameter.grad.mul_(3.0)  # in place, as optimizers do
+    QUANTITIES["Variance"].check(Oracle(CASES["Tanh"].build(N)), collect(problem, "variance"))
+
+
+def test_a_failed_pass_changes_nothing() -> None:
+    problem = CASES["Tanh"].build(N)
+    extend(problem.model)
+    seen: list[nn.Module] = []
+
+    def fail(module: nn.Module) -> None:
+        seen.append(module)
+        if len(seen) > 7:
+            raise RuntimeError("hook")
+
+    with backpack(extensions.Variance(), extensions.BatchGrad(), extension_hook=fail, accumulate=True):
+        problem.loss(problem.outputs()).backward()
+        before = {p: (p.variance.clone(), p.grad_batch.clone()) for p in problem.model.parameters()}
+        seen.extend([problem.model] * 5)
+        with pytest.raises(RuntimeError, match="hook"):
+            problem.loss(problem.outputs()).backward()
+        for parameter, (variance, grad_batch) in before.items():
+            assert torch.equal(parameter.variance, variance)
+            assert torch.equal(parameter.grad_batch, grad_batch)
+        seen.clear()
+        problem.loss(problem.outputs()).backward()
+    for parameter, (variance, grad_batch) in before.items():
+        close(parameter.variance, variance)  # the same samples twice
+        close(parameter.grad_batch, torch.cat([grad_batch, grad_batch]))
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_parts_is_refused(name: str) -> None:
+    extension = QUANTITIES[name].make()
+    with pytest.raises(UnsupportedError, match=f"{extension.savefield}: .*{type(extension).__name__}.* parts"):
+        backpack(extension, accumulate=True)
+
+
+def test_average_of_inputs_is_refused() -> None:
+    hbp = extensions.secondorder.hbp
+    extension = extensions.HBP(
+        hbp.Curvature.GGN, hbp.LossHessianStrategy.EXACT, hbp.BackpropStrategy.SQRT, hbp.ExpectationApproximation.CHEN, savefield="mean_inputs"
+    )
+    with pytest.raises(UnsupportedError, match="mean_inputs: "):
+        backpack(extension, accumulate=True)
+
+
+class Norms(extensions.BatchGrad):
+    """Makes something else of per-sample gradients, so that what is known of these holds no more."""
+
+    def finish(self, state: dict, parameter: nn.Parameter) -> Tensor:
+        return super().finish(state, parameter).norm()
+
+
+def test_subclass_with_another_meaning_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="Norms .*`combination`"):
+        backpack(Norms(), accumulate=True)
+
+
+class Routed(nn.Module):
+    """Uses one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, first: bool) -> Tensor:
+        return (self.one if first else self.other)(x)
+
+
+@pytest.mark.parametrize("extension", [extensions.BatchGrad, extensions.Variance, extensions.BatchL2Grad])
+@pytest.mark.parametrize("again", [False, True])
+def test_unused_parameter(extension: type[BackpropExtension], again: bool) -> None:
+    """A part that does not use a parameter counts in a mean and in a list of samples; nothing is known of it."""
+    model = extend(Routed())
+    with backpack(extension(), accumulate=True):
+        model(torch.rand(3, 3), True).sum().backward()
+        before = results(model)
+        with pytest.raises(UnsupportedError, match=r'(one|other)\.(weight|bias)\..*exclude=\["'):
+            model(torch.rand(2, 3), False).sum().backward()
+        assert results(model).keys() == before.keys()
+        if again:
+            model(torch.rand(2, 3), True).sum().backward()
+
+
+def test_unused_parameter_in_a_sum() -> None:
+    model, x = extend(Routed().double()), torch.rand(5, 3, dtype=torch.float64)
+    with backpack(extensions.SumGradSquared(), accumulate=True):
+        for n, first in ((slice(0, 2), True), (slice(2, 3), False), (slice(3, 5), True)):
+            model(x[n], first).sum().backward()
+    close(model.one.weight.sum_grad_squared, x[[0, 1, 3, 4]].square().sum(0).expand(2, 3))
+    close(model.other.weight.sum_grad_squared, x[2].square().expand(2, 3))
+
+
+def test_changed_shape_is_refused() -> None:
+    """The number of columns depends on the number of outputs, here positions."""
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    with backpack(extensions.SqrtGGNExact(), accumulate=True):
+        lossfunc(model(torch.rand(2, 4, 3)), torch.rand(2, 4, 2)).backward()
+        with pytest.raises(UnsupportedError, match=r"weight\.sqrt_ggn_exact.*\[8, 2, 2, 3\] and \[10, 2, 2, 3\]|bias\.sqrt"):
+            lossfunc(model(torch.rand(2, 5, 3)), torch.rand(2, 5, 2)).backward()
+        assert model.weight.sqrt_ggn_exact.shape == (8, 2, 2, 3)
+
+
+def test_create_graph_is_refused() -> None:
+    model = extend(nn.Linear(3, 2))
+    with backpack(extensions.BatchGrad(), accumulate=True), pytest.raises(UnsupportedError, match="create_graph"):
+        model(torch.rand(2, 3)).sum().backward(create_graph=True)
+    assert not results(model)
+
+
+def test_rule_of_a_user_lacks_what_a_variance_needs() -> None:
+    class Rule(extensions.firstorder.base.FirstOrderModuleExtension):
+        def __init__(self) -> None:
+            super().__init__(params=["weight", "bias"])
+
+        def weight(self, ext, module, g_inp, g_out, bpQuantities) -> Tensor:  # noqa: ANN001, N803
+            return torch.zeros_like(module.weight)
+
+        def bias(self, ext, module, g_inp, g_out, bpQuantities) -> Tensor:  # noqa: ANN001, N803
+            return torch.zeros_like(module.bias)
+
+    extension = extensions.Variance()
+    extension.set_module_extension(nn.Linear, Rule())
+    model = extend(nn.Linear(3, 2))
+    with backpack(extension, accumulate=True):
+        model(torch.rand(2, 3)).sum().backward()
+        with pytest.raises(UnsupportedError, match=r"variance comes without"):
+            model(torch.rand(2, 3)).sum().backward()
+
+
+# --- scaled losses ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["Tanh", "net: groups, Conv2d, depthwise", "Embedding", "einsum"])
+def test_unscale(case: str) -> None:
+    """Each quantity has its degree: what a multiplied loss yields is brought back to the loss itself."""
+    oracle = Oracle(CASES[case].build(N))
+    problem = CASES[case].build(N)
+    names = [name for name in SUMMED[:-1] if QUANTITIES[name].expect(CASES[case].tags) is Expect.EXACT]
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(*(QUANTITIES[name].make() for name in names)):
+        (problem.loss(problem.outputs()) * 1024.0).backward()
+    unscale(problem.model, 1024.0)
+    for name in names:
+        QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+    with pytest.raises(ArgumentError, match="unscaled before"):
+        unscale(problem.model, 1024.0)
+    for name in names:
+        QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.0, float("nan"), float("inf"), "2"])
+def test_unscale_refuses_other_factors(scale: object) -> None:
+    model = extend(nn.Linear(3, 2))
+    with backpack(extensions.BatchGrad()):
+        model(torch.rand(2, 3)).sum().backward()
+    with pytest.raises(ArgumentError, match="scale"):
+        unscale(model, scale)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_unscale_what_has_no_parts(name: str) -> None:
+    problem, oracle = CASES["Sigmoid"].build(1), Oracle(CASES["Sigmoid"].build(1))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(QUANTITIES[name].make()):
+        (problem.loss(problem.outputs()) * 8.0).backward()
+    unscale(problem.model, 8.0)
+    QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+
+
+def test_unscale_refuses_what_it_does_not_know() -> None:
+    """Nothing is changed then."""
+    problem = CASES["logreg"].build(N)
+    extend(problem.model)
+    norms = Norms()
+    norms.savefield = "norms"
+    with backpack(extensions.BatchL2Grad(), norms):
+        problem.loss(problem.outputs()).backward()
+    before = {p: p.batch_l2.clone() for p in problem.model.parameters()}
+    with pytest.raises(UnsupportedError, match=r"\.norms: .*Norms"):
+        unscale(problem.model, 2.0)
+    assert all(torch.equal(p.batch_l2, value) for p, value in before.items())

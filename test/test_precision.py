@@ -1,0 +1,185 @@
+"""Precision: the data type of each quantity, how far half precision is from the truth, mixed precision with a scaled loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import CASES
+from oracle import Oracle, Problem
+from test_extensions import QUANTITIES, Expect, close, collect, flat, run
+from torch import Tensor, nn
+
+from backpack import backpack, extend, extensions, unscale
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+LINEAR = ["BatchGrad", "SqrtGGNExact"]
+SQUARED = ["BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "BatchDiagGGNExact", "DiagHessian", "BatchDiagHessian", "KFLR", "KFRA"]
+MODELS = [
+    "logreg",
+    "Tanh",
+    "Softmax",
+    "extra axis",
+    "linear twice",
+    "net: Conv2d",
+    "net: groups, Conv1d",
+    "net: ConvTranspose2d",
+    "LayerNorm",
+    "Embedding",
+    "matrix on positions",
+]
+
+
+def truth_of(problem: Problem, case: str, size: int) -> Problem:
+    """The same net and data in double precision."""
+    exact = CASES[case].build(size)
+    exact.model.load_state_dict(problem.model.state_dict())
+    exact.x = problem.x.double() if problem.x.is_floating_point() else problem.x
+    for term, other in zip(exact.terms, problem.terms, strict=True):
+        term.target = other.target.double() if other.target.is_floating_point() else other.target
+    return exact
+
+
+def values_of(problem: Problem, name: str) -> Iterator[tuple[str, Tensor]]:
+    for parameter, value in collect(problem, QUANTITIES[name].field).items():
+        for part in flat(value):
+            yield parameter, part
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", MODELS)
+def test_models_of_one_precision(case: str, dtype: torch.dtype) -> None:
+    """What is linear in gradients has the type of the parameter; what is squared is made, added and kept in ``float32`` at least.
+
+    The error is that of the tensors that are squared, a few times the rounding of the model's type, and grows with its depth.
+    """
+    for name in LINEAR + SQUARED:
+        if QUANTITIES[name].expect(CASES[case].tags) is not Expect.EXACT:
+            continue
+        problem = CASES[case].build(3, dtype)
+        exact = truth_of(problem, case, 3)
+        run(problem, QUANTITIES[name].make())
+        run(exact, QUANTITIES[name].make())
+        largest = max(value.abs().amax() for _, value in values_of(exact, name))
+        for (parameter, value), (_, expected) in zip(values_of(problem, name), values_of(exact, name), strict=True):
+            assert value.dtype == (dtype if name in LINEAR else torch.promote_types(dtype, torch.float32)), (name, parameter)
+            error = (value.double() - expected).abs().amax()
+            assert error <= 16 * torch.finfo(dtype).eps * max(expected.abs().amax(), 1e-2 * largest), (name, parameter, error, expected.abs().amax())
+
+
+@pytest.mark.parametrize("name", ["BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "BatchDiagGGNExact", "DiagHessian", "KFLR"])
+@pytest.mark.parametrize("case", ["Tanh", "net: Conv2d", "Embedding", "LayerNorm", "matrix on positions", "linear twice"])
+def test_squares_below_the_range_of_half_precision(name: str, case: str) -> None:
+    """Gradients of 1e-4 have squares that half precision rounds to zero."""
+    if QUANTITIES[name].expect(CASES[case].tags) is not Expect.EXACT:
+        name = "SumGradSquared"
+    results = []
+    for dtype in (torch.float16, torch.float64):
+        problem = CASES[case].build(3, torch.float16)
+        problem = problem if dtype is torch.float16 else truth_of(problem, case, 3)
+        for module in (problem.model, *problem.losses):
+            extend(module)
+        with backpack(QUANTITIES[name].make()):
+            (problem.loss(problem.outputs()) * 2.0**-10).backward()
+        results.append([value for _, value in values_of(problem, name)])
+    for value, expected in zip(*results, strict=True):
+        if expected.abs().amax() > 1e-12:
+            close(value.double(), expected, rtol=0.1)
+
+
+def test_moments_above_the_range_of_half_precision() -> None:
+    """A sum of squares over positions is larger than 65504, its mean need not be."""
+    model, x = nn.Conv1d(2, 3, 3).half(), 4 * torch.ones(8, 2, 1000, dtype=torch.float16)
+    extend(model)
+    lossfunc = extend(nn.MSELoss())
+    with backpack(extensions.KFLR()):
+        lossfunc(model(x).float(), torch.zeros(8, 3, 998)).backward()
+    close(model.weight.kflr[1], torch.full((6, 6), 16.0 * 998))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_counts_above_the_digits_of_half_precision(dtype: torch.dtype) -> None:
+    model, indices = extend(nn.Embedding(3, 2).to(dtype)), torch.zeros(5, 401, dtype=torch.int64)
+    indices[0, 0] = 2
+    lossfunc = extend(nn.MSELoss(reduction="sum"))
+    with backpack(extensions.KFLR(), extensions.SumGradSquared()):
+        lossfunc(model(indices).float(), torch.zeros(5, 401, 2)).backward()
+    close(model.weight.kflr[0], torch.tensor([2004 / 5, 0.0, 1 / 5]))
+    row = model.weight.detach()[0].float() * 2
+    counts = torch.tensor([400.0, 401, 401, 401, 401])
+    close(model.weight.sum_grad_squared[0], counts.square().sum() * row.square(), rtol=1e-5)
+
+
+# --- mixed precision --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "case", ["logreg", "MSE, mean", "Tanh", "residual", "linear twice", "matrix on positions", "net: Conv2d", "LayerNorm", "transformer: attention"]
+)
+def test_autocast_with_a_scaled_loss(case: str, dtype: torch.dtype) -> None:
+    """The scaler's factor is taken out of everything, and what is left is the quantity up to the precision of the layers."""
+    names = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR"]
+    problem = CASES[case].build(3, torch.float32)
+    exact = truth_of(problem, case, 3)
+    run(exact, *(QUANTITIES[name].make() for name in names))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = torch.optim.SGD(problem.model.parameters(), lr=0.1)
+    with torch.autocast("cpu", dtype):
+        loss = problem.loss([out.float() for out in problem.outputs()])
+    with backpack(*(QUANTITIES[name].make() for name in names)):
+        scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    unscale(problem.model, scaler.get_scale())
+    for parameter in problem.model.parameters():
+        close(parameter.grad_batch.sum(0), parameter.grad, rtol=0.02)
+        close(parameter.variance, parameter.grad_batch.var(0, correction=0), rtol=0.02)
+    for name in names:
+        largest = max(value.abs().amax() for _, value in values_of(exact, name))
+        for (_, value), (_, expected) in zip(values_of(problem, name), values_of(exact, name), strict=True):
+            assert value.dtype == torch.float32
+            error = (value.double() - expected).abs().amax()
+            assert error <= 16 * torch.finfo(dtype).eps * max(expected.abs().amax(), 1e-2 * largest), (name, error)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_overflow() -> None:
+    """Where the scaler skips the step, quantities are not finite, as the gradients are."""
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    with backpack(extensions.BatchGrad(), extensions.SumGradSquared()):
+        scaler.scale(lossfunc(model(torch.full((4, 3), 1e20)), torch.zeros(4, 2))).backward()
+    scaler.unscale_(optimizer)
+    unscale(model, scaler.get_scale())
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before)
+    assert not model.weight.grad.isfinite().all()
+    assert not model.weight.sum_grad_squared.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_accumulation_with_a_scaled_loss_and_micro_batches(dtype: torch.dtype) -> None:
+    """All three together: losses of uneven parts, weighted, scaled, under autocast."""
+    problem = CASES["Tanh"].build(5, torch.float32)
+    oracle = Oracle(truth_of(problem, "Tanh", 5))
+    model, lossfunc = extend(problem.model), extend(problem.terms[0].module)
+    y = problem.terms[0].target
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    with backpack(extensions.Variance(), extensions.DiagGGNExact(), accumulate=True):
+        for n in (slice(0, 2), slice(2, 5)):
+            with torch.autocast("cpu", dtype):
+                loss = lossfunc(model(problem.x[n]).float(), y[n])
+            scaler.scale(loss * ((n.stop - n.start) / 5)).backward()
+    unscale(model, scaler.get_scale())
+    truths = {name: value.sum(0) for name, value in oracle.diag_ggn_batch(oracle.hessian_exact).items()}
+    for name, parameter in model.named_parameters():
+        close(parameter.variance.double(), oracle.variance[name], rtol=32 * torch.finfo(dtype).eps)
+        close(parameter.diag_ggn_exact.double(), truths[name], rtol=32 * torch.finfo(dtype).eps)
