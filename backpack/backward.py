@@ -161,6 +161,7 @@ def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool
         plan = _plan(list(roots), extensions, returns)
         if plan is None:
             return execute()
+        plan.complete = not some
         plan.whole = not (returns or some or plan.walk.leaves_out)
         return _run(execute, plan, extensions, create_graph, retain)
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+
+from torch.nn import Parameter
 
 from backpack.core.calls import Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
@@ -77,11 +79,11 @@ def refuse_as_loss(marks: Iterable[Mark]) -> None:
             )
 
 
-def refuse_without_loss(names: str, calls: Iterable[ModuleCall]) -> None:
+def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[ModuleCall]) -> None:
     """Refuse a second-order quantity for want of a loss.
 
     Args:
-        names: Names of the parameters.
+        parameters: The parameters and their names.
         calls: All calls.
 
     Raises:
@@ -99,6 +101,7 @@ def refuse_without_loss(names: str, calls: Iterable[ModuleCall]) -> None:
                 f"samples on axis 0, write {how_to_register(call)} before the forward pass"
             )
     raise LossNotExtendedError(
-        f"No extended loss lies on a path from the tensor on which backward was called to {names}. Second-order quantities start at the loss: "
-        f"{hint}, and `backpack.leave_out(term)` for a term to be ignored."
+        "No extended loss lies on a path from the tensor on which backward was called to {names}. Second-order quantities start at the loss: "
+        f"{hint}, and `backpack.leave_out(term)` for a term to be ignored.",
+        parameters,
     )

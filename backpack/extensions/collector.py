@@ -26,7 +26,7 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
 from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster, signed_matrices, stack
 from backpack.extensions.undifferentiable import undifferentiable
-from backpack.utils.errors import LossNotExtendedError, UnsupportedError
+from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss, is_no_op
 
 
@@ -68,11 +68,38 @@ class Collector(Reader):
         return list(self._of_flow)
 
     def check(self) -> None:
-        """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it."""
-        for flow in self._of_flow:
-            flow.check(concerning(self._plan, self.concerned(flow)))
+        """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it.
+
+        Raises:
+            merge: One error about all of them.
+        """
+        refusals: list[BackpackError] = []
+        left = {flow: self._left(flow, self.concerned(flow), refusals) for flow in self._of_flow}
         for extension in self._extensions:
-            extension.check(concerning(self._plan, self._concerned[extension]))
+            self._left(extension, self._concerned[extension] & left.get(extension.flow, -1), refusals)
+        if refusals:
+            raise merge(refusals)
+
+    def _left(self, checked: Flow | BackpropExtension, bits: int, refusals: list[BackpackError]) -> int:
+        """Find out for which parameters a flow or an extension is not refused.
+
+        Args:
+            checked: The flow, or the extension.
+            bits: Bit set of the parameters that concern it.
+            refusals: Takes the refusals.
+
+        Returns:
+            Bit set of the others.
+        """
+        while bits:
+            try:
+                checked.check(concerning(self._plan, bits))
+                break
+            except BackpackError as error:
+                error.about = error.about or self._plan.walk.named(bits)
+                refusals.append(error)
+                bits &= ~self._plan.walk.bits_of(frozenset(map(id, error.about)))
+        return bits
 
     def concerned(self, flow: Flow) -> int:
         return reduce(or_, (self._concerned[extension] for extension in self._of_flow[flow]))
@@ -199,6 +226,9 @@ class Collector(Reader):
 
         Returns:
             (id of parameter, field) of everything that was written.
+
+        Raises:
+            UnattributedError: If a parameter has a gradient and lacks a quantity.
         """
         sources = {}
         for _, extension, state in self._late:
@@ -209,7 +239,16 @@ class Collector(Reader):
             self._write(parameter, extension, extension.finish(full, parameter))
         for module in sorted(self._waiting, key=lambda m: len(list(m.modules()))):
             self._run_hook(module)
-        return {(id(parameter), field) for parameter, field in self._written}
+        written = {(id(parameter), field) for parameter, field in self._written}
+        for extension in (extension for group in self._of_flow.values() for extension in group) if self._plan.complete else ():
+            bits = self._concerned[extension]
+            missing = [p for p in self._plan.uses if self._plan.walk.bits[id(p)] & bits and (id(p), extension.savefield) not in written]
+            if any(p.grad is not None for p in missing):
+                raise UnattributedError(
+                    f"{{names}}: what has arrived there is no complete {extension.savefield!r}, although the gradient has. Leave out {{exclude}}.",
+                    {p: owners[p] for p in missing},
+                )
+        return written
 
     def take_back(self) -> None:
         """Remove everything that this pass has written."""
