@@ -1,7 +1,7 @@
 """The plan of a backward pass: which rules are used where, which graph nodes are crossed by calling them, and where the samples lie.
 
 The samples are followed from the outermost module's output (or the loss's input) to each use of each tracked parameter. All refusals that
-depend on structure are raised here, before anything runs, all of them in one error.
+depend on structure are raised here, before anything runs, in one error.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class Plan:
         loose: Parameters that are used outside of all units.
         arrivals: Edge to number of consumers that hand columns to it.
         concerned: Bit set of the parameters that it is about.
-        whole: Whether autograd's gradients of parameters are those of all samples together, and of nothing else.
-        complete: Whether autograd runs every node.
+        whole: Whether autograd's gradients of parameters are those of all samples, and of nothing else; ``complete``: whether every node runs.
     """
 
     whole = complete = False

@@ -21,10 +21,9 @@ from backpack.core.plan import Plan
 from backpack.core.recording import reading, recorder_of
 from backpack.core.samples import first_axis
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
-from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster, signed_matrices, stack
+from backpack.extensions.rules import FromGradient, Rule, as_published, find_faster
 from backpack.extensions.undifferentiable import undifferentiable
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss, is_no_op
@@ -389,20 +388,3 @@ class Collector(Reader):
             print(f"[DEBUG] Extension hook on {recorder_of(module).path or type(module).__name__}")
         self._hook(module)
         self._happened(module)
-
-
-def as_published(extension: BackpropExtension, columns: Columns) -> Any:
-    """Say what one of the library's flows carries as a module extension receives it.
-
-    Args:
-        extension: The library's extension.
-        columns: ``{source: [V, N, *output]}``.
-
-    Returns:
-        ``[V, N, *output]``; of the Hessian's diagonal a dictionary of such, and of their signs. With subsampling ``N`` counts the chosen samples.
-    """
-    choice = ColumnRule(extension.flow, extension.samples(next(iter(columns.values())).shape[1]))
-    if not isinstance(extension.flow, SignedSqrtFlow):
-        return stack(choice.choose(columns))
-    parts = signed_matrices(columns)
-    return {"matrices": list(choice.choose(dict(enumerate(parts["matrices"]))).values()), "signs": parts["signs"]}

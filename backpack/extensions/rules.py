@@ -20,7 +20,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, add_at
 from backpack.core.flow import Columns, Use
 from backpack.core.samples import add_rows
-from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
+from backpack.extensions.flows import SignedSqrtFlow, SqrtFlow, apply_to_all, repetitions
 from backpack.utils.errors import UnsupportedError
 
 Subsampling = tuple[int, ...] | None
@@ -227,6 +227,23 @@ def signed_matrices(columns: Columns) -> dict[str, list]:
             parts["matrices"].append(chosen)
             parts["signs"].append(sign)
     return parts
+
+
+def as_published(extension: Any, columns: Columns) -> Any:
+    """Say what one of the library's flows carries as a module extension receives it.
+
+    Args:
+        extension: The library's extension.
+        columns: ``{source: [V, N, *output]}``.
+
+    Returns:
+        ``[V, N, *output]``; of the Hessian's diagonal a dictionary of such, and of their signs. With subsampling ``N`` counts the chosen samples.
+    """
+    choice = ColumnRule(extension.flow, extension.samples(next(iter(columns.values())).shape[1]))
+    if not isinstance(extension.flow, SignedSqrtFlow):
+        return stack(choice.choose(columns))
+    parts = signed_matrices(columns)
+    return {"matrices": list(choice.choose(dict(enumerate(parts["matrices"]))).values()), "signs": parts["signs"]}
 
 
 def in_order(sources: Iterable) -> list:

@@ -52,9 +52,9 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
             for name, parameter in unit.parameters.items():
                 if parameter in plan.uses and not isinstance(rule, GenericDerivatives) and not hasattr(rule, f"_{name}_jac_mat_prod"):
                     raise UnsupportedError(
-                        f"{self.savefield} of {unit.call.path}.{name}: {type(rule).__name__} has no _{name}_jac_mat_prod, the product "
-                        "with the Jacobian of the output with respect to this parameter. Implement it, use the products of backpack.hessianfree, or leave it out: "
-                        "{exclude}.",
+                        f"{self.savefield} of {unit.call.path}.{name}: {type(rule).__name__} has no _{name}_jac_mat_prod, the product with the "
+                        "Jacobian of the output with respect to this parameter. Implement it, use the products of backpack.hessianfree, or leave it "
+                        "out: {exclude}.",
                         {parameter: owners[parameter]},
                     )
 

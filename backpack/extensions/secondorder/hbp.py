@@ -88,7 +88,7 @@ class HBP(SecondOrderBackpropExtension):
         return SqrtFlow(self.get_num_mc_samples() if sampled else None)
 
     def rule_at(self, samples: int) -> Rule:
-        return ValueRule() if self._averages else KroneckerRule(ExpectationApproximation.should_average_param_jac(self._ea_strategy))
+        return ValueRule() if self._averages else KroneckerRule(self.averages_inputs)
 
     def rule_key(self) -> Any:
         return ("kronecker", self.flow, self._ea_strategy)
@@ -108,7 +108,7 @@ class HBP(SecondOrderBackpropExtension):
             One error a parameter.
         """
         loose = {id(parameter) for parameter in plan.loose}
-        for parameter, uses in sides_of(plan, ExpectationApproximation.should_average_param_jac(self._ea_strategy)).items():
+        for parameter, uses in sides_of(plan, self.averages_inputs).items():
             shape, side = list(parameter.shape), uses[0].outputs[1]
             if id(parameter) in loose and sum(size > 1 for size in shape) > 1:
                 why = f"{{names}} of shape {shape} is used by an operation or a layer without a rule for Kronecker factors"
@@ -159,6 +159,11 @@ class HBP(SecondOrderBackpropExtension):
         return pairs[0] if len(pairs) == 1 else pairs
 
     @property
+    def averages_inputs(self) -> bool:
+        """Whether the mean input of the samples is taken instead of each of them."""
+        return ExpectationApproximation.should_average_param_jac(self._ea_strategy)
+
+    @property
     def _averages(self) -> bool:
         return self._backprop_strategy == BackpropStrategy.BATCH_AVERAGE
 
@@ -177,7 +182,7 @@ class HBP(SecondOrderBackpropExtension):
         side = use.value.unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
         if name == "bias":
             return [side]
-        if ExpectationApproximation.should_average_param_jac(self._ea_strategy):
+        if self.averages_inputs:
             mean = rule.columns(call).mean(0)[0]
             return [side, mean @ mean.T]
         return [side, rule.input_moment(call)[0] / max(1, use.layout.samples)]
