@@ -6,14 +6,14 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.backward import backpack, make_plan
-from backpack.core.calls import recording
+from backpack.core.calls import ModuleCall, recording
 from backpack.core.carry import Carry
 from backpack.core.crossings import SPLIT, Way
 from backpack.core.graph import operation
@@ -133,22 +133,62 @@ def explain_loss(model: Module, loss: Tensor, extensions: list[BackpropExtension
     Returns:
         The explanation.
     """
-    studies = [_Study(model, loss, extension) for extension in extensions]
-    unit = gradient(Walk([loss.grad_fn]))
-    rows = [row for study in studies for row in study.rows(unit)]
-    quantities = [study.quantity(rows, unit) for study in studies]
+    walk = Walk([loss.grad_fn])
+    unit, graph = gradient(walk), _Graph(loss, {mark.call: mark.call.derivatives for marks in walk.marks.values() for mark in marks})
+    studies = [_Study(model, graph, extension, unit) for extension in extensions]
+    rows = [row for study in studies for row in study.rows]
+    quantities = [study.quantity(unit) for study in studies]
     carried: dict[Any, float] = {}
     for extension, study in zip(extensions, studies, strict=True):
         carried[extension.flow or extension] = max(carried.get(extension.flow or extension, 0.0), study.carried)
     batches = {number for study in studies if study.plan is not None for number in study.plan.batches.values()}
     cost = 1 + (sum(carried.values()) + sum(sum(study.read.values()) for study in studies)) / unit
     together = ""
-    if len(extensions) > 1:
+    active = [study.active for study in studies if study.plan is not None]
+    if len(active) > 1:
         try:
-            _Study.plan_of(loss, [study.active for study in studies])
+            graph.plan(active, {})
         except BackpackError as error:
             together = str(error)
     return Explanation(rows, quantities, batches.pop() if len(batches) == 1 else None, cost, together)
+
+
+class _Graph(NamedTuple):
+    """A graph that is planned again and again.
+
+    Attributes:
+        loss: The root.
+        derivatives: Call to rule, before any plan has chosen another one.
+    """
+
+    loss: Tensor
+    derivatives: dict[ModuleCall, Any]
+
+    def plan(self, extensions: list[BackpropExtension], rules: dict[int, str]) -> tuple[Plan | None, Collector | None]:
+        """Plan a backward pass, and try it.
+
+        Args:
+            extensions: The extensions.
+            rules: Takes, for each parameter by id, what serves it, even where it is refused afterwards.
+
+        Returns:
+            Plan and collector; ``None`` if there is nothing to be computed.
+        """
+        for call, derivatives in self.derivatives.items():
+            call.derivatives = derivatives
+        recording.on, on = False, recording.on
+        try:
+            plan = make_plan([self.loss], tuple(extensions), False)
+            if plan is None:
+                return None, None
+            rules |= {id(p): rule for p, rule in _rules(plan).items()}
+            collector = Collector(plan, extensions, None, False, False)
+            collector.check()
+            collector.mapped()
+            try_rules(self.loss, plan, collector)
+            return plan, collector
+        finally:
+            recording.on = on
 
 
 class _Study:
@@ -156,18 +196,19 @@ class _Study:
 
     Attributes:
         active: The extension, which leaves out what is refused.
+        rows: One entry for each parameter of the model.
         plan: The plan; ``None`` if nothing is left.
         carried: Multiplications for what is carried.
         read: Parameter (by id) to multiplications for what is read off.
     """
 
-    def __init__(self, model: Module, loss: Tensor, extension: BackpropExtension) -> None:
+    def __init__(self, model: Module, graph: _Graph, extension: BackpropExtension, unit: float) -> None:
         self._model, self._extension, self.active = model, extension, extension
         self._left_out, self._reasons, self._rules = extension.excluded(), {}, {}
         self.plan: Plan | None = None
         while True:
             try:
-                self.plan, collector = self.plan_of(loss, [self.active], self._rules)
+                self.plan, collector = graph.plan([self.active], self._rules)
                 break
             except BackpackError as error:
                 for part in error.parts:
@@ -183,38 +224,9 @@ class _Study:
             self.carried, self.read = costs.carried, costs.read
             self._crossed.update(_lower(gap.node) for gap in crossed)
             self._sides = sides_of(self.plan, isinstance(extension, HBP) and extension.averages_inputs)
+        self.rows = list(self._say(unit))
 
-    @staticmethod
-    def plan_of(loss: Tensor, extensions: list[BackpropExtension], rules: dict[int, str] | None = None) -> tuple[Plan | None, Collector | None]:
-        """Plan a backward pass, and try it.
-
-        Args:
-            loss: The root.
-            extensions: The extensions.
-            rules: Takes, for each parameter by id, what serves it, even where it is refused afterwards.
-
-        Returns:
-            Plan and collector; ``None`` if there is nothing to be computed.
-        """
-        before = {mark.call: mark.call.derivatives for marks in Walk([loss.grad_fn]).marks.values() for mark in marks}
-        recording.on, on = False, recording.on
-        try:
-            plan = make_plan([loss], tuple(extensions), False)
-            if plan is None:
-                return None, None
-            if rules is not None:
-                rules |= {id(p): rule for p, rule in _rules(plan).items()}
-            collector = Collector(plan, extensions, None, False, False)
-            collector.check()
-            collector.mapped()
-            try_rules(loss, plan, collector)
-            return plan, collector
-        finally:
-            recording.on = on
-            for call, derivatives in before.items():
-                call.derivatives = derivatives
-
-    def rows(self, unit: float) -> Iterator[Row]:
+    def _say(self, unit: float) -> Iterator[Row]:
         """Say what becomes of each parameter.
 
         Args:
@@ -278,20 +290,18 @@ class _Study:
             state = {source: empty(columns, number, *parameter.shape) for source, columns in widths.items()}
         return list(_flat(extension.finish(state, parameter)))
 
-    def quantity(self, rows: list[Row], unit: float) -> Quantity:
+    def quantity(self, unit: float) -> Quantity:
         """Say what becomes of the extension.
 
         Args:
-            rows: All rows.
             unit: Multiplications of a gradient.
 
         Returns:
             The summary.
         """
         name, field = type(self._extension).__name__, self._extension.savefield
-        own = [row for row in rows if row.field == field]
-        refused = tuple(row.parameter for row in own if row.verdict is Verdict.REFUSED)
-        return Quantity(name, field, 1 + (self.carried + sum(self.read.values())) / unit, sum(row.bytes for row in own), refused, self._crossed)
+        refused = tuple(row.parameter for row in self.rows if row.verdict is Verdict.REFUSED)
+        return Quantity(name, field, 1 + (self.carried + sum(self.read.values())) / unit, sum(row.bytes for row in self.rows), refused, self._crossed)
 
 
 def _flat(value: Any) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from enum import Enum
+from textwrap import wrap
 
 from torch import Size
 
@@ -23,6 +24,9 @@ class Verdict(Enum):
     REFUSED = "refused"
     EXCLUDED = "left out"
     NO_GRADIENT = "none"
+
+
+_THERE = {Verdict.EXACT, Verdict.MC, Verdict.OWN}
 
 
 @dataclass(frozen=True)
@@ -112,9 +116,9 @@ class Explanation:
         """Write the table.
 
         Returns:
-            Text of at most ``WIDTH`` columns, but for long reasons.
+            Text of at most ``WIDTH`` columns.
         """
-        reasons = list(dict.fromkeys((row.extension, row.reason) for row in self.refused))
+        reasons = list(dict.fromkeys(row.reason for row in self.refused))
         lines: list[str] = []
         for shapes in (True, False):
             table = self._table(reasons, shapes)
@@ -125,11 +129,11 @@ class Explanation:
             lines += ["  ".join(f"{cell:{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in part] + [""]
         return "\n".join([*lines, *self._footer(reasons)])
 
-    def _table(self, reasons: list[tuple[str, str]], shapes: bool) -> list[list[str]]:
+    def _table(self, reasons: list[str], shapes: bool) -> list[list[str]]:
         """Write the cells, rows of repeated layers as one.
 
         Args:
-            reasons: Extension and reason of each refusal: cells refer to them by number.
+            reasons: Reason of each refusal: cells refer to them by number.
             shapes: Show the shapes of results.
 
         Returns:
@@ -151,7 +155,7 @@ class Explanation:
         lines.append(["cost, in gradients", "", "", *(f"~{quantity.cost:.1f}" for quantity in self.quantities)])
         return lines
 
-    def _footer(self, reasons: list[tuple[str, str]]) -> list[str]:
+    def _footer(self, reasons: list[str]) -> list[str]:
         together = f"All together: {_size(self.bytes)} of results, ~{self.cost:.1f} gradients (estimates; 1 is the forward and backward pass alone)."
         lines = [f"{self.samples} samples. {together}" if self.samples is not None else together]
         for names, crossed in _alike(self.quantities):
@@ -161,17 +165,20 @@ class Explanation:
         for reason in dict.fromkeys(row.reason for row in self.rows if row.verdict is Verdict.NO_GRADIENT):
             names = dict.fromkeys(row.parameter for row in self.rows if row.reason == reason)
             lines.append(f"No gradient, {reason}: {', '.join(names)}.")
-        for number, (extension, reason) in enumerate(reasons, 1):
-            lines.append(f"[{number}] {extension}: {reason}")
+        lines += [f"[{number}] {reason}" for number, reason in enumerate(reasons, 1)]
         for quantity in self.quantities:
+            left = any(row.field == quantity.field and row.verdict in _THERE for row in self.rows)
             if quantity.refused:
-                lines.append(f"All that is not refused: {quantity.extension}({quantity.exclude})")
-        return [*lines, f"Not together: {self.together}"] if self.together else lines
+                lines.append(
+                    f"All that is not refused: {quantity.extension}({quantity.exclude})" if left else f"Nothing is left of {quantity.extension}."
+                )
+        lines += [f"Not together: {self.together}"] if self.together else []
+        return [part for line in lines for part in wrap(line, WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)]
 
 
-def _cell(row: Row, reasons: list[tuple[str, str]], shapes: bool) -> str:
+def _cell(row: Row, reasons: list[str], shapes: bool) -> str:
     if row.verdict is Verdict.REFUSED:
-        return f"refused [{reasons.index((row.extension, row.reason)) + 1}]"
+        return f"refused [{reasons.index(row.reason) + 1}]"
     if not shapes or not row.result:
         return row.verdict.value
     return f"{row.verdict.value} {', '.join(str(list(shape)) for shape in row.result)}"
