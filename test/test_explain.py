@@ -22,7 +22,7 @@ from torch.nn import BatchNorm1d, CrossEntropyLoss, Dropout, Linear, Module, MSE
 from backpack import backpack, explain, extend, results
 from backpack.explaining import explain_loss
 from backpack.explanation import Explanation, Verdict
-from backpack.extensions import HMP, KFAC, BatchGrad, DiagGGNMC
+from backpack.extensions import HMP, KFAC, KFLR, BatchGrad, DiagGGNMC
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.utils.errors import ArgumentError, BackpackError
@@ -258,3 +258,14 @@ def test_what_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with backpack(BatchGrad()), pytest.raises(BackpackError, match="unattributed") as caught:
         lossfunc(model(torch.rand(5, 4)), torch.rand(5, 3)).backward()
     assert set(arguments_in(caught.value)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_overwritten_tensor_of_which_only_the_shape_is_read() -> None:
+    """While the graph stays, whoever has overwritten a tensor still holds it: no reason to refuse."""
+    problem, other = (fresh("pre-activation ResNet, GroupNorm", 3) for _ in range(2))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(KFLR()):
+        problem.loss(problem.outputs()).backward(retain_graph=True)
+    for name, value in outcome(other, KFLR()).items():
+        assert all(map(torch.equal, value, results(problem.model)[name]["kflr"]))

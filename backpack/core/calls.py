@@ -105,13 +105,13 @@ class Slot:
             call: The call.
 
         Returns:
-            The tensor; ``None`` if it was not kept and nobody else holds it.
+            The tensor; ``None`` if it was not kept, and nobody else holds it as it was.
 
         Raises:
             OverwrittenError: If it was changed in place since it was recorded.
         """
         tensor = self.value if self.ref is None else self.ref()
-        if tensor is None:
+        if tensor is None or (self.ref is not None and tensor._version != self.version):
             return None
         if tensor._version != self.version:
             raise OverwrittenError(
