@@ -7,6 +7,7 @@ from backpack.context import CTX, disable
 from backpack.core.derivatives.check import check_rule
 from backpack.core.derivatives.registry import register
 from backpack.custom_module.graph_utils import convert_module_to_backpack
+from backpack.explaining import explain
 from backpack.extending import _register_hooks, clear, extend, leave_out, memory_cleanup, results, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.support import supported
@@ -29,6 +30,7 @@ __all__ = [
     "convert_module_to_backpack",
     "disable",
     "distributed",
+    "explain",
     "extend",
     "extensions",
     "hook_run_extensions",

@@ -167,9 +167,10 @@ def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool
     _entered.running = True
     try:
         extensions = CTX.get_active_exts()
-        plan = _plan(list(roots), extensions, returns)
+        plan = make_plan(list(roots), extensions, returns)
         if plan is None:
             return execute()
+        plan.complete = not some
         plan.whole = not (returns or some or plan.walk.leaves_out)
         return _run(execute, plan, extensions, create_graph, retain)
     finally:
@@ -254,7 +255,7 @@ def _remove_stale(plan: Plan, extensions: Iterable[BackpropExtension], written: 
             owners.notes(parameter).pop(field, None)
 
 
-def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: bool) -> Plan | None:
+def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: bool) -> Plan | None:
     """Plan a pass, or refuse it.
 
     Args:

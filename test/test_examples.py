@@ -108,7 +108,7 @@ def test_each_example_is_tested() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"digits.py"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/start.md", "docs/training.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/start.md", "docs/explain.md", "docs/training.md"])
 def test_documentation_prints_what_it_says(page: str) -> None:
     """The Python blocks of a page, one after the other, print its blocks of text."""
     blocks = re.findall(r"^```(python|text)\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)

@@ -113,13 +113,13 @@ class Slot:
             call: The call.
 
         Returns:
-            The tensor; ``None`` if it was not kept and nobody else holds it.
+            The tensor; ``None`` if it was not kept, and nobody else holds it as it was.
 
         Raises:
             OverwrittenError: If it was changed in place since it was recorded.
         """
         tensor = self.value if self.kept else self.origin()
-        if tensor is None:
+        if tensor is None or (not self.kept and tensor._version != self.version):
             return None
         if tensor._version != self.version:
             raise OverwrittenError(

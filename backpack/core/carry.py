@@ -55,13 +55,21 @@ class Carry:
             products = any(unit.parameters or unit.split for unit in composite.parts)
             if not only_gradient or products or any(self._explicit(edge) for edge, _ in composite.below):
                 handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
-        for node, gap in plan.gaps.items():
-            if not only_gradient or any(self._explicit(n) for n in gap.nexts):
-                handles.append(node.register_prehook(self._hook(self._at_gap, node, gap)))
+        for gap in self.crossed():
+            handles.append(gap.node.register_prehook(self._hook(self._at_gap, gap.node, gap)))
         for node, leaf in plan.walk.leaves.items():
             if leaf in plan.uses and self._reader.wants_gradient(leaf):
                 handles.append(node.register_prehook(self._hook(self._at_gradient, node, leaf)))
         return handles
+
+    def crossed(self) -> list[Gap]:
+        """List the graph nodes that are crossed by calling them.
+
+        Returns:
+            The gaps.
+        """
+        only_gradient = all(flow.is_gradient for flow in self._flows)
+        return [gap for gap in self._plan.gaps.values() if not only_gradient or any(self._explicit(n) for n in gap.nexts)]
 
     def peek(self, flow: Flow | None, edge: Edge) -> Any:
         """Return what a flow carries at an edge, without taking it.
@@ -112,15 +120,13 @@ class Carry:
     def _at_loss(self, node: Node, start: Start, grads: tuple[Tensor | None, ...]) -> None:
         call, grad = start.call, grads[start.nr]
         self._refuse_released(call)
-        turned = isinstance(call, LossNode) and call.axes is not None
-        if turned and grad is not None:
-            call.incoming, grad = grad.permute(call.axes), grad.new_ones(())
+        grad = None if grad is None else start.take(grad)
         before, recording.on = recording.on, False  # the loss may be evaluated again
         try:
             for flow in self._each_flow():
                 if not flow.is_gradient and grad is not None:
                     value = flow.start(call, grad, start.layout)
-                    if turned and flow.crosses_gaps:
+                    if isinstance(call, LossNode) and flow.crosses_gaps:
                         value = {source: call.back(columns) for source, columns in value.items()}
                     self._deposit(flow, start.below, Way.DATA, value, start.layout)
         finally:

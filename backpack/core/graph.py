@@ -5,7 +5,7 @@ Private symbols of torch live here, in ``calls.py`` and in ``engine.py`` only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
@@ -233,25 +233,6 @@ def refuse_checkpointed(node: Node) -> None:
         "quantity has to "
         "cross it. Run that part without checkpointing, use modules with a rule for all its operations, or ask for first-order quantities only."
     )
-
-
-def refuse_second_order(node: Node, where: Callable[[Node], str]) -> None:
-    """Refuse to carry second-order quantities across a node that can be called a single time, or whose gradients are none.
-
-    Args:
-        node: A graph node.
-        where: Describes it, for the message.
-
-    Raises:
-        UnsupportedError: If it is such a node.
-    """
-    if checkpointed(node):
-        refuse_checkpointed(node)
-    if operation(node) in ("Embedding", "EmbeddingBag") and node._saved_scale_grad_by_freq:
-        raise UnsupportedError(
-            f"{where(node)} divides gradients by frequencies (scale_grad_by_freq=True), so that they are not derivatives of the loss, and no "
-            "second-order quantity is defined. Switch it off."
-        )
 
 
 @cache

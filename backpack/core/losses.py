@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import nn
+from torch.nn import Parameter
 
 from backpack.core.calls import Mark, ModuleCall, Slot
 from backpack.core.derivatives.generic import GenericDerivatives
@@ -105,11 +106,11 @@ def refuse_as_loss(marks: Iterable[Mark]) -> None:
             )
 
 
-def refuse_without_loss(names: str, calls: Iterable[ModuleCall]) -> None:
+def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[ModuleCall]) -> None:
     """Refuse a second-order quantity for want of a loss.
 
     Args:
-        names: Names of the parameters.
+        parameters: The parameters and their names.
         calls: All calls.
 
     Raises:
@@ -127,6 +128,7 @@ def refuse_without_loss(names: str, calls: Iterable[ModuleCall]) -> None:
                 f"samples on axis 0, write {how_to_register(call)} before the forward pass"
             )
     raise LossNotExtendedError(
-        f"No loss is known on a path from the tensor on which backward was called to {names}. Second-order quantities start at a loss that is an "
-        f"extended module, or one of {', '.join(_NAMES)} in torch.nn.functional: {hint}. Write `backpack.leave_out(term)` for a term to be ignored."
+        "No loss is known on a path from the tensor on which backward was called to {names}. Second-order quantities start at a loss that is an "
+        f"extended module, or one of {', '.join(_NAMES)} in torch.nn.functional: {hint}. Write `backpack.leave_out(term)` for a term to be ignored.",
+        parameters,
     )

@@ -37,7 +37,8 @@ class NodeCall:
         inputs: The input: shape, dtype and device.
         outputs: The output, likewise.
         module: There is none.
-        path: Name of the node, for messages.
+        node: The node.
+        path: Its name, for messages.
     """
 
     module = None
@@ -47,7 +48,7 @@ class NodeCall:
     def __init__(self, node: Node, rule: BaseParameterDerivatives, output: Tensor | None = None, **read: Callable[[], Any]) -> None:
         self.derivatives, self._read = rule, read
         self.outputs = [tensor_at((node, 0)) if output is None else output]
-        self.path = node.name()
+        self.node, self.path = node, node.name()
 
     @property
     def output(self) -> Tensor:

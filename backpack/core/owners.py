@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 from weakref import ref
@@ -36,6 +37,28 @@ class _Owners:
             parameter: The parameter.
         """
         self._names.pop(id(parameter), None)
+
+    def names(self, parameters: Iterable[Parameter]) -> dict[Parameter, list[str]]:
+        """Look up what parameters are called.
+
+        Args:
+            parameters: The parameters.
+
+        Returns:
+            Parameter to names; none where it is not tracked.
+        """
+        return {parameter: list(self._names[id(parameter)][1]) if parameter in self else [] for parameter in parameters}
+
+    def rename(self, names: Mapping[Parameter, list[str]]) -> None:
+        """Restore what parameters are called, and which are tracked.
+
+        Args:
+            names: What ``names`` has returned.
+        """
+        for parameter, own in names.items():
+            self.remove(parameter)
+            for name in own:
+                self.add(parameter, name)
 
     def carry(self, parameter: Parameter, field: str, note: Any) -> None:
         """Note that a parameter carries a result.

@@ -1,7 +1,7 @@
 """The plan of a backward pass: which rules are used where, which graph nodes are crossed by calling them, and where the samples lie.
 
 The samples are followed from the outermost module's output (or the loss's input) to each use of each tracked parameter. All refusals that
-depend on structure are raised here, before anything runs.
+depend on structure are raised here, before anything runs, in one error.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.nn import Parameter
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, operation, refuse_second_order, saved, sequence_number, shape_of
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, operation, saved, sequence_number, shape_of
 from backpack.core.losses import batch_of, refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import Composite, read
-from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_unrecorded, refuse_use, refuse_uses
+from backpack.core.refusals import ambiguous, bare, mixing, refuse_second_order, sizes, unequal, unrecorded
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.starts import Start, refuse_curved, start_at
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import BackpackError, UnsupportedError, merge
 
 
 class Plan:
@@ -38,10 +38,10 @@ class Plan:
         loose: Parameters that are used outside of all units.
         arrivals: Edge to number of consumers that hand columns to it.
         concerned: Bit set of the parameters that it is about.
-        whole: Whether autograd's gradients of parameters are those of all samples together, and of nothing else.
+        whole: Whether autograd's gradients of parameters are those of all samples, and of nothing else; ``complete``: whether every node runs.
     """
 
-    whole = False
+    whole = complete = False
 
     def __init__(self, walk: Walk, roots: list[Node], second_order: bool, need: Need = Need.COLUMNS) -> None:
         self.walk = walk
@@ -62,10 +62,11 @@ class Plan:
         self._covered: set[Node] = set()
         self._claimed: set[ModuleCall] = set()
         self._passed: set[Node] = set()
+        self._refused, self._refusals = 0, []
         self._second_order, self._need = second_order, need
         self.concerned = (1 << len(walk.parameters)) - 1
         if not walk.marks:
-            refuse_unrecorded(self.walk, next(node for node, bits in walk.reach.items() if bits))
+            raise unrecorded(self.walk, next(node for node, bits in walk.reach.items() if bits))
         self._follow(roots)
 
     def _follow(self, roots: list[Node]) -> None:
@@ -73,38 +74,62 @@ class Plan:
 
         Args:
             roots: Nodes of the root tensors.
+
+        Raises:
+            merge: If parameters are refused, one error about all of them.
         """
         self._above.update(roots)
         for node in self.walk.order:
-            if node in self._covered or node not in self.walk.reach:
+            if node in self._covered or not self.walk.reach.get(node, 0) & ~self._refused:
                 continue
-            if node in self.walk.leaves:
-                self._use_at_leaf(node)
-                continue
-            if not self.walk.reach[node]:
-                continue
-            marks = self.walk.marks.get(node, ())
-            if self._start_at_loss(node, marks):
-                continue
-            for mark in marks if not self._second_order or node in self.states or node not in self.walk.to_function else ():
-                self._start_at_output(node, mark)
-            states = self.states.get(node)
-            if states is None:
-                if node in self._bare or node not in self._passed:
-                    self._pass_without_samples(node)
-                continue
-            for nr, state in states.items():
-                if isinstance(state, Layout):
-                    states[nr] = settle(state)
-            for mark in marks if SPLIT in states.values() else ():
-                self._check_split_call(node, mark)
-            if node in self._unsure:
-                self._check_rows(node, states, marks)
-            if not (self._choose_unit(node, states, marks) or self._choose_node(node, states)):
-                self._cross(node, states)
+            try:
+                self._visit(node)
+            except BackpackError as error:
+                error.about = error.about or self.walk.named(self.walk.reach[node])
+                self._note(error)
+        if self._refusals:
+            raise merge(self._refusals)
         if len(self.losses) > 1:
             for position, node in enumerate(sorted(self.losses, key=sequence_number)):
                 self.losses[node].call.order = position - len(self.losses)  # in front of all other calls
+
+    def _note(self, error: BackpackError) -> None:
+        """Go on after a refusal as if the parameters that it is about were left out: there may be others.
+
+        Args:
+            error: The refusal.
+        """
+        self._refusals.append(error)
+        self._refused |= self.walk.bits_of(frozenset(map(id, error.about)))
+
+    def _visit(self, node: Node) -> None:
+        """Choose unit or gap for a node, whose consumers have been visited.
+
+        Args:
+            node: The node.
+        """
+        if node in self.walk.leaves:
+            self._use_at_leaf(node)
+            return
+        marks = self.walk.marks.get(node, ())
+        if self._start_at_loss(node, marks):
+            return
+        for mark in marks if not self._second_order or node in self.states or node not in self.walk.to_function else ():
+            self._start_at_output(node, mark)
+        states = self.states.get(node)
+        if states is None:
+            if node in self._bare or node not in self._passed:
+                self._pass_without_samples(node)
+            return
+        for nr, state in states.items():
+            if isinstance(state, Layout):
+                states[nr] = settle(state)
+        for mark in marks if SPLIT in states.values() else ():
+            self._check_split_call(node, mark)
+        if node in self._unsure:
+            self._check_rows(node, states, marks)
+        if not (self._choose_unit(node, states, marks) or self._choose_node(node, states)):
+            self._cross(node, states)
 
     def _start_at_loss(self, node: Node, marks: Iterable[Mark]) -> bool:
         """Let samples start at the input of a loss.
@@ -164,13 +189,16 @@ class Plan:
         Args:
             node: Node that made the output.
             mark: Its mark.
+
+        Raises:
+            mixing: If there is one.
         """
         samples = self._samples_at[node]
         positions = operation(node) == "Embedding" and saved(node, "indices").shape[:1] != (samples,)  # made from the shape of a mini-batch
         for slot in mark.call.tensor_inputs if samples > 1 and not positions else ():
             batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
             if batched and (slot.edge is None or (slot.edge[0] in self.walk.has_data and self.walk.leads(node, slot.edge[0]))):
-                refuse_mixing(self.walk, node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
+                raise mixing(self.walk, node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
 
     def _pass_without_samples(self, node: Node) -> None:
         """Go on above the place where the samples start: between the root and a loss, or along a path that no loss or module covers.
@@ -228,7 +256,9 @@ class Plan:
                 continue
             if len(call.inputs[0].shape) < rule.least_axes:
                 if state.samples > 1:
-                    refuse_mixing(self.walk, node, f"{call.path} got {list(call.inputs[0].shape)}, without a batch axis, as {state.samples} samples")
+                    how = f"{call.path} got {list(call.inputs[0].shape)}, without a batch axis, as {state.samples} samples"
+                    self._note(mixing(self.walk, node, how))
+                    return True
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - rule.feature_axes(call)
@@ -279,7 +309,7 @@ class Plan:
         for unit in units:
             self._passed.update(unit.inside)
             for leaf in (n for n in unit.inside & self.walk.leaves.keys() if id(self.walk.leaves[n]) not in self.walk.recorded):
-                refuse_unrecorded(self.walk, leaf)
+                self._note(unrecorded(self.walk, leaf))
             self._count_uses(node, unit)
         (self.composites if isinstance(found, Composite) else self.units)[node] = found
         return True
@@ -317,32 +347,31 @@ class Plan:
         gap = self.gaps[node] = Gap(node, states, nexts)
         self._refuse_uncovered(node)
         if node in self._bare and SPLIT in states.values():
-            refuse_use(self.walk, node)
+            self._note(bare(self.walk, node))
+            return
         if self._second_order:
-            refuse_second_order(node, self.walk.where)
+            refuse_second_order(node, self.walk)
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue
             if crossing.way is Way.MASKED and upstream[0] in self.walk.has_data:
                 shapes = [list(shape_of((node, nr))) for nr in states]
-                refuse_mixing(self.walk, upstream[0], f"{self.walk.where(node)} mixes them (outputs {shapes}, input {list(upstream[2])})")
+                how = f"{self.walk.where(node)} mixes them (outputs {shapes}, input {list(upstream[2])})"
+                self._note(mixing(self.walk, upstream[0], how))
             self._arrive(upstream[:2], crossing.arrives or SPLIT, node, self._samples_at[node])
 
     def _arrive(self, edge: Edge, state: State, consumer: Node | None, samples: int) -> None:
-        """Note the state of an edge, seen from one of its consumers.
+        """Note the state of an edge, seen from one of its consumers; refuse what lies there if two consumers see the samples differently.
 
         Args:
             edge: The edge.
             state: State of the columns that arrive there.
             consumer: The consumer; ``None`` for a loss.
             samples: Size of the mini-batch.
-
-        Raises:
-            UnsupportedError: If two consumers see the samples differently.
         """
         node, nr = edge
         if self._samples_at.setdefault(node, samples) != samples:
-            refuse_sizes(self.walk, edge, self._samples_at[node], samples)
+            self._note(sizes(self.walk, edge, self._samples_at[node], samples))
         self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
         for group in (self._above, self._unsure):
             if consumer in group:
@@ -353,45 +382,40 @@ class Plan:
             states[nr] = SPLIT
             layout = state if known is SPLIT else known
             if layout is not SPLIT and layout.samples > 1 and node in self.walk.has_data:
-                refuse_mixing(
-                    self.walk, node, f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
-                )
+                how = f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
+                self._note(mixing(self.walk, node, how))
         elif known is not state:
             united = unite(known, state)
             if united is None:
-                refuse_ambiguous(self.walk, edge, known, state)
-            states[nr] = united
+                self._note(ambiguous(self.walk, edge, known, state))
+            else:
+                states[nr] = united
 
     def _use_at_leaf(self, node: Node) -> None:
         """Count the uses of a parameter, whose leaf this is, outside all units, and refuse those that cannot be attributed."""
-        if not self.walk.reach[node]:
-            return
-        if node in self._bare:
-            refuse_use(self.walk, node)
         loose = self.arrivals.get((node, 0), 0)
-        if loose:
-            if id(self.walk.leaves[node]) not in self.walk.recorded:
-                refuse_unrecorded(self.walk, node)
+        if node in self._bare:
+            self._note(bare(self.walk, node))
+        elif loose and id(self.walk.leaves[node]) not in self.walk.recorded:
+            self._note(unrecorded(self.walk, node))
+        elif loose:
             self._refuse_uncovered(node)
             self.loose.append(self.walk.leaves[node])
             self._count(node.variable, loose, self._samples_at[node])
 
     def _count(self, parameter: Parameter, uses: int, samples: int) -> None:
-        """Count uses of a parameter.
+        """Count uses of a parameter; refuse it if other uses saw a mini-batch of another size.
 
         Args:
             parameter: The parameter.
             uses: How many.
             samples: Size of the mini-batch there.
-
-        Raises:
-            UnsupportedError: If other uses saw a mini-batch of another size.
         """
         self.uses[parameter] = self.uses.get(parameter, 0) + uses
         before = self.batches.setdefault(parameter, samples)
         if before != samples:
-            refuse_uses(parameter, before, samples)
+            self._note(unequal(parameter, before, samples))
 
     def _refuse_uncovered(self, node: Node) -> None:
         if self._second_order and node in self._above:
-            refuse_without_loss(self.walk.names(self.walk.reach[node]), self.walk.calls)
+            refuse_without_loss(self.walk.named(self.walk.reach[node]), self.walk.calls)

@@ -6,17 +6,17 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import Edge
-from backpack.core.graph import shape_of
+from backpack.core.graph import checkpointed, operation, refuse_checkpointed, saved, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk
-from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError, exclusion
+from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
 
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 """Where the classes of sharded modules and of sharded parameters come from."""
 
 
-def refuse_mixing(walk: Walk, node: Node, how: str) -> None:
+def mixing(walk: Walk, node: Node, how: str) -> MixedSamplesError:
     """Refuse samples that influence one another.
 
     Args:
@@ -24,29 +24,31 @@ def refuse_mixing(walk: Walk, node: Node, how: str) -> None:
         node: Node upstream of which the parameters lie.
         how: In which way.
 
-    Raises:
-        MixedSamplesError: Always.
+    Returns:
+        The error.
     """
-    raise MixedSamplesError(
-        f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {walk.names(walk.reach[node])}. Use an "
+    return MixedSamplesError(
+        f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {{names}}. Use an "
         "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and inputs "
-        f"that have a batch axis, or leave these parameters out of all extensions: {walk.exclusion(walk.reach[node])}."
+        "that have a batch axis, or leave these parameters out of all extensions: {exclude}.",
+        walk.named(walk.reach[node]),
     )
 
 
-def refuse_unrecorded(walk: Walk, node: Node) -> None:
+def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
     """Refuse parameters of modules that were not recorded.
 
     Args:
         walk: The graph.
         node: Node upstream of which the parameters lie.
 
-    Raises:
-        NotRecordedError: Always.
+    Returns:
+        The error.
     """
-    raise NotRecordedError(
-        f"No forward pass of an extended module was recorded for {walk.names(walk.reach[node])}. It ran before extend(), "
-        "under disable() or under no_grad(): run it again after extend()."
+    return NotRecordedError(
+        "No forward pass of an extended module was recorded for {names}. It ran before extend(), "
+        "under disable() or under no_grad(): run it again after extend().",
+        walk.named(walk.reach[node]),
     )
 
 
@@ -75,26 +77,26 @@ def refuse_sharded(walk: Walk) -> None:
         )
 
 
-def refuse_use(walk: Walk, node: Node) -> None:
+def bare(walk: Walk, node: Node) -> UnattributedError:
     """Refuse a use of parameters that belongs to no sample.
 
     Args:
         walk: The graph.
         node: Node upstream of which the parameters lie.
 
-    Raises:
-        UnattributedError: Always.
+    Returns:
+        The error.
     """
-    raise UnattributedError(
-        f"{walk.names(walk.reach[node])} is used outside of everything that has samples (for example a penalty on the "
-        "parameters), so that its "
+    return UnattributedError(
+        "{names}: used outside of everything that has samples (for example a penalty on the parameters), so that the "
         "gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
         "`loss = loss + backpack.leave_out(penalty)`; to leave the parameters out of an extension, "
-        f"{walk.exclusion(walk.reach[node])}."
+        "{exclude}.",
+        walk.named(walk.reach[node]),
     )
 
 
-def refuse_ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> None:
+def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> UnsupportedError:
     """Refuse a tensor whose samples lie differently for two of its consumers.
 
     Args:
@@ -103,17 +105,18 @@ def refuse_ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> None
         one: Where they lie for one consumer.
         other: Where they lie for another one.
 
-    Raises:
-        UnsupportedError: Always.
+    Returns:
+        The error.
     """
-    raise UnsupportedError(
+    return UnsupportedError(
         f"The samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {other.axis} for "
-        f"another ({one.samples} and {other.samples} samples): per-sample quantities of {walk.names(walk.reach[edge[0]])} are ambiguous. "
-        f"Leave these parameters out of all extensions: {walk.exclusion(walk.reach[edge[0]])}."
+        f"another ({one.samples} and {other.samples} samples): per-sample quantities of {{names}} are ambiguous. "
+        "Leave these parameters out of all extensions: {exclude}.",
+        walk.named(walk.reach[edge[0]]),
     )
 
 
-def refuse_sizes(walk: Walk, edge: Edge, one: int, other: int) -> None:
+def sizes(walk: Walk, edge: Edge, one: int, other: int) -> UnsupportedError:
     """Refuse a tensor at which mini-batches of different size meet.
 
     Args:
@@ -122,17 +125,17 @@ def refuse_sizes(walk: Walk, edge: Edge, one: int, other: int) -> None:
         one: Number of samples for one consumer.
         other: Number of samples for another one.
 
-    Raises:
-        UnsupportedError: Always.
+    Returns:
+        The error.
     """
-    raise UnsupportedError(
+    return UnsupportedError(
         f"Mini-batches of {one} and of {other} samples meet in a tensor of shape {list(shape_of(edge))}: per-sample quantities of "
-        f"{walk.names(walk.reach[edge[0]])} are ambiguous. Call backward for each of them, or leave these parameters out of all "
-        f"extensions: {walk.exclusion(walk.reach[edge[0]])}."
+        "{names} are ambiguous. Call backward for each of them, or leave these parameters out of all extensions: {exclude}.",
+        walk.named(walk.reach[edge[0]]),
     )
 
 
-def refuse_uses(parameter: Parameter, one: int, other: int) -> None:
+def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
     """Refuse a parameter that is used with mini-batches of different size.
 
     Args:
@@ -140,10 +143,31 @@ def refuse_uses(parameter: Parameter, one: int, other: int) -> None:
         one: Number of samples for one use.
         other: Number of samples for another one.
 
-    Raises:
-        UnsupportedError: Always.
+    Returns:
+        The error.
     """
-    raise UnsupportedError(
-        f"{owners[parameter]} is used with mini-batches of {one} and of {other} samples in one backward pass: which samples belong together "
-        f"is not known. Call backward for each of them, or leave it out of all extensions: {exclusion(owners[parameter])}."
+    return UnsupportedError(
+        f"{{names}}: used with mini-batches of {one} and of {other} samples in one backward pass: which samples belong together "
+        "is not known. Call backward for each of them, or leave it out of all extensions: {exclude}.",
+        {parameter: owners[parameter]},
     )
+
+
+def refuse_second_order(node: Node, walk: Walk) -> None:
+    """Refuse to carry second-order quantities across a node that can be called a single time, or whose gradients are none.
+
+    Args:
+        node: A graph node.
+        walk: The graph.
+
+    Raises:
+        UnsupportedError: If it is such a node.
+    """
+    if checkpointed(node):
+        refuse_checkpointed(node)
+    if operation(node) in ("Embedding", "EmbeddingBag") and saved(node, "scale_grad_by_freq"):
+        raise UnsupportedError(
+            f"{walk.where(node)} divides gradients by frequencies (scale_grad_by_freq=True), so that they are not derivatives of the loss, and no "
+            "second-order quantity is defined. Switch it off, or leave out {exclude}.",
+            walk.named(walk.reach[node]),
+        )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from backpack.core.calls import Edge, Mark, ModuleCall, Slot
+from backpack.core.calls import Edge, Mark, ModuleCall, Slot, recording
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
@@ -65,7 +65,8 @@ class LossNode:
     @property
     def input0(self) -> Tensor:
         """The prediction; log-probabilities in place of logits."""
-        value = saved(self._node, "self" if self.axes is None else "result").detach()
+        value = saved(self._node, "self" if self.axes is None else "result")
+        value = value if recording.connection is not None else value.detach()
         return value if self.axes is None else value.permute(self.axes)
 
     @property
@@ -121,6 +122,20 @@ class Start(NamedTuple):
     layout: Layout
     inside: set[Node]
     sure: bool
+
+    def take(self, grad: Tensor) -> Tensor:
+        """Hand the gradient that has arrived over to the call.
+
+        Args:
+            grad: Gradient of the output of the node at which it is hooked.
+
+        Returns:
+            The gradient of the value of the loss.
+        """
+        if not isinstance(self.call, LossNode) or self.call.axes is None:
+            return grad
+        self.call.incoming = grad.permute(self.call.axes)
+        return grad.new_ones(())
 
 
 def start_at(walk: Walk, node: Node, marks: Iterable[Mark], second_order: bool, curved: Node | None) -> Start | None:

@@ -17,7 +17,7 @@ from backpack.core.graph import LEAF, LINEAR, PRODUCTS, operation
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
-from backpack.utils.errors import UnsupportedError, exclusion
+from backpack.utils.errors import UnsupportedError
 
 LEFT_OUT = "backpack.left_out"
 """Key in the metadata of a node whose term is left out of all quantities."""
@@ -169,9 +169,9 @@ class Walk:
             if self.reach.get(node):
                 raise UnsupportedError(
                     f"A term given to backpack.leave_out() depends on activations that the loss uses, too ({node.name()}, upstream of which lies "
-                    f"{self.names(self.reach[node])}), so that their gradients cannot be told apart. Leave out terms that depend on "
-                    "parameters alone, "
-                    "or call backward for the term outside of the context."
+                    "{names}), so that their gradients cannot be told apart. Leave out terms that depend on parameters alone, "
+                    "or call backward for the term outside of the context.",
+                    self.named(self.reach[node]),
                 )
             stack += [n for n, _ in node.next_functions if n is not None]
 
@@ -315,28 +315,16 @@ class Walk:
             why = "whose rule stands for calls with a single output, of which axis 0 holds the samples"
         return f"{node.name()} of {call.path} ({type(module).__name__}, {why})"
 
-    def names(self, bits: int) -> str:
+    def named(self, bits: int) -> dict[Parameter, str]:
         """Name parameters.
 
         Args:
             bits: Bit set of parameters.
 
         Returns:
-            Their names, for messages.
+            Parameter to name, for errors.
         """
-        names = self._names(bits)
-        return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-    def exclusion(self, bits: int) -> str:
-        """Write the argument that leaves parameters out.
-
-        Args:
-            bits: Bit set of parameters.
-
-        Returns:
-            Code, for messages.
-        """
-        return exclusion(*self._names(bits))
+        return {p: owners[p] for i, p in enumerate(self.parameters) if bits >> i & 1}
 
     def bits_of(self, ids: frozenset[int]) -> int:
         """Return the bit set of parameters.
@@ -348,6 +336,3 @@ class Walk:
             Bit set.
         """
         return sum(self.bits[key] for key in ids if key in self.bits)
-
-    def _names(self, bits: int) -> list[str]:
-        return [owners[p] for i, p in enumerate(self.parameters) if bits >> i & 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Any, ClassVar
 from warnings import warn
 
@@ -186,6 +187,19 @@ class BackpropExtension(ABC):
             else:
                 found.update(map(id, entry.parameters() if isinstance(entry, Module) else (entry,)))
         return frozenset(found)
+
+    def leaving_out(self, parameters: Iterable[Parameter]) -> BackpropExtension:
+        """Copy the extension, and leave out more.
+
+        Args:
+            parameters: What the copy leaves out, too.
+
+        Returns:
+            The copy.
+        """
+        other = copy(self)
+        other._exclude = (*self._exclude, *parameters)
+        return other
 
     # -------------------------------------------------------------------------------------------------------------- users'
     def set_module_extension(self, module_cls: type[Module], extension: ModuleExtension, overwrite: bool = False) -> None:

@@ -23,12 +23,11 @@ from backpack.core.recording import reading, recorder_of
 from backpack.core.samples import first_axis
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
-from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
-from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster, signed_matrices, stack
+from backpack.extensions.rules import FromGradient, Rule, as_published, find_faster
 from backpack.utils.differentiation import undifferentiable
-from backpack.utils.errors import LossNotExtendedError, UnsupportedError
+from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss, is_no_op
 
 
@@ -71,11 +70,38 @@ class Collector(Reader):
         return list(self._of_flow)
 
     def check(self) -> None:
-        """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it."""
-        for flow in self._of_flow:
-            flow.check(concerning(self._plan, self.concerned(flow)))
+        """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it.
+
+        Raises:
+            merge: One error about all of them.
+        """
+        refusals: list[BackpackError] = []
+        left = {flow: self._left(flow, self.concerned(flow), refusals) for flow in self._of_flow}
         for extension in self._extensions:
-            extension.check(concerning(self._plan, self._concerned[extension]))
+            self._left(extension, self._concerned[extension] & left.get(extension.flow, -1), refusals)
+        if refusals:
+            raise merge(refusals)
+
+    def _left(self, checked: Flow | BackpropExtension, bits: int, refusals: list[BackpackError]) -> int:
+        """Find out for which parameters a flow or an extension is not refused.
+
+        Args:
+            checked: The flow, or the extension.
+            bits: Bit set of the parameters that concern it.
+            refusals: Takes the refusals.
+
+        Returns:
+            Bit set of the others.
+        """
+        while bits:
+            try:
+                checked.check(concerning(self._plan, bits))
+                break
+            except BackpackError as error:
+                error.about = error.about or self._plan.walk.named(bits)
+                refusals.append(error)
+                bits &= ~self._plan.walk.bits_of(frozenset(map(id, error.about)))
+        return bits
 
     def concerned(self, flow: Flow) -> int:
         return reduce(or_, (self._concerned[extension] for extension in self._of_flow[flow]))
@@ -214,6 +240,9 @@ class Collector(Reader):
 
         Returns:
             (id of parameter, field) of everything that was written.
+
+        Raises:
+            UnattributedError: If a parameter has a gradient and lacks a quantity.
         """
         sources = {}
         for _, extension, state in self._late:
@@ -225,7 +254,16 @@ class Collector(Reader):
         for module in sorted(self._waiting, key=lambda m: len(list(m.modules()))):
             if module in self._waiting:  # its own hook may have run with that of another one
                 self._run_hook(module)
-        return {(id(parameter), field) for parameter, field in self._written}
+        written = {(id(parameter), field) for parameter, field in self._written}
+        for extension in (extension for group in self._of_flow.values() for extension in group) if self._plan.complete else ():
+            bits = self._concerned[extension]
+            missing = [p for p in self._plan.uses if self._plan.walk.bits[id(p)] & bits and (id(p), extension.savefield) not in written]
+            if any(p.grad is not None for p in missing):
+                raise UnattributedError(
+                    f"{{names}}: what has arrived there is no complete {extension.savefield!r}, although the gradient has. Leave out {{exclude}}.",
+                    {p: owners[p] for p in missing},
+                )
+        return written
 
     def take_back(self) -> None:
         """Remove everything that this pass has written."""
@@ -373,20 +411,3 @@ class Collector(Reader):
             print(f"[DEBUG] Extension hook on {recorder_of(module).path or type(module).__name__}")
         self._hook(module)
         self._happened(module)
-
-
-def as_published(extension: BackpropExtension, columns: Columns) -> Any:
-    """Say what one of the library's flows carries as a module extension receives it.
-
-    Args:
-        extension: The library's extension.
-        columns: ``{source: [V, N, *output]}``.
-
-    Returns:
-        ``[V, N, *output]``; of the Hessian's diagonal a dictionary of such, and of their signs. With subsampling ``N`` counts the chosen samples.
-    """
-    choice = ColumnRule(extension.flow, extension.samples(next(iter(columns.values())).shape[1]))
-    if not isinstance(extension.flow, SignedSqrtFlow):
-        return stack(choice.choose(columns))
-    parts = signed_matrices(columns)
-    return {"matrices": list(choice.choose(dict(enumerate(parts["matrices"]))).values()), "signs": parts["signs"]}

@@ -22,11 +22,9 @@ from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, label_tensor
-from backpack.core.starts import LossNode
 from backpack.core.walk import GENERIC, Need
-from backpack.extensions.curvature import Curvature
 from backpack.extensions.loss_scale import position_weights, scaled
-from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError, exclusion
+from backpack.utils.errors import UnsupportedError
 from backpack.utils.precision import wide
 
 
@@ -196,10 +194,11 @@ class SignedSqrtFlow(ColumnFlow):
             curved = _curved_in(plan, gap)
             if curved:
                 raise UnsupportedError(
-                    f"{plan.walk.where(gap.node)} is, or may hide, a curved operation between modules, on the way to {plan.walk.names(curved)}: "
+                    f"{plan.walk.where(gap.node)} is, or may hide, a curved operation between modules, on the way to {{names}}: "
                     "the diagonal of the Hessian has no exact rule for it. Use a module for it (torch.nn.GELU() instead of "
                     "torch.nn.functional.gelu), the generalized Gauss-Newton, or Hessian-vector products "
-                    f"(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {plan.walk.exclusion(curved)}."
+                    "(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {exclude}.",
+                    plan.walk.named(curved),
                 )
         refuse_coupled(plan, "The diagonal of the Hessian")
 
@@ -261,144 +260,16 @@ def refuse_coupled(plan: Plan, quantity: str) -> None:
     """
     for unit in plan.units.values():
         names = ", ".join(name for name, parameter in unit.parameters.items() if parameter in plan.uses)
-        way_out = f"or leave them out: {exclusion(*(owners[p] for p in unit.parameters.values() if p in plan.uses))}."
         if unit.call.derivatives is GENERIC and names:
             raise UnsupportedError(
                 f"{quantity} of {unit.call.path} ({names}): {type(unit.call.module).__name__} has no rule, so that its second derivative "
-                "with respect to its "
-                f"own parameters is not known to be zero. Use the generalized Gauss-Newton, {way_out}"
+                "with respect to its own parameters is not known to be zero. Use the generalized Gauss-Newton, or leave them out: {exclude}.",
+                {p: owners[p] for p in unit.parameters.values() if p in plan.uses},
             )
         if unit.couples & plan.concerned:
             raise UnsupportedError(
                 f"{quantity} of {unit.call.path} ({names}) has terms that couple several uses of the same parameter, one upstream of the "
-                "other. No exact rule "
-                "exists for them: use the generalized Gauss-Newton, or Hessian-vector products (backpack.hessianfree.hvp.hessian_vector_product), "
-                f"or leave these parameters out: {plan.walk.exclusion(unit.couples & plan.concerned)}."
+                "other. No exact rule exists for them: use the generalized Gauss-Newton, or Hessian-vector products "
+                "(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {exclude}.",
+                plan.walk.named(unit.couples & plan.concerned),
             )
-
-
-class ChainFlow(Flow):
-    """A flow that is exact on sequences of modules only."""
-
-    crosses_gaps = False
-    needs = Need.MODULES
-    quantity = "This quantity"
-
-    def merge(self, old: object, new: object) -> object:
-        raise BranchingError(f"{self.quantity} is exact on sequences of modules only, but a tensor here has several consumers.")
-
-    def check(self, plan: Plan) -> None:
-        for start in plan.losses.values():
-            if isinstance(start.call, LossNode) and start.call.turned:
-                raise UnsupportedError(f"{self.quantity}: {start.call.path} needs the samples on axis 0, and the classes on axis 1.")
-        if plan.gaps:
-            node = next(iter(plan.gaps))
-            bits = plan.walk.reach[node] & plan.concerned
-            raise BranchingError(
-                f"{self.quantity} is exact on sequences of modules only, but {plan.walk.where(node)} lies between modules, on the way to "
-                f"{plan.walk.names(bits)}. Use modules for all operations, the generalized Gauss-Newton quantities "
-                f"(DiagGGN, KFLR, KFAC), or the matrix-free products of backpack.hessianfree, or leave these parameters out: "
-                f"{plan.walk.exclusion(bits)}."
-            )
-        for (node, _), count in plan.arrivals.items():
-            if count > 1:
-                bits = plan.walk.reach[node] & plan.concerned
-                raise BranchingError(
-                    f"{self.quantity} is exact on sequences of modules only, but {plan.walk.names(bits)} is reached "
-                    f"through {count} branches. Use the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of "
-                    f"backpack.hessianfree, or leave these parameters out: {plan.walk.exclusion(bits)}."
-                )
-        for unit in plan.units.values():
-            if any(plan.uses.get(p, 0) > 1 for p in unit.parameters.values()):
-                raise BranchingError(
-                    f"{self.quantity} of {unit.call.path}: a parameter is used more than once, for which no exact rule exists. "
-                    f"Leave it out: {exclusion(*(owners[p] for p in unit.parameters.values() if plan.uses.get(p, 0) > 1))}."
-                )
-            if unit.arrangement is not None or not unit.layout.plain:
-                raise UnsupportedError(f"{self.quantity} of {unit.call.path} needs the samples on axis 0 of its output, one row each.")
-
-
-@dataclass(frozen=True)
-class AverageFlow(ChainFlow):
-    """A batch-averaged matrix ``[D, D]`` for the ``D`` features of a sample (Botev et al. 2017; Chen et al. 2018).
-
-    Attributes:
-        residual: Add the batch-summed diagonal residual of curved modules (Hessian instead of generalized Gauss-Newton).
-    """
-
-    curvature: str = Curvature.GGN
-    quantity = "The batch-averaged curvature (KFRA, HBP)"
-
-    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Tensor:
-        if grad.numel() != 1:
-            raise UnsupportedError(f"{call.path}: {self.quantity} needs reduction='mean' or 'sum', got a loss value of shape {list(grad.shape)}.")
-        Curvature.check_loss(call, grad, self.curvature)
-        mat = call.derivatives._sum_hessian(call, None, (grad,))
-        size = call.inputs[0].shape[1:].numel()
-        return mat.reshape(size, size) * grad
-
-    def through(self, call: ModuleCall, value: Tensor, grad: Tensor, layout: Layout) -> Tensor:
-        rule = call.derivatives
-        if not layout.samples:
-            return value.new_zeros(2 * (call.input0.shape[1:].numel(),))
-        result = rule.ea_jac_t_mat_jac_prod(call, None, (grad,), value)
-        if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call):
-            if not rule.hessian_is_diagonal(call):
-                raise UnsupportedError(f"{self.quantity} of the Hessian needs element-wise modules, {call.path} has a dense second derivative.")
-            residual = rule.hessian_diagonal(call, None, (grad,)).flatten(1).sum(0)
-            result = result + torch.diag(Curvature.modify_residual(residual, self.curvature))
-        return result
-
-
-Product = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class MatProdFlow(ChainFlow):
-    """A function that multiplies ``[V, *out]`` with a curvature matrix of a module's output.
-
-    Attributes:
-        curvature: One of ``Curvature.CHOICES``.
-    """
-
-    curvature: str = Curvature.GGN
-    quantity = "A curvature-matrix product (HMP, GGNMP, PCHMP)"
-
-    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Product:
-        weights = position_weights(call, grad)
-        Curvature.check_loss(call, grad if weights is None else weights, self.curvature)
-        call.keep = True
-        product = call.derivatives._make_hessian_mat_prod(call, None, (grad,))
-        return product if weights is None else lambda mat: product(mat) * weights
-
-    def through(self, call: ModuleCall, value: Product, grad: Tensor, layout: Layout) -> Product:
-        rule = call.derivatives
-        call.keep = True
-        residual: Product | None = None
-        if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call):
-            residual = self._residual(call, grad)
-
-        def product(mat: Tensor) -> Tensor:
-            call.refuse_changed()
-            # an operation in place on a view acts on the view's base: the module that made the view, Flatten say, is not called then
-            columns = mat.reshape(mat.shape[0], *call.inputs[0].shape)
-            out = rule._jac_t_mat_prod(call, None, (grad,), value(rule._jac_mat_prod(call, None, (grad,), columns)))
-            return (out if residual is None else out + residual(columns)).reshape(mat.shape)
-
-        return product
-
-    def _residual(self, call: ModuleCall, grad: Tensor) -> Product:
-        rule = call.derivatives
-        if not Curvature.is_pch(self.curvature):
-            return lambda mat: rule._residual_mat_prod(call, None, (grad,), mat)
-        if not rule.hessian_is_diagonal(call):
-            raise LossValueError(
-                f"{call.path}: the positive-curvature Hessian (PCHMP) is defined for element-wise modules, this one has a dense second derivative."
-            )
-        diagonal = Curvature.modify_residual(rule.hessian_diagonal(call, None, (grad,)), self.curvature)
-        return lambda mat: diagonal * mat
-
-    def check(self, plan: Plan) -> None:
-        super().check(plan)
-        if Curvature.require_residual(self.curvature):
-            refuse_coupled(plan, self.quantity)

@@ -19,10 +19,11 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.flow import Use
 from backpack.core.recording import recorder_of
 from backpack.core.samples import first_axis
+from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
-from backpack.extensions.flows import AverageFlow, MatProdFlow, SignedSqrtFlow, Source
+from backpack.extensions.flows import SignedSqrtFlow, Source
 from backpack.extensions.loss_scale import scaled
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import signed_matrices

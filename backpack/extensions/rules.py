@@ -19,10 +19,9 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, add_at
 from backpack.core.flow import Columns, Use
-from backpack.core.owners import owners
 from backpack.core.samples import add_rows
-from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
-from backpack.utils.errors import UnsupportedError, exclusion
+from backpack.extensions.flows import SignedSqrtFlow, SqrtFlow, apply_to_all, repetitions
+from backpack.utils.errors import UnsupportedError
 from backpack.utils.precision import wide
 
 Subsampling = tuple[int, ...] | None
@@ -183,15 +182,6 @@ class KroneckerRule(Rule):
         return _without_structure(columns)
 
     def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
-        sides = [
-            (None if state.inputs is None else state.inputs.shape, None if state.rule is None else state.rule.weight_layout) for state in (one, other)
-        ]
-        if sides[0] != sides[1]:
-            raise UnsupportedError(
-                f"{owners[parameter]} is used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional "
-                "operation, or transposed), so that its Kronecker factors are not defined. Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and "
-                f"leave it out here: {exclusion(owners[parameter])}."
-            )
         inputs = None if one.inputs is None else one.inputs + other.inputs
         return KroneckerState(inputs, add_columns(one.outputs, other.outputs), one.rule)
 
@@ -210,9 +200,7 @@ class ValueRule(Rule):
         raise UnsupportedError("This quantity is defined for parameters of modules that have a rule.")
 
     def add(self, one: Any, other: Any, parameter: Parameter) -> Any:
-        raise UnsupportedError(
-            f"This quantity is not defined for a parameter that is used more than once: leave it out, {exclusion(owners[parameter])}."
-        )
+        raise UnsupportedError("This quantity is not defined for a parameter that is used more than once: leave it out.")
 
 
 def stack(columns: Columns) -> Tensor:
@@ -246,6 +234,23 @@ def signed_matrices(columns: Columns) -> dict[str, list]:
             parts["matrices"].append(chosen)
             parts["signs"].append(sign)
     return parts
+
+
+def as_published(extension: Any, columns: Columns) -> Any:
+    """Say what one of the library's flows carries as a module extension receives it.
+
+    Args:
+        extension: The library's extension.
+        columns: ``{source: [V, N, *output]}``.
+
+    Returns:
+        ``[V, N, *output]``; of the Hessian's diagonal a dictionary of such, and of their signs. With subsampling ``N`` counts the chosen samples.
+    """
+    choice = ColumnRule(extension.flow, extension.samples(next(iter(columns.values())).shape[1]))
+    if not isinstance(extension.flow, SignedSqrtFlow):
+        return stack(choice.choose(columns))
+    parts = signed_matrices(columns)
+    return {"matrices": list(choice.choose(dict(enumerate(parts["matrices"]))).values()), "signs": parts["signs"]}
 
 
 def in_order(sources: Iterable) -> list:

@@ -17,8 +17,9 @@ from backpack.core.derivatives.loss_generic import GenericLossDerivatives, NoSam
 from backpack.core.derivatives.registry import registered
 from backpack.extensions import curvmatprod, firstorder, secondorder
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.flows import AverageFlow, GradientFlow, MatProdFlow, SignedSqrtFlow
+from backpack.extensions.flows import GradientFlow, SignedSqrtFlow
 from backpack.extensions.secondorder.hbp import HBP
 
 EXTENSIONS: dict[str, BackpropExtension] = {

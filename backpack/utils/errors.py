@@ -6,15 +6,33 @@ which the documentation explains the refusal; it ends each message.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from warnings import warn
 
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 
 class BackpackError(Exception):
-    """Base of all errors that backpack raises on purpose."""
+    """Base of all errors that backpack raises on purpose.
+
+    Attributes:
+        about: Parameters on whose account it is raised, with their names: once they are left out of the extension, it is not raised.
+        parts: The errors that it puts together; itself alone where there is one reason.
+    """
 
     code = "error"
+
+    def __init__(self, template: str = "", about: Mapping[Parameter, str] | None = None) -> None:
+        """Write the message.
+
+        Args:
+            template: The message, in which ``{names}`` stands for the parameters, and ``{exclude}`` for the argument that leaves them out.
+            about: Parameters on whose account it is raised, with their names.
+        """
+        self.template, self.about, self.parts = template, dict(about or {}), [self]
+        names = list(self.about.values())
+        short = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        super().__init__(template.replace("{names}", short).replace("{exclude}", exclusion(*names)))
 
     def __str__(self) -> str:
         """Return the message followed by the code under which the documentation explains it.
@@ -22,7 +40,7 @@ class BackpackError(Exception):
         Returns:
             The message.
         """
-        return f"{self.args[0] if self.args else type(self).__name__} [backpack:{self.code}]"
+        return f"{self.args[0] or type(self).__name__} [backpack:{self.code}]"
 
 
 class ArgumentError(BackpackError, ValueError):
@@ -107,6 +125,28 @@ def exclusion(*names: str) -> str:
         Code, for messages.
     """
     return f"`exclude={list(names)}`".replace("'", '"')
+
+
+def merge(errors: Iterable[BackpackError]) -> BackpackError:
+    """Put refusals together in one: parameters that are refused for the same reason, and all reasons.
+
+    Args:
+        errors: At least one.
+
+    Returns:
+        An error of the class of the first one; it shows the argument that leaves out all parameters, if that removes all reasons.
+    """
+    groups: dict[tuple[type[BackpackError], str], dict[Parameter, str]] = {}
+    for error in (part for whole in errors for part in whole.parts):
+        groups.setdefault((type(error), error.template), {}).update(error.about)
+    parts = [kind(template, about) for (kind, template), about in groups.items()]
+    if len(parts) == 1:
+        return parts[0]
+    about = {parameter: name for part in parts for parameter, name in part.about.items()}
+    way_out = f" All other parameters remain with {exclusion(*about.values())}." if all(part.about for part in parts) else ""
+    whole = type(parts[0])("\n".join([f"Refused for {len(parts)} reasons.{way_out}", *(f"- {part}" for part in parts)]), about)
+    whole.parts = parts
+    return whole
 
 
 def batch_norm_raise_error_if_train(module: Module, raise_error: bool = True) -> None:

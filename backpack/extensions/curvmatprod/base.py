@@ -12,9 +12,11 @@ from torch.nn import Parameter
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.core.flow import Flow, Use
+from backpack.core.owners import owners
+from backpack.core.plan import Plan
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.chains import MatProdFlow
 from backpack.extensions.combining import Function
-from backpack.extensions.flows import MatProdFlow
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.utils.errors import UnsupportedError
@@ -47,6 +49,18 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
     def rule_at(self, samples: int) -> Rule:
         return ValueRule()
 
+    def check(self, plan: Plan) -> None:
+        for unit in plan.units.values():
+            rule = unit.call.derivatives
+            for name, parameter in unit.parameters.items():
+                if parameter in plan.uses and not isinstance(rule, GenericDerivatives) and not hasattr(rule, f"_{name}_jac_mat_prod"):
+                    raise UnsupportedError(
+                        f"{self.savefield} of {unit.call.path}.{name}: {type(rule).__name__} has no _{name}_jac_mat_prod, the product with the "
+                        "Jacobian of the output with respect to this parameter. Implement it, use the products of backpack.hessianfree, or leave it "
+                        "out: {exclude}.",
+                        {parameter: owners[parameter]},
+                    )
+
     def rule_key(self) -> Any:
         return ("product", self.flow)
 
@@ -54,15 +68,8 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
         use, name = state
         rule, call, output_product = use.call.derivatives, use.call, use.value
         call.keep = True
-        if isinstance(rule, GenericDerivatives):
-            jacobian = partial(rule.param_jac_mat_prod, name)
-        else:
-            jacobian = getattr(rule, f"_{name}_jac_mat_prod", None)
-            if jacobian is None:
-                raise UnsupportedError(
-                    f"{self.savefield} of {call.path}.{name}: {type(rule).__name__} has no _{name}_jac_mat_prod, the product with the Jacobian of "
-                    "the output with respect to this parameter. Implement it, or use the products of backpack.hessianfree."
-                )
+        generic = isinstance(rule, GenericDerivatives)
+        jacobian = partial(rule.param_jac_mat_prod, name) if generic else getattr(rule, f"_{name}_jac_mat_prod")
 
         def product(mat: Tensor) -> Tensor:
             call.refuse_changed()

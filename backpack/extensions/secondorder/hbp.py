@@ -9,7 +9,7 @@ exact block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.nn import Parameter
@@ -21,13 +21,15 @@ from backpack.core.flow import Flow
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.chains import AverageFlow
 from backpack.extensions.combining import Combination, Factors, Noted
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.flows import AverageFlow, SqrtFlow
+from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.rules import KroneckerRule, Rule, ValueRule, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
-from backpack.utils.errors import ArgumentError, UnsupportedError, exclusion
+from backpack.extensions.sides import sides_of
+from backpack.utils.errors import ArgumentError, UnsupportedError, merge
 from backpack.utils.precision import wide
 
 _LARGEST = 2**28
@@ -93,32 +95,69 @@ class HBP(SecondOrderBackpropExtension):
         return Factors(unites=not (self._averages or ExpectationApproximation.should_average_param_jac(self._ea_strategy)))
 
     def rule_at(self, samples: int) -> Rule:
-        return ValueRule() if self._averages else KroneckerRule(ExpectationApproximation.should_average_param_jac(self._ea_strategy))
+        return ValueRule() if self._averages else KroneckerRule(self.averages_inputs)
 
     def rule_key(self) -> Any:
         return ("kronecker", self.flow, self._ea_strategy)
 
     def check(self, plan: Plan) -> None:
-        for parameter in plan.loose:
-            if sum(size > 1 for size in parameter.shape) > 1:
-                raise UnsupportedError(
-                    f"{self.savefield}: {owners[parameter]} of shape {list(parameter.shape)} is used by an operation or a layer without a rule for "
-                    "Kronecker factors. Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: "
-                    f"{exclusion(owners[parameter])}."
+        refusals = list(self._without_averages(plan) if self._averages else self._without_factors(plan))
+        if refusals:
+            raise merge(refusals)
+
+    def _without_factors(self, plan: Plan) -> Iterator[UnsupportedError]:
+        """Refuse parameters that have no Kronecker factors.
+
+        Args:
+            plan: The plan.
+
+        Yields:
+            One error a parameter.
+        """
+        loose = {id(parameter) for parameter in plan.loose}
+        for parameter, uses in sides_of(plan, self.averages_inputs).items():
+            shape, side = list(parameter.shape), uses[0].outputs[1]
+            if id(parameter) in loose and sum(size > 1 for size in shape) > 1:
+                why = f"{{names}} of shape {shape} is used by an operation or a layer without a rule for Kronecker factors"
+            elif len({(use.inputs, use.layout) for use in uses}) > 1:
+                why = (
+                    "{names} is used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
+                    "or transposed), so that its Kronecker factors are not defined"
+                )
+            elif side * side > _LARGEST:
+                why = f"the Kronecker factor of {{names}} {shape} would have {side} x {side} entries"
+            else:
+                continue
+            way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclude}."
+            yield UnsupportedError(f"{self.savefield}: {why}. {way_out}", {parameter: owners[parameter]})
+
+    def _without_averages(self, plan: Plan) -> Iterator[UnsupportedError]:
+        """Refuse modules other than affine ones without extra axes and groups.
+
+        Args:
+            plan: The plan.
+
+        Yields:
+            One error a module.
+        """
+        for unit in plan.units.values():
+            rule, call = unit.call.derivatives, unit.call
+            extra_axes = isinstance(rule, LinearDerivatives) and len(call.outputs[0].shape) > 2
+            about = {p: owners[p] for p in unit.parameters.values() if p in plan.uses}
+            fits = isinstance(rule, AffineDerivatives) and not isinstance(rule, BilinearDerivatives) and not extra_axes and rule.groups(call) == 1
+            if about and not fits:
+                yield UnsupportedError(
+                    f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions "
+                    f"without groups. {call.path} ({type(call.module).__name__}, output {list(call.outputs[0].shape)}) is none of these: use KFLR or "
+                    "KFAC, or leave it out: {exclude}.",
+                    about,
                 )
 
     def finish(self, state: Any, parameter: Parameter) -> Noted:
         if self._averages:
             factors = self._from_average(*state)
             return Noted(factors, 1 if len(factors) > 1 else None)
-        outputs = stack(state.outputs)
-        side = outputs.shape[3]
-        if side * side > _LARGEST:
-            raise UnsupportedError(
-                f"{self.savefield}: the Kronecker factor of {owners[parameter]} {list(parameter.shape)} would have {side} x {side} entries. "
-                f"Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclusion(owners[parameter])}."
-            )
-        flat = wide(outputs).flatten(0, 1).transpose(0, 1)
+        flat = wide(stack(state.outputs)).flatten(0, 1).transpose(0, 1)
         sides = flat.transpose(1, 2) @ flat
         if state.inputs is None:
             return Noted([sides[0]], None)
@@ -126,6 +165,11 @@ class HBP(SecondOrderBackpropExtension):
             return Noted([state.inputs[0], sides[0]], 0)
         pairs = [[given, output] if state.rule.transposed else [output, given] for output, given in zip(sides, state.inputs, strict=True)]
         return Noted(pairs[0] if len(pairs) == 1 else pairs, 0 if state.rule.transposed else 1)
+
+    @property
+    def averages_inputs(self) -> bool:
+        """Whether the mean input of the samples is taken instead of each of them."""
+        return ExpectationApproximation.should_average_param_jac(self._ea_strategy)
 
     @property
     def _averages(self) -> bool:
@@ -140,23 +184,13 @@ class HBP(SecondOrderBackpropExtension):
 
         Returns:
             The factors.
-
-        Raises:
-            UnsupportedError: For modules other than affine ones without extra axes and groups.
         """
         rule, call = use.call.derivatives, use.call
-        extra_axes = isinstance(rule, LinearDerivatives) and len(call.output.shape) > 2
-        if not isinstance(rule, AffineDerivatives) or isinstance(rule, BilinearDerivatives) or rule.groups(call) != 1 or extra_axes:
-            raise UnsupportedError(
-                f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions "
-                f"without groups. {call.path} ({type(call.module).__name__}, output {list(call.output.shape)}) is none of these: use KFLR or KFAC, "
-                f"or leave it out: {exclusion(owners[use.parameters[name]])}."
-            )
         outputs = call.output.shape[1]
         side = wide(use.value).unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
         if name == "bias":
             return [side]
-        if ExpectationApproximation.should_average_param_jac(self._ea_strategy):
+        if self.averages_inputs:
             mean = wide(rule.columns(call)).mean(0)[0]
             return [side, mean @ mean.T]
         return [side, rule.input_moment(call)[0] / max(1, use.layout.samples)]

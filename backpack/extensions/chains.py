@@ -1,0 +1,193 @@
+"""Flows that are exact on sequences of modules only: batch-averaged matrices, and products with curvature matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.calls import ModuleCall
+from backpack.core.flow import Flow
+from backpack.core.graph import shape_of
+from backpack.core.owners import owners
+from backpack.core.plan import Plan
+from backpack.core.samples import Layout
+from backpack.core.starts import LossNode
+from backpack.core.walk import Need
+from backpack.extensions.curvature import Curvature
+from backpack.extensions.flows import refuse_coupled
+from backpack.extensions.loss_scale import position_weights
+from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
+
+
+def dense_residuals(plan: Plan) -> Iterator[tuple[ModuleCall, dict[Parameter, str]]]:
+    """Find modules whose second derivative is neither zero nor diagonal, on the way to parameters.
+
+    Args:
+        plan: The plan.
+
+    Yields:
+        A call, and the parameters upstream of it with their names.
+    """
+    for unit in plan.units.values():
+        rule, call = unit.call.derivatives, unit.call
+        bits = 0 if unit.below is None else plan.walk.reach[unit.below[0]] & plan.concerned
+        if bits and not rule.hessian_is_zero(call) and not rule.hessian_is_diagonal(call):
+            yield call, plan.walk.named(bits)
+
+
+class ChainFlow(Flow):
+    """A flow that is exact on sequences of modules only."""
+
+    crosses_gaps = False
+    needs = Need.MODULES
+    quantity = "This quantity"
+
+    def merge(self, old: object, new: object) -> object:
+        raise BranchingError(f"{self.quantity} is exact on sequences of modules only, but a tensor here has several consumers.")
+
+    def check(self, plan: Plan) -> None:
+        for start in plan.losses.values():
+            if isinstance(start.call, LossNode) and start.call.turned:
+                raise UnsupportedError(
+                    f"{self.quantity}: {start.call.path} needs the samples on axis 0, and the classes on axis 1. Leave out {{exclude}}.",
+                    plan.walk.named(plan.walk.reach[start.below[0]] & plan.concerned),
+                )
+        if plan.gaps:
+            node = next(iter(plan.gaps))
+            bits = plan.walk.reach[node] & plan.concerned
+            raise BranchingError(
+                f"{self.quantity} is exact on sequences of modules only, but {plan.walk.where(node)} lies between modules, on the way to "
+                "{names}. Use modules for all operations, the generalized Gauss-Newton quantities "
+                "(DiagGGN, KFLR, KFAC), or the matrix-free products of backpack.hessianfree, or leave these parameters out: {exclude}.",
+                plan.walk.named(bits),
+            )
+        for (node, _), count in plan.arrivals.items():
+            if count > 1:
+                bits = plan.walk.reach[node] & plan.concerned
+                raise BranchingError(
+                    f"{self.quantity} is exact on sequences of modules only, but {{names}} is reached "
+                    f"through {count} branches. Use the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of "
+                    "backpack.hessianfree, or leave these parameters out: {exclude}.",
+                    plan.walk.named(bits),
+                )
+        for node, unit in plan.units.items():
+            again = {p: owners[p] for p in unit.parameters.values() if plan.uses.get(p, 0) > 1}
+            if again:
+                raise BranchingError(
+                    f"{self.quantity} of {unit.call.path}: a parameter is used more than once, for which no exact rule exists. "
+                    "Leave it out: {exclude}.",
+                    again,
+                )
+            if unit.arrangement is not None or not unit.layout.plain:
+                bits = plan.walk.reach[node] & plan.concerned
+                raise UnsupportedError(
+                    f"{self.quantity} of {unit.call.path} needs the samples on axis 0 of its output, one row each. Leave out {{exclude}}.",
+                    plan.walk.named(bits),
+                )
+
+
+@dataclass(frozen=True)
+class AverageFlow(ChainFlow):
+    """A batch-averaged matrix ``[D, D]`` for the ``D`` features of a sample (Botev et al. 2017; Chen et al. 2018).
+
+    Attributes:
+        residual: Add the batch-summed diagonal residual of curved modules (Hessian instead of generalized Gauss-Newton).
+    """
+
+    curvature: str = Curvature.GGN
+    quantity = "The batch-averaged curvature (KFRA, HBP)"
+
+    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Tensor:
+        Curvature.check_loss(call, grad, self.curvature)
+        mat = call.derivatives._sum_hessian(call, None, (grad,))
+        size = call.inputs[0].shape[1:].numel()
+        return mat.reshape(size, size) * grad
+
+    def through(self, call: ModuleCall, value: Tensor, grad: Tensor, layout: Layout) -> Tensor:
+        rule = call.derivatives
+        if not layout.samples:
+            return value.new_zeros(2 * (call.input0.shape[1:].numel(),))
+        result = rule.ea_jac_t_mat_jac_prod(call, None, (grad,), value)
+        if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call):
+            residual = rule.hessian_diagonal(call, None, (grad,)).flatten(1).sum(0)
+            result = result + torch.diag(Curvature.modify_residual(residual, self.curvature))
+        return result
+
+    def check(self, plan: Plan) -> None:
+        super().check(plan)
+        for node, start in plan.losses.items():
+            shape, bits = shape_of((node, start.nr)), plan.walk.reach[node] & plan.concerned
+            weighted = isinstance(start.call, LossNode) and start.call.axes is not None  # position by position, by what arrives
+            if shape.numel() != 1 and bits and not weighted:
+                raise UnsupportedError(
+                    f"{start.call.path}: {self.quantity} needs reduction='mean' or 'sum', got a loss value of shape {list(shape)}. "
+                    "Leave out {exclude}.",
+                    plan.walk.named(bits),
+                )
+        if Curvature.require_residual(self.curvature):
+            for call, about in dense_residuals(plan):
+                raise UnsupportedError(
+                    f"{self.quantity} of the Hessian needs element-wise modules, {call.path} has a dense second derivative. Leave out {{exclude}}.",
+                    about,
+                )
+
+
+Product = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class MatProdFlow(ChainFlow):
+    """A function that multiplies ``[V, *out]`` with a curvature matrix of a module's output.
+
+    Attributes:
+        curvature: One of ``Curvature.CHOICES``.
+    """
+
+    curvature: str = Curvature.GGN
+    quantity = "A curvature-matrix product (HMP, GGNMP, PCHMP)"
+
+    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Product:
+        weights = position_weights(call, grad)
+        Curvature.check_loss(call, grad if weights is None else weights, self.curvature)
+        call.keep = True
+        product = call.derivatives._make_hessian_mat_prod(call, None, (grad,))
+        return product if weights is None else lambda mat: product(mat) * weights
+
+    def through(self, call: ModuleCall, value: Product, grad: Tensor, layout: Layout) -> Product:
+        rule = call.derivatives
+        call.keep = True
+        residual: Product | None = None
+        if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call):
+            residual = self._residual(call, grad)
+
+        def product(mat: Tensor) -> Tensor:
+            call.refuse_changed()
+            # an operation in place on a view acts on the view's base: the module that made the view, Flatten say, is not called then
+            columns = mat.reshape(mat.shape[0], *call.inputs[0].shape)
+            out = rule._jac_t_mat_prod(call, None, (grad,), value(rule._jac_mat_prod(call, None, (grad,), columns)))
+            return (out if residual is None else out + residual(columns)).reshape(mat.shape)
+
+        return product
+
+    def _residual(self, call: ModuleCall, grad: Tensor) -> Product:
+        rule = call.derivatives
+        if not Curvature.is_pch(self.curvature):
+            return lambda mat: rule._residual_mat_prod(call, None, (grad,), mat)
+        diagonal = Curvature.modify_residual(rule.hessian_diagonal(call, None, (grad,)), self.curvature)
+        return lambda mat: diagonal * mat
+
+    def check(self, plan: Plan) -> None:
+        super().check(plan)
+        if Curvature.require_residual(self.curvature):
+            refuse_coupled(plan, self.quantity)
+        if Curvature.is_pch(self.curvature):
+            for call, about in dense_residuals(plan):
+                raise LossValueError(
+                    f"{call.path}: the positive-curvature Hessian (PCHMP) is defined for element-wise modules, this one has a dense second "
+                    "derivative. Leave out {exclude}.",
+                    about,
+                )

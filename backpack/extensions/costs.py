@@ -1,0 +1,226 @@
+"""What quantities cost: arithmetic and memory traffic, counted in multiplications, from shapes alone.
+
+The unit is a multiply-add of a matrix product. Everything else is converted by four numbers, measured on one thread of a CPU (40 multiply-adds
+a nanosecond) on the nets of the benchmark; on a GPU, products and memory are about as far apart. The estimate is good to a factor of two.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from backpack.core.crossings import Gap
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.flow import Flow
+from backpack.core.graph import operation, outputs_of, saved, shape_of
+from backpack.core.plan import Plan
+from backpack.core.samples import numel
+from backpack.core.walk import Unit, Walk
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.chains import AverageFlow, ChainFlow
+from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
+from backpack.extensions.flows import SignedSqrtFlow, SqrtFlow
+from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
+from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
+from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
+from backpack.extensions.sides import Sides, sides
+
+ENTRY = 12
+"""An entry of a tensor that is read or written where it is in a cache, or nearly."""
+SQUARE = 2
+"""An entry that is squared and added in blocks that stay in a cache."""
+FRESH = 90
+"""An entry of a result: memory that has to be provided first."""
+NODE, HOOK = 2_000_000, 10_000_000
+"""A node of the graph, forward and backward; a hook, which runs in Python."""
+
+_FACTORS = {"Mm": (0, 1), "Bmm": (0, 1), "Addmm": (1, 2), "Baddbmm": (1, 2), "Convolution": (0, 1)}
+
+
+def products_in(node: Node) -> tuple[int, int]:
+    """Count the multiplications of a node's operation.
+
+    Args:
+        node: A graph node.
+
+    Returns:
+        Those of the forward pass, and how many times as many the backward pass has.
+    """
+    name = operation(node)
+    if name.startswith("ScaledDotProduct"):
+        query, key = shape_of((node, 0)), node.next_functions[1][0]
+        return 2 * numel(query) * (shape_of(node.next_functions[1])[-2] if key is not None else query[-2]), 2
+    if name not in _FACTORS:
+        return 0, 0
+    edges = [node.next_functions[i] for i in _FACTORS[name]]
+    known = [edge is not None and edge[0] is not None for edge in edges]
+    output = numel(shape_of((node, 0)))
+    if name == "Convolution":
+        weight = shape_of(edges[1]) if known[1] else saved(node, "weight").shape
+        positions = numel(saved(node, "input").shape) if saved(node, "transposed") and saved(node, "input") is not None else output
+        return positions * prod(weight[1:]), sum(known)
+    if not any(known):
+        return 0, 0
+    return output * (shape_of(edges[0])[-1] if known[0] else shape_of(edges[1])[-2]), sum(known)
+
+
+def gradient(walk: Walk) -> float:
+    """Estimate the cost of the forward and the backward pass.
+
+    Args:
+        walk: The graph.
+
+    Returns:
+        Multiplications.
+    """
+    total = 0.0
+    for node in walk.order:
+        products, times = products_in(node)
+        total += products * (1 + times) + NODE + 2 * ENTRY * sum(numel(shape_of((node, nr))) for nr in range(outputs_of(node)))
+    return total
+
+
+def width(flow: Flow, plan: Plan, node: Node) -> int:
+    """Count the columns that start at a loss.
+
+    Args:
+        flow: The flow.
+        plan: The plan.
+        node: Node of the loss.
+
+    Returns:
+        Columns of a sample.
+    """
+    if isinstance(flow, SqrtFlow) and flow.mc_samples is not None:
+        return flow.mc_samples
+    start = plan.losses[node]
+    rows = max(Counter(start.layout.labels).values(), default=1)  # those of one sample have columns of their own
+    return rows * numel(start.call.inputs[0].shape[1:])
+
+
+class Costs:
+    """Costs of one extension along a plan.
+
+    Attributes:
+        carried: Multiplications for what its flow carries.
+        read: Parameter (by id) to multiplications for what is read off at its uses.
+    """
+
+    def __init__(self, plan: Plan, extension: BackpropExtension, crossed: list[Gap]) -> None:
+        self._plan, self._extension, self._flow = plan, extension, extension.flow
+        self.carried, self.read = 0.0, dict.fromkeys(map(id, plan.uses), 0.0)
+        self._births: dict[Node, dict[Node, int]] = {}
+        if self._flow is None:
+            self.carried = float(HOOK * len(plan.units))
+            return
+        called = {gap.node for gap in crossed}
+        for node in plan.walk.order:
+            self._visit(node, node in called)
+
+    def _visit(self, node: Node, called: bool) -> None:
+        """Add what happens at a node, whose consumers have been visited.
+
+        Args:
+            node: The node.
+            called: Whether it is crossed by calling it.
+        """
+        plan, births = self._plan, self._births.get(node, {})
+        columns = 1 if self._flow.is_gradient or isinstance(self._flow, ChainFlow) else sum(births.values())
+        if node in plan.losses:
+            self.carried += 0 if self._flow.is_gradient else HOOK
+            below, births = [plan.losses[node].below[0]], {node: width(self._flow, plan, node)}
+        elif node in plan.units:
+            unit = plan.units[node]
+            below = [edge[0] for edge in (unit.below, *unit.split.values()) if edge is not None]
+            births = self._at_unit(node, unit, columns, births)
+        elif node in plan.composites:
+            composite = plan.composites[node]
+            below = [edge[0] for edge, _ in composite.below]
+            for unit in composite.parts:
+                self._at_unit(node, unit, columns, births)
+        elif node in plan.gaps:
+            gap = plan.gaps[node]
+            below = [upstream[0] for upstream in gap.nexts if upstream is not None]
+            self._at_gap(gap, columns if called else 0)
+        else:
+            return
+        for upstream in below:
+            self._births.setdefault(upstream, {}).update(births)
+
+    def _at_gap(self, gap: Gap, columns: int) -> None:
+        products, times = products_in(gap.node)
+        entries = sum(numel(shape_of((gap.node, nr))) for nr in gap.states)
+        self.carried += columns * (products * times + 2 * ENTRY * entries) + HOOK * (columns > 0)
+        for upstream in gap.nexts:
+            if upstream is not None and upstream[0] in self._plan.walk.leaves:
+                parameter = self._plan.walk.leaves[upstream[0]]
+                self.read[id(parameter)] += self._reading(Sides(None, (1, parameter.numel())), parameter, columns)
+
+    def _at_unit(self, node: Node, unit: Unit, columns: int, births: dict[Node, int]) -> dict[Node, int]:
+        """Add what happens at a unit.
+
+        Args:
+            node: Its node.
+            unit: The unit.
+            columns: Number of columns that arrive.
+            births: Where they were born, and how many.
+
+        Returns:
+            The same for the columns at its input.
+        """
+        rule, call = unit.call.derivatives, unit.call
+        self.carried += HOOK
+        if unit.below is not None and not self._flow.is_gradient:
+            outputs, inputs = numel(call.outputs[0].shape), numel(shape_of(unit.below))
+            products = self._products(unit)
+            if isinstance(self._flow, AverageFlow):
+                samples = max(1, unit.layout.samples)
+                self.carried += (outputs + inputs) // samples * (products // samples + ENTRY * inputs // samples)
+            else:
+                self.carried += columns * (products + ENTRY * (inputs + outputs) / 2)
+            if isinstance(self._flow, SignedSqrtFlow) and not rule.hessian_is_zero(call):
+                births = {**births, node: inputs // max(1, unit.layout.samples)}
+        for name, parameter in unit.parameters.items():
+            if parameter in self._plan.uses:
+                self.read[id(parameter)] += self._reading(sides(unit, name, parameter), parameter, columns)
+        return births
+
+    @staticmethod
+    def _products(unit: Unit) -> int:
+        if not isinstance(unit.call.derivatives, AffineDerivatives):
+            return 0
+        return numel(unit.call.outputs[0].shape) * unit.call.weight.numel() // max(1, prod(sides(unit, "bias", unit.call.weight).outputs))
+
+    def _reading(self, use: Sides, parameter: Parameter, columns: int) -> float:
+        """Count what is read off at a use.
+
+        Args:
+            use: How it sees the parameter.
+            parameter: The parameter.
+            columns: Number of columns.
+
+        Returns:
+            Multiplications.
+        """
+        extension, samples = self._extension, self._plan.batches[parameter]
+        (groups, outputs), positions, entries = use.outputs, use.positions, samples * parameter.numel()
+        at_output = ENTRY * columns * samples * positions * groups * outputs
+        result = FRESH * columns * entries if isinstance(extension, BatchGrad | SqrtGGN) else 0
+        result += FRESH * entries if isinstance(extension, BatchDiagGGN | BatchDiagHessian) else 0
+        if isinstance(self._flow, ChainFlow) and not isinstance(extension, HBP):
+            return 0.0
+        if isinstance(extension, HBP):
+            moment = 0 if use.inputs is None or len(use.inputs) < 3 else samples * positions * prod(use.inputs)
+            return at_output + columns * samples * groups * outputs**2 + moment
+        if use.inputs is None or len(use.inputs) < 3:
+            return at_output + result
+        if isinstance(extension, BatchL2Grad):
+            length = use.inputs[-1]
+            gram = samples * positions**2 * (length + outputs) * groups
+            return ENTRY * samples * groups * (outputs + length) if positions == 1 else min(gram, positions * entries + SQUARE * entries)
+        if isinstance(extension, SumGradSquared | Variance | DiagGGN | BatchDiagGGN | DiagHessian | BatchDiagHessian):
+            return result + (at_output + entries if positions == 1 else columns * entries * (positions + SQUARE))
+        return result + columns * positions * entries

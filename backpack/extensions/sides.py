@@ -1,0 +1,91 @@
+"""The two sides of a parameter: which inputs and outputs the uses of it have, as far as shapes tell."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.plan import Plan
+from backpack.core.walk import Unit
+
+
+class Sides(NamedTuple):
+    """How a use sees its parameter.
+
+    Attributes:
+        inputs: Shape of the input-side Kronecker factor: ``[G, K, K]``, ``[1, K]`` if it is diagonal, ``None`` if there is none.
+        outputs: Shape of the columns of a sample at the output, summed over positions: ``[G, O]``.
+        positions: Number of positions that share the parameter in a sample.
+        layout: What uses have in common whose matrices lie in the parameter alike.
+    """
+
+    inputs: tuple[int, ...] | None
+    outputs: tuple[int, int]
+    positions: int = 1
+    layout: Hashable = None
+
+
+def units_of(plan: Plan) -> Iterator[Unit]:
+    """Go through all units of a plan, also those inside of nodes that several rules stand for.
+
+    Args:
+        plan: The plan.
+
+    Yields:
+        The units.
+    """
+    yield from plan.units.values()
+    for composite in plan.composites.values():
+        yield from composite.parts
+
+
+def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False) -> Sides:
+    """Look at a parameter from one of its uses.
+
+    Args:
+        unit: The use.
+        name: Name of the parameter there.
+        parameter: The parameter.
+        mean_input: Whether the mean input of the samples is taken instead of each of them.
+
+    Returns:
+        What the use sees.
+    """
+    rule = unit.call.derivatives
+    if isinstance(rule, EmbeddingDerivatives) and not mean_input:
+        return Sides((1, parameter.shape[0]), (1, parameter.shape[1]))
+    if not isinstance(rule, AffineDerivatives):
+        return Sides(None, (1, parameter.numel()))
+    output = torch.empty(1, *unit.call.outputs[0].shape, device="meta")
+    shape = rule.rows(unit.call, output if unit.arrangement is None else unit.arrangement.front(output, 1)).shape
+    _, rows, groups, outputs, positions = shape
+    positions = positions * rows // max(1, unit.layout.samples)
+    if name == "bias":
+        return Sides(None, (1, groups * outputs), positions)
+    length = parameter.numel() // (groups * outputs)
+    return Sides((groups, length, length), (groups, outputs), positions, rule.weight_layout)
+
+
+def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides]]:
+    """Look at all parameters that a plan is about, from all of their uses.
+
+    Args:
+        plan: The plan.
+        mean_input: Whether the mean input of the samples is taken instead of each of them.
+
+    Returns:
+        One entry a use; those outside of all units are one.
+    """
+    found: dict[Parameter, list[Sides]] = {}
+    for unit in units_of(plan):
+        for name, parameter in unit.parameters.items():
+            if parameter in plan.uses:
+                found.setdefault(parameter, []).append(sides(unit, name, parameter, mean_input))
+    for parameter in plan.loose:
+        found.setdefault(parameter, []).append(Sides(None, (1, parameter.numel())))
+    return found

@@ -1,0 +1,271 @@
+"""What ``explain`` says before a run is what the run does, on every row of the table and on models of the hub."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import models_hub  # noqa: F401  adds its rows
+import pytest
+import torch
+from cases import CASES
+from models import MODELS
+from oracle import Problem
+from table import regress
+from test_exclude import arguments_in
+from test_extensions import QUANTITIES
+from test_models import fresh
+from torch import Tensor
+from torch.nn import BatchNorm1d, CrossEntropyLoss, Dropout, Linear, Module, MSELoss, Parameter, Sequential, Tanh
+
+from backpack import backpack, explain, extend, results
+from backpack.explaining import explain_loss
+from backpack.explanation import Explanation, Verdict
+from backpack.extensions import HMP, KFAC, KFLR, BatchGrad, DiagGGNMC
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.collector import Collector
+from backpack.utils.errors import ArgumentError, BackpackError
+
+
+def told(problem: Problem, extension: BackpropExtension) -> Explanation:
+    """Explain a problem, whose output and losses may be more than a call."""
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    return explain_loss(problem.model, problem.loss(problem.outputs()), [extension])
+
+
+def outcome(problem: Problem, extension: BackpropExtension) -> dict[str, Any] | None:
+    """Run a problem; return what it wrote, ``None`` if it was refused."""
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    try:
+        with backpack(extension):
+            problem.loss(problem.outputs()).backward()
+    except (BackpackError, NotImplementedError):
+        return None
+    return {name: values[extension.savefield] for name, values in results(problem.model).items() if extension.savefield in values}
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from tensors(part)
+
+
+def check(make: Callable[[], Problem], extension: Callable[..., BackpropExtension]) -> None:
+    """Refused is refused; what is not refused is there, in the size that was told; and without the refused, all others are there."""
+    explanation = told(make(), extension())
+    rows = {row.parameter: row for row in explanation.rows}
+    refused, found = [row.parameter for row in explanation.refused], outcome(make(), extension())
+    assert (found is None) == bool(refused), [row.reason for row in explanation.refused]
+    if refused:
+        problem = make()
+        found = outcome(problem, extension().leaving_out(p for name, p in problem.model.named_parameters() if name in refused))
+        assert found is not None
+    there = {name for name, row in rows.items() if row.verdict not in {Verdict.REFUSED, Verdict.NO_GRADIENT}}
+    assert set(found) == there
+    for name, value in found.items():
+        if not callable(value):
+            assert rows[name].result == tuple(part.shape for part in tensors(value))
+            assert rows[name].bytes == sum(part.numel() * part.element_size() for part in tensors(value))
+    assert explanation.quantities[0].cost >= 1
+
+
+NAMES = list(QUANTITIES)
+
+
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)))
+def test_truth(number: int, case: str) -> None:
+    """One extension a case, in turn."""
+    name = NAMES[number % len(NAMES)]
+    check(lambda: CASES[case].build(QUANTITIES[name].batches[-1]), QUANTITIES[name].make)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_truth_of_all(case: str, batch: int) -> None:
+    """Every extension on every case."""
+    for quantity in QUANTITIES.values():
+        if batch in quantity.batches:
+            check(lambda: CASES[case].build(batch), quantity.make)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("quantity", ["SqrtGGNMC", "DiagHessian", "KFLR"])
+def test_truth_on_models(name: str, quantity: str) -> None:
+    check(lambda: fresh(name, 3), QUANTITIES[quantity].make)
+
+
+# --- what is left as it was -------------------------------------------------------------------------------------------------------------------
+
+
+class Untidy(Module):
+    """Draws random numbers, changes buffers, and is not extended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop, self.last = Linear(4, 6), BatchNorm1d(6), Dropout(0.5), Linear(6, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.unused, self.frozen = Linear(2, 2), Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls = self.calls + random.random() * 0 + 1
+        return self.frozen(self.last(self.drop(self.norm(self.first(x))))) * scale
+
+
+def test_nothing_changes() -> None:
+    model, lossfunc, X, y = Untidy(), CrossEntropyLoss(), torch.rand(5, 4), torch.randint(3, (5,))
+    buffers = {name: (buffer, buffer.clone(), buffer._version) for name, buffer in model.named_buffers()}
+    state, python, attributes = torch.get_rng_state(), random.getstate(), {module: set(vars(module)) for module in model.modules()}
+    explain(model, lossfunc, {"x": X, "scale": 2.0}, y, [BatchGrad(), DiagGGNMC(), KFAC()])
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == python
+    assert dict(model.named_buffers()).keys() == buffers.keys()
+    for name, buffer in model.named_buffers():
+        before, value, version = buffers[name]
+        assert buffer is before and torch.equal(buffer, value) and buffer._version == version
+    for module in (*model.modules(), lossfunc):
+        assert not module._forward_hooks and not module._forward_pre_hooks and "_backpack_extend" not in vars(module)
+        assert module is lossfunc or set(vars(module)) == attributes[module]
+    assert not any(vars(p) or p.grad is not None for p in model.parameters())
+    with backpack(BatchGrad()), pytest.raises(BackpackError, match="not-recorded"):
+        extend(lossfunc)(model(X), y).backward()
+
+
+def test_extended_stays_extended() -> None:
+    """Also inside a context, whose extensions are none of explain's business; and after an exception."""
+    model, lossfunc, X, y = extend(Linear(4, 3)), extend(CrossEntropyLoss()), torch.rand(5, 4), torch.randint(3, (5,))
+    with backpack(BatchGrad()):
+        explanation = explain(model, lossfunc, X, y, [KFAC()])
+        assert results(model) == {}
+        with pytest.raises(ArgumentError, match="one entry"):
+            explain(model, lambda out, _: out, X, y, [KFAC()])
+        lossfunc(model(X), y).backward()
+    assert [row.verdict for row in explanation.rows] == [Verdict.MC, Verdict.MC]
+    assert model.weight.grad_batch.shape == (5, 3, 4)
+
+
+def test_rows() -> None:
+    """Verdicts, reasons and sizes of one model, by hand."""
+    model = Untidy().eval()
+    rows = {
+        row.parameter: row
+        for row in explain(model, CrossEntropyLoss(), torch.rand(5, 4), torch.randint(3, (5,)), BatchGrad(exclude=[model.norm])).rows
+    }
+    assert [row.parameter for row in rows.values()] == [name for name, _ in model.named_parameters()]
+    assert rows["first.weight"].result == ((5, 6, 4),) and rows["first.weight"].bytes == 4 * 5 * 6 * 4
+    assert rows["first.weight"].rule == "Linear" and rows["first.weight"].verdict is Verdict.EXACT
+    assert rows["norm.weight"].verdict is Verdict.EXCLUDED
+    assert "does not depend" in rows["unused.weight"].reason and "frozen" in rows["frozen.bias"].reason
+    assert rows["unused.weight"].verdict is rows["frozen.bias"].verdict is Verdict.NO_GRADIENT
+
+
+def test_unknown_name_is_an_error() -> None:
+    with pytest.raises(ArgumentError, match="names no parameter"):
+        explain(Linear(4, 3), CrossEntropyLoss(), torch.rand(5, 4), torch.randint(3, (5,)), [BatchGrad(exclude=["wieght"])])
+
+
+def test_together() -> None:
+    """What each extension refuses alone is told there; what only the company of another one brings is told in one place."""
+    model, X, y = Sequential(Linear(4, 3), Linear(3, 3)), torch.rand(5, 4), torch.randint(3, (5,))
+    explanation = explain(model, CrossEntropyLoss(), X, y, [BatchGrad(), KFAC(), DiagGGNMC()])
+    assert not explanation.together and not explanation.refused
+    alone = {quantity.extension: quantity.cost for quantity in explanation.quantities}
+    assert max(alone.values()) < explanation.cost < sum(alone.values())
+    ce = extend(CrossEntropyLoss())
+    explanation = explain(model, lambda out, y: ce(out, y) ** 2, X, y, [BatchGrad(), KFAC()])
+    assert {row.extension for row in explanation.refused} == {"KFAC"}
+    assert all("PowBackward0" in row.reason for row in explanation.refused)
+
+
+def test_repeated_layers_are_one_line() -> None:
+    model = Sequential(Linear(4, 4), *(Sequential(Linear(4, 4), Tanh()) for _ in range(12)), Linear(4, 3))
+    text = str(explain(model, CrossEntropyLoss(), torch.rand(5, 4), torch.randint(3, (5,)), [BatchGrad(), KFAC(), HMP()]))
+    assert "1..12.0.weight" in text
+    assert max(map(len, text.splitlines())) <= 150 and len(text.splitlines()) < 20
+
+
+# --- all refusals at once ---------------------------------------------------------------------------------------------------------------------
+
+
+class ThreeWays(Module):
+    """A table, a matrix that is used in two orientations, a vector whose factor would be too large, and layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = Parameter(torch.randn(2, 3)), Linear(3, 2)
+        self.first, self.matrix, self.large = Linear(3, 3), Parameter(torch.randn(3, 3)), Parameter(torch.ones(2**14 + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x) + self.table + self.large.mean())
+        return self.last(torch.tanh(h @ self.matrix) @ self.matrix.T)
+
+
+def three_ways() -> Problem:
+    return regress(ThreeWays(), torch.randn(3, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (three_ways, {"table", "matrix", "large"}),
+        (lambda: fresh("GPT-2", 3), {"transformer.wte.weight", "transformer.wpe.weight"}),
+        (lambda: fresh("BERT", 3), {"bert.embeddings.position_embeddings.weight"}),
+    ],
+)
+def test_factors_are_refused_at_once(make: Callable[[], Problem], expected: set[str]) -> None:
+    """One error names all parameters and both reasons; the argument that it shows first is enough."""
+    problem = make()
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(KFAC(), BatchGrad()), pytest.raises(BackpackError, match=r"\[backpack:unsupported\]") as caught:
+        problem.loss(problem.outputs()).backward()
+    assert expected == set(arguments_in(caught.value))
+    assert set(caught.value.about.values()) == set(arguments_in(caught.value))
+    assert all(list(part.about.values()) for part in caught.value.parts)
+    assert results(problem.model) == {}
+    with backpack(KFAC(exclude=arguments_in(caught.value)), BatchGrad()):
+        problem.loss(problem.outputs()).backward()
+    names = {name for name, p in problem.model.named_parameters() if p.requires_grad and p.grad is not None}
+    assert {name for name, values in results(problem.model).items() if "kfac" in values} == names - set(arguments_in(caught.value))
+
+
+def test_plans_are_refused_at_once() -> None:
+    """Samples that mix, a penalty on two parameters, and a loss that is curved: three reasons in one error, which are told apart."""
+    model, lossfunc = extend(Sequential(Linear(4, 3), BatchNorm1d(3), Linear(3, 3), Tanh(), Linear(3, 2))), extend(MSELoss())
+    X, y = torch.randn(5, 4), torch.randn(5, 2)
+
+    def loss() -> Tensor:
+        return lossfunc(model(X), y) + model[4].weight.square().sum() + model[4].bias.square().sum()
+
+    with backpack(BatchGrad()), pytest.raises(BackpackError) as caught:
+        loss().backward()
+    reasons = {part.code: set(part.about.values()) for part in caught.value.parts}
+    assert reasons == {"unattributed": {"4.weight", "4.bias"}, "mixed-samples": {"0.weight", "0.bias"}}
+    assert set(arguments_in(caught.value)) == {"4.weight", "4.bias", "0.weight", "0.bias"}
+    with backpack(BatchGrad(exclude=arguments_in(caught.value))):
+        loss().backward()
+    assert {name for name, values in results(model).items()} == {"1.weight", "1.bias", "2.weight", "2.bias"}
+
+
+def test_what_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were a quantity not written, one error would name all parameters, and nothing would stay."""
+    model, lossfunc = extend(Sequential(Linear(4, 3), Linear(3, 3))), extend(MSELoss())
+    monkeypatch.setattr(Collector, "_write", lambda self, parameter, extension, value: None)
+    with backpack(BatchGrad()), pytest.raises(BackpackError, match="unattributed") as caught:
+        lossfunc(model(torch.rand(5, 4)), torch.rand(5, 3)).backward()
+    assert set(arguments_in(caught.value)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_overwritten_tensor_of_which_only_the_shape_is_read() -> None:
+    """While the graph stays, whoever has overwritten a tensor still holds it: no reason to refuse."""
+    problem, other = (fresh("pre-activation ResNet, GroupNorm", 3) for _ in range(2))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(KFLR()):
+        problem.loss(problem.outputs()).backward(retain_graph=True)
+    for name, value in outcome(other, KFLR()).items():
+        assert all(map(torch.equal, value, results(problem.model)[name]["kflr"]))
