@@ -26,6 +26,7 @@ from backpack.explanation import Explanation, Quantity, Row, Verdict
 from backpack.extending import FLAG, extend
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
+from backpack.extensions.combining import Noted
 from backpack.extensions.costs import Costs, gradient, width
 from backpack.extensions.flows import Source, SqrtFlow
 from backpack.extensions.rules import KroneckerState
@@ -182,7 +183,7 @@ class _Graph(NamedTuple):
             if plan is None:
                 return None, None
             rules |= {id(p): rule for p, rule in _rules(plan).items()}
-            collector = Collector(plan, extensions, None, False, False)
+            collector = Collector(plan, extensions, None, None, debug=False, combines=False)
             collector.check()
             collector.mapped()
             try_rules(self.loss, plan, collector)
@@ -288,7 +289,8 @@ class _Study:
             number = plan.batches[parameter] if samples is None else len(samples)
             widths = {0: 1} if flow.is_gradient else {Source(start.call.order): width(flow, plan, node) for node, start in plan.losses.items()}
             state = {source: empty(columns, number, *parameter.shape) for source, columns in widths.items()}
-        return list(_flat(extension.finish(state, parameter)))
+        result = extension.finish(state, parameter)
+        return list(_flat(result.value if isinstance(result, Noted) else result))
 
     def quantity(self, unit: float) -> Quantity:
         """Say what becomes of the extension.
