@@ -24,6 +24,7 @@ LAYERS = {
     "backpack.extensions.saved_quantities": 4,
     "backpack.extensions.loss_scale": 4,
     "backpack.extensions.flows": 4,
+    "backpack.extensions.signed_flow": 4,
     "backpack.extensions.rules": 4,
     "backpack.extensions.positions": 4,
     "backpack.extensions.curvature": 4,

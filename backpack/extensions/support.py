@@ -18,8 +18,9 @@ from backpack.core.derivatives.registry import registered
 from backpack.extensions import curvmatprod, firstorder, secondorder
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.flows import AverageFlow, GradientFlow, MatProdFlow, SignedSqrtFlow
+from backpack.extensions.flows import AverageFlow, GradientFlow, MatProdFlow
 from backpack.extensions.secondorder.hbp import HBP
+from backpack.extensions.signed_flow import SignedSqrtFlow
 
 EXTENSIONS: dict[str, BackpropExtension] = {
     name: getattr(family, name)() for family in (firstorder, secondorder, curvmatprod) for name in family.__all__ if name != "HBP"

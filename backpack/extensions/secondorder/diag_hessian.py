@@ -9,9 +9,9 @@ from torch.nn import Parameter
 
 from backpack.core.flow import Columns, Flow
 from backpack.extensions.backprop_extension import Excluded
-from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.rules import signs_of, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, squares_at_once
+from backpack.extensions.signed_flow import SignedSqrtFlow
 
 
 class HessianExtension(SecondOrderBackpropExtension):
