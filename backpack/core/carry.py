@@ -142,9 +142,13 @@ class Carry:
             born = flow.at_unit(self._plan.walk, self._concerned[flow], unit, use)
             value = flow.through(view, value, grad, unit.layout)
             if born is not None:
-                value[born[0]] = born[1]
-                for name, columns in born[2].items():
-                    self._deposit_factor(flow, unit, name, {born[0]: columns})
+                source, value[born[0]], factors = born
+                for name, columns in factors.items():
+                    if name in unit.parameters:
+                        self._reader.at_leaf(flow, unit.parameters[name], {source: columns})
+                    else:
+                        edge = unit.split[name]
+                        self._deposit(flow, edge, Way.SPLIT, {source: columns.reshape(*columns.shape[:2], *shape_of(edge))}, None)
             if flow.crosses_gaps:
                 shape = shape_of(below)
                 value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
@@ -167,20 +171,6 @@ class Carry:
         for name, upstream in unit.split.items():
             if self._concerns(flow, upstream):
                 self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
-
-    def _deposit_factor(self, flow: Flow, unit: Unit, name: str, columns: Columns) -> None:
-        """Hand columns to a factor of a unit.
-
-        Args:
-            flow: The flow.
-            unit: The unit.
-            name: Name of the factor.
-            columns: ``{source: [V, N, *factor]}``.
-        """
-        if name in unit.parameters:
-            self._reader.at_leaf(flow, unit.parameters[name], columns)
-        else:
-            self._deposit(flow, unit.split[name], Way.SPLIT, columns, None)
 
     def _at_composite(self, node: Node, composite: Composite, grads: tuple[Tensor | None, ...]) -> None:
         outputs = [tensor_at((node, nr)) for nr in range(outputs_of(node))]

@@ -205,39 +205,36 @@ def _softmax_around(change: Tensor, result: Tensor, axes: tuple[int, ...]) -> Te
 
 
 def _attention(node: Node, active: Collection[int]) -> Blocks:
-    """Read a kernel of attention as a function of queries, keys and values ``[*, T, E]``, side by side as ``[*, entries]``."""
-    inputs = {number: saved(node, name) for number, name in enumerate(("query", "key", "value"))}
+    """Read a kernel of attention as a function of queries ``[*, H, g, T, E]``, keys and values ``[*, H, 1, T, E]``, side by side ``[*, H, entries]``.
+
+    Each head of keys and values belongs to ``g`` heads of queries; without heads, ``H`` is the first of the other axes.
+    """
+    query, key, value = (saved(node, name) for name in ("query", "key", "value"))
+    inputs = dict(enumerate((query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3), value.unsqueeze(-3))))
     numbers = [number for number in inputs if number in active]
-    parts = [inputs[number].shape[-2:] for number in numbers]
-    scale = saved(node, "scale") or inputs[0].shape[-1] ** -0.5
-    bias = attention_bias(node)
+    parts = [inputs[number].shape[-3:] for number in numbers]
+    scale, bias = saved(node, "scale") or query.shape[-1] ** -0.5, _bias(node)
 
     def function(packed: Tensor) -> Tensor:
         cut = packed.split([part.numel() for part in parts], -1)
         given = inputs | {number: piece.unflatten(-1, part) for number, piece, part in zip(numbers, cut, parts, strict=True)}
-        scores = scale * given[0] @ given[1].mT
+        scores = (scale * given[0] @ given[1].mT).flatten(-4, -3)
         if saved(node, "is_causal"):
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        return (scores if bias is None else scores + bias).softmax(-1) @ given[2]
+        weights = (scores if bias is None else scores + bias).softmax(-1)
+        return (weights.unflatten(-3, given[0].shape[-4:-2]) @ given[2]).flatten(-4, -3)
 
-    return Blocks(function, [torch.cat([inputs[number].flatten(-2) for number in numbers], -1)], numbers, (-1,), parts)
+    return Blocks(function, [torch.cat([inputs[number].flatten(-3) for number in numbers], -1)], numbers, (-1,), parts)
 
 
-def attention_bias(node: Node) -> Tensor | None:
-    """Return what a kernel of attention adds to the scores, as it has saved it.
-
-    Args:
-        node: The node.
-
-    Returns:
-        The bias; ``None`` if there is none.
-    """
+def _bias(node: Node) -> Tensor | None:
+    """Return what a kernel of attention adds to the scores."""
     name = next((name for name in ("attn_mask", "attn_bias") if has_saved(node, name)), None)
     return None if name is None else saved(node, name)
 
 
 def is_plain_attention(node: Node) -> bool:
-    """Say whether a kernel of attention has as many heads in queries, keys and values, no dropout, and a bias that is no variable.
+    """Say whether a kernel of attention has heads, or groups of them, that fit together, no dropout, and a bias that is no variable.
 
     Args:
         node: The node.
@@ -247,5 +244,6 @@ def is_plain_attention(node: Node) -> bool:
     """
     if _key(node) not in _ATTENTION:
         return True
-    heads = {saved(node, name).shape[:-2] for name in ("query", "key", "value")}
-    return len(heads) == 1 and saved(node, "dropout_p") == 0 and all(edge is None for edge, _ in node.next_functions[3:])
+    query, key, value = (saved(node, name).shape for name in ("query", "key", "value"))
+    grouped = len(query) > 2 and query[:-3] == key[:-3] and query[-3] % key[-3] == 0  # noqa: PLR2004 (without axes in front)
+    return grouped and key[:-2] == value[:-2] and saved(node, "dropout_p") == 0 and all(edge is None for edge, _ in node.next_functions[3:])

@@ -97,7 +97,7 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     units = units.reshape(size, count, *(n if axis in coupled else 1 for axis, n in enumerate(values[0].shape)))
     rows = torch.stack([torch.stack(multiply(tuple(part.expand(values[0].shape) for part in unit))) for unit in units])
     matrices = rows.movedim([2 + axis for axis in coupled], list(range(2, 2 + len(coupled)))).reshape(size, size, prod(kept)).movedim(2, 0)
-    eigenvalues, vectors = (matrices[:, 0], torch.ones_like(matrices)) if size == 1 else torch.linalg.eigh(matrices)
+    eigenvalues, vectors = _eigenvectors(matrices, values)
 
     # the blocks of one sample need columns of their own
     if layout.samples == 1:
@@ -116,9 +116,28 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     if parts is None:
         pieces = columns.unbind(1)
     else:
-        pieces = [piece.unflatten(-1, part) for piece, part in zip(columns[:, 0].split([p.numel() for p in parts], -1), parts, strict=True)]
+        cut = columns[:, 0].split([part.numel() for part in parts], -1)
+        pieces = [piece.reshape(*piece.shape[: 1 + split], *gap.nexts[number][2]) for number, piece in zip(numbers, cut, strict=True)]
     born = [Born(number, piece, None if split else layout) for number, piece in zip(numbers, pieces, strict=True)]
     return signs.movedim(2, 1).reshape(most * size, layout.samples), born
+
+
+def _eigenvectors(matrices: Tensor, values: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Factorize blocks, in units in which the values are of one size: else columns of different signs would cancel almost, at the parameters.
+
+    Args:
+        matrices: Symmetric, ``[B, M, M]``, where the entries of one value stand side by side.
+        values: Some tensors.
+
+    Returns:
+        ``e [B, M]`` and ``v [B, M, M]`` so that the blocks are ``v diag(e) v^T``.
+    """
+    if matrices.shape[-1] == 1:
+        return matrices[:, 0], torch.ones_like(matrices)
+    sizes = torch.stack([value.square().mean().sqrt() for value in values])
+    units = torch.where((sizes > 0) & sizes.isfinite(), sizes, 1.0).repeat_interleave(matrices.shape[-1] // len(values))
+    eigenvalues, vectors = torch.linalg.eigh(matrices * units * units.unsqueeze(1))
+    return eigenvalues, vectors / units.unsqueeze(1)
 
 
 def _turns(labels: Tensor, samples: int) -> tuple[Tensor, int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.calls import ModuleCall
+from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.flow import Columns, Flow
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
@@ -159,6 +160,29 @@ def refuse_coupled(plan: Plan, quantity: str, is_solved: Callable[[Unit], bool] 
             )
 
 
+def refuse_curved(plan: Plan, quantity: str) -> None:
+    """Refuse parameters in which the output of a layer with a user's rule is not linear.
+
+    Args:
+        plan: The plan.
+        quantity: For the message.
+
+    Raises:
+        UnsupportedError: If there is one.
+    """
+    for unit in plan.units.values():
+        rule, module = unit.call.derivatives, unit.call.module
+        if module is None or all(type(part).__module__.startswith(("backpack.", "torch.")) for part in (rule, module)):
+            continue
+        for name, parameter in unit.parameters.items():
+            if parameter in plan.uses and not is_linear_in(name, unit.call):
+                raise UnsupportedError(
+                    f"{quantity} of {unit.call.path}.{name}: the output of {type(module).__name__} is not linear in {name}, as far as can be told, "
+                    f"so that there are terms of which {type(rule).__name__} does not know. Leave the layer without a rule, so that the graph takes "
+                    f"its place in the diagonal of the Hessian, use the generalized Gauss-Newton, or leave it out: {exclusion(owners[parameter])}."
+                )
+
+
 class ChainFlow(Flow):
     """A flow that is exact on sequences of modules only."""
 
@@ -228,6 +252,11 @@ class AverageFlow(ChainFlow):
             result = result + torch.diag(Curvature.modify_residual(residual, self.curvature))
         return result
 
+    def check(self, plan: Plan) -> None:
+        super().check(plan)
+        if Curvature.require_residual(self.curvature):
+            refuse_curved(plan, self.quantity)
+
 
 Product = Callable[[Tensor], Tensor]
 
@@ -281,3 +310,4 @@ class MatProdFlow(ChainFlow):
         super().check(plan)
         if Curvature.require_residual(self.curvature):
             refuse_coupled(plan, self.quantity)
+            refuse_curved(plan, self.quantity)

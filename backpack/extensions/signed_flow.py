@@ -20,7 +20,7 @@ from backpack.core.plan import Plan
 from backpack.core.residuals import Born, is_solvable, pairs, residual
 from backpack.core.samples import Layout, add_rows
 from backpack.core.walk import Need, Unit, Walk
-from backpack.extensions.flows import ColumnFlow, Source, refuse_coupled, repetitions
+from backpack.extensions.flows import ColumnFlow, Source, refuse_coupled, refuse_curved, repetitions
 from backpack.extensions.loss_scale import position_weights
 from backpack.utils.errors import UnsupportedError
 
@@ -104,6 +104,7 @@ class SignedSqrtFlow(ColumnFlow):
                     f"(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {plan.walk.exclusion(curved)}."
                 )
         refuse_coupled(plan, "The diagonal of the Hessian", _is_bilinear)
+        refuse_curved(plan, "The diagonal of the Hessian")
 
 
 class _AtInput:
