@@ -147,8 +147,8 @@ class Carry:
                     if name in unit.parameters:
                         self._reader.at_leaf(flow, unit.parameters[name], {source: columns})
                     else:
-                        edge = unit.split[name]
-                        self._deposit(flow, edge, Way.SPLIT, {source: columns.reshape(*columns.shape[:2], *shape_of(edge))}, None)
+                        factor = unit.split[name]
+                        self._deposit(flow, factor, Way.SPLIT, {source: columns.reshape(*columns.shape[:2], *shape_of(factor))}, None)
             if flow.crosses_gaps:
                 shape = shape_of(below)
                 value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}

@@ -92,6 +92,9 @@ class Flow(ABC):
 
         Args:
             plan: The plan, as far as it concerns the flow.
+
+        Returns:
+            Whether it does.
         """
         return False
 

@@ -207,7 +207,12 @@ def _softmax_around(change: Tensor, result: Tensor, axes: tuple[int, ...]) -> Te
 def _attention(node: Node, active: Collection[int]) -> Blocks:
     """Read a kernel of attention as a function of queries ``[*, H, g, T, E]``, keys and values ``[*, H, 1, T, E]``, side by side ``[*, H, entries]``.
 
-    Each head of keys and values belongs to ``g`` heads of queries; without heads, ``H`` is the first of the other axes.
+    Args:
+        node: The node. Each head of keys and values belongs to ``g`` heads of queries.
+        active: See ``blocks``.
+
+    Returns:
+        See ``blocks``.
     """
     query, key, value = (saved(node, name) for name in ("query", "key", "value"))
     inputs = dict(enumerate((query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3), value.unsqueeze(-3))))

@@ -15,8 +15,8 @@ from torch.func import vjp, vmap
 
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.graph import tensor_at
-from backpack.core.node_functions import axes_of, blocks, is_known, is_plain_attention, product
-from backpack.core.samples import Layout, along, first_axis, label_tensor
+from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
+from backpack.core.samples import Layout, along, first_axis, label_tensor, settle
 
 
 class Born(NamedTuple):
@@ -43,7 +43,7 @@ def is_solvable(gap: Gap) -> bool:
         Whether it does.
     """
     node = gap.node
-    if set(gap.states) != {0} or not is_known(node) or tensor_at((node, 0)).dtype.is_complex or not is_plain_attention(node):
+    if set(gap.states) != {0} or not is_known(node) or has_complex(gap) or not is_plain_attention(node):
         return False
     layouts = _layouts(gap)
     if product(node) is not None:
@@ -54,6 +54,19 @@ def is_solvable(gap: Gap) -> bool:
     places = [(layout, len(n[2])) for layout, n in zip(layouts, gap.nexts, strict=False) if n is not None]
     known = all(layout is not None and (layout.samples <= 1 or layout.axis - ndim not in axes) for layout, ndim in places)
     return known and len({layout for layout, _ in places}) == 1
+
+
+def has_complex(gap: Gap) -> bool:
+    """Say whether complex numbers go in or come out.
+
+    Args:
+        gap: The node.
+
+    Returns:
+        Whether they do.
+    """
+    edges = [(gap.node, 0), *(n[:2] for n in gap.nexts if n is not None)]
+    return any(tensor_at(edge).dtype.is_complex for edge in edges)
 
 
 def residual(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
@@ -67,18 +80,33 @@ def residual(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
         Signs ``[V, N]``, and the columns on each input.
     """
     found = product(gap.node)
-    return _of_blocks(gap, grad) if found is None else _of_product(gap, grad, found.function, found.numbers)
+    return _of_blocks(gap, grad) if found is None else _of_product(gap, grad, found)
 
 
 def _layouts(gap: Gap) -> list[Layout | None]:
-    """List where the samples lie in each input, and, last, in the output; ``None`` where all samples use the same tensor."""
+    """List where the samples lie.
+
+    Args:
+        gap: The node.
+
+    Returns:
+        The layout of each input and, last, of the output; ``None`` where all samples use the same tensor.
+    """
     state = gap.states[0]
-    arrives = [crossing.arrives if crossing is not None and crossing.way is Way.DATA else None for crossing in gap.crossings]
+    arrives = [settle(crossing.arrives) if crossing is not None and crossing.way is Way.DATA else None for crossing in gap.crossings]
     return [*arrives, None if state is SPLIT else state]
 
 
 def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
-    """Factorize a second derivative that couples entries along some axes, block by block."""
+    """Factorize a second derivative that couples entries along some axes, block by block.
+
+    Args:
+        gap: The node.
+        grad: See ``residual``.
+
+    Returns:
+        See ``residual``.
+    """
     function, values, numbers, axes, parts = blocks(gap.node, [i for i, n in enumerate(gap.nexts) if n is not None])
     split = gap.states[0] is SPLIT
     layout = first_axis(len(grad)) if split else _layouts(gap)[numbers[0] if axes else -1]
@@ -157,8 +185,18 @@ def _turns(labels: Tensor, samples: int) -> tuple[Tensor, int]:
     return turns, int(counts.max()) if samples else 0
 
 
-def _of_product(gap: Gap, grad: Tensor, function, numbers: tuple[int, int]) -> tuple[Tensor, list[Born]]:
-    """Factorize the second derivative of a product, whose matrix couples the two factors of a sample and nothing else."""
+def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Born]]:
+    """Factorize the second derivative of a product, whose matrix couples the two factors of a sample and nothing else.
+
+    Args:
+        gap: The node.
+        grad: See ``residual``.
+        found: What it computes.
+
+    Returns:
+        See ``residual``.
+    """
+    function, numbers = found
     layouts = _layouts(gap)
     grad = grad if layouts[-1] is None else _samples_first(grad, layouts[-1])
     shapes = []
@@ -221,7 +259,15 @@ def _samples_first(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def _samples_back(columns: Tensor, layout: Layout) -> Tensor:
-    """Undo ``_samples_first`` for columns ``[V, N, *shape]``."""
+    """Undo ``_samples_first``.
+
+    Args:
+        columns: ``[V, N, *shape]`` with the rows of one sample on the axis.
+        layout: Where the samples lie.
+
+    Returns:
+        ``[V, *shape]``.
+    """
     order = label_tensor(layout.labels, columns.device).argsort(stable=True)
     axis = 1 + layout.axis
     return columns.movedim(1, axis).flatten(axis, axis + 1).index_select(axis, order.argsort())

@@ -17,7 +17,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation
 from backpack.core.plan import Plan
-from backpack.core.residuals import Born, is_solvable, pairs, residual
+from backpack.core.residuals import Born, has_complex, is_solvable, pairs, residual
 from backpack.core.samples import Layout, add_rows
 from backpack.core.walk import Need, Unit, Walk
 from backpack.extensions.flows import ColumnFlow, Source, refuse_coupled, refuse_curved, repetitions
@@ -157,7 +157,8 @@ def _curved_in(walk: Walk, concerned: int, gap: Gap) -> int:
     if name in PRODUCTS:
         return reduce(or_, (a & b for a, b in combinations(reached, 2)), 0)
     divided = name in ("Div", "DivScalar") and all(n is None for n in gap.nexts[1:])
-    return 0 if divided or name in LINEAR or name in PIECEWISE_LINEAR else reduce(or_, reached, 0)
+    folded = name in PIECEWISE_LINEAR and not has_complex(gap)  # the absolute value of complex numbers is curved
+    return 0 if divided or folded or name in LINEAR else reduce(or_, reached, 0)
 
 
 def _coupled(walk: Walk, concerned: int, unit: Unit) -> bool:
