@@ -19,8 +19,8 @@ from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, has_saved, operation, 
 _ENTRYWISE = {
     **{
         f"{name.title().replace('_', '')}0": (name, "self")
-        for name in """silu mish hardswish log_sigmoid log log2 log10 sin cos sinh cosh asin acos atan asinh acosh atanh erf erfc erfinv lgamma digamma
-        sinc i0""".split()
+        for name in """silu mish hardswish log_sigmoid log log2 log10 sin cos sinh cosh asin acos atan asinh acosh atanh erf erfc erfinv lgamma
+        digamma sinc i0""".split()
     },
     "Log1P0": ("log1p", "self"),
     "Gelu0": ("gelu", "self approximate"),

@@ -137,8 +137,7 @@ def _of_other(extension: BackpropExtension, axes: int) -> Support:
         return Support(How.REFUSED, _NO_AVERAGE)
     if axes > 1 and isinstance(extension, HBP):
         return Support(How.REFUSED, "there is no Kronecker factor for it")
-    curved = isinstance(flow, SignedSqrtFlow) or (isinstance(flow, MatProdFlow) and Curvature.require_residual(flow.curvature))
-    if axes and curved:
+    if axes and isinstance(flow, MatProdFlow) and Curvature.require_residual(flow.curvature):
         return Support(How.REFUSED, "its second derivative with respect to its own parameters is not known to be zero")
     if isinstance(flow, MatProdFlow) and Curvature.is_pch(flow.curvature):
         return Support(How.REFUSED, "its second derivative is not known to be diagonal")
