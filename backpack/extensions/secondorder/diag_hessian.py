@@ -25,8 +25,8 @@ class HessianExtension(SecondOrderBackpropExtension):
 class DiagHessian(HessianExtension):
     """Diagonal of the Hessian of the loss, ``[*parameter]``, saved to ``diag_h``.
 
-    Exact for modules, branches of modules, and operations that are (piecewise) linear; other operations between modules are refused. Memory and time
-    grow with the square of the number of curved activations.
+    Exact for modules with a rule, branches of them, and all operations whose second derivative is known: element-wise functions, products, softmax,
+    attention, norms; others are refused. Memory and time grow with the square of the number of entries that curved operations have.
     """
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
