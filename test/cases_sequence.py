@@ -246,4 +246,5 @@ for _name, _forward, _own in (
         "reused",
         "nested",
         "other parameters",
+        *["opaque"][: _name == "packed GRU"],
     )
