@@ -1,6 +1,7 @@
 """All rows of the table: each family of layers has a file of its own, which is imported here."""
 
 import cases_conv  # noqa: F401
+import cases_curved  # noqa: F401
 import cases_embedding  # noqa: F401
 import cases_functional  # noqa: F401
 import cases_functional_loss  # noqa: F401

@@ -79,7 +79,6 @@ graph(
     lambda net, x: net.b(F.rms_norm(net.a(x), (3,), net.scale)),
     layers(3, 3, 4, scale=parameter(3)),
     (3,),
-    "curved",
     "other parameters",
 )
 

@@ -473,7 +473,7 @@ def tied_branches(N: int) -> Problem:  # noqa: D103
 
 
 graph("functional relu", lambda net, x: net.b(F.relu(net.a(x))), layers(3, 5, 4), (3,))
-graph("functional tanh", lambda net, x: net.b(torch.tanh(net.a(x))), layers(3, 3, 4), (3,), "curved")
+graph("functional tanh", lambda net, x: net.b(torch.tanh(net.a(x))), layers(3, 3, 4), (3,))
 graph(
     "piecewise linear functions",
     lambda net, x: net.c(torch.maximum(net.b(F.leaky_relu(net.a(x), 0.1)).abs(), net.a(x).clamp(-0.5, 0.5))),
@@ -573,7 +573,7 @@ graph(
     (3,),
 )
 graph("dense", dense, lambda: {"a": Linear(3, 2), "tanh": Tanh(), "b": Linear(5, 2), "sigmoid": nn.Sigmoid(), "out": Linear(7, 4)}, (3,))
-graph("gated", gated, lambda: {"a": Linear(3, 4), "b": Linear(2, 4)}, (3,), "curved")
+graph("gated", gated, lambda: {"a": Linear(3, 4), "b": Linear(2, 4)}, (3,))
 graph(
     "product of branches",
     lambda net, x: net.c(net.a(x) * net.b(x)),
@@ -581,8 +581,8 @@ graph(
     (3,),
     "nested",
 )
-graph("attention", attention, lambda: {"q": Linear(3, 2), "k": Linear(3, 2), "v": Linear(3, 2), "out": Linear(2, 4)}, (3, 3), "curved")
-graph("fused attention", fused_attention, lambda: {"qkv": Linear(3, 12), "out": Linear(4, 4)}, (3, 3), "curved")
+graph("attention", attention, lambda: {"q": Linear(3, 2), "k": Linear(3, 2), "v": Linear(3, 2), "out": Linear(2, 4)}, (3, 3))
+graph("fused attention", fused_attention, lambda: {"qkv": Linear(3, 12), "out": Linear(4, 4)}, (3, 3))
 graph("samples second", sequence_first, layers(3, 3, 4, tanh=Tanh), (2, 3))
 graph("samples second, square", sequence_first, layers(3, 3, 4, tanh=Tanh), (3, 3))
 graph("samples second, dropout", sequence_first, layers(3, 3, 4, tanh=lambda: nn.Dropout(0.4)), (2, 3))

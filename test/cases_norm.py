@@ -65,7 +65,7 @@ add("GroupNorm", partial(on_images, partial(nn.GroupNorm, 2, 4), (4, 2)), *LEARN
 add("GroupNorm, no parameters", partial(between, partial(nn.GroupNorm, 2, 4, affine=False, eps=0.1)), *DENSE)
 add("InstanceNorm1d, parameters", partial(on_images, partial(nn.InstanceNorm1d, 2, affine=True), (2, 3)), *LEARNED)
 add("InstanceNorm2d", partial(on_images, partial(nn.InstanceNorm2d, 2), (2, 2, 2)), *DENSE)
-add("InstanceNorm1d, running statistics", partial(on_images, partial(nn.InstanceNorm1d, 2, track_running_stats=True), (2, 3)), "nested")
+add("InstanceNorm1d, running statistics", partial(on_images, partial(nn.InstanceNorm1d, 2, track_running_stats=True), (2, 3)), "opaque")
 add(
     "InstanceNorm1d, training",
     lambda N: classify(Sequential(Linear(3, 4), Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, 0.1, track_running_stats=True), Flatten()), randn(N, 3)),
@@ -88,7 +88,7 @@ def pre_norm(net: Net, x: Tensor) -> Tensor:
     return net.c(net.norm(h + net.b(net.norm(h))))
 
 
-graph("LayerNorm twice", pre_norm, layers(3, 3, 3, 4, norm=NORM), (3,), "reused", "nested", "other parameters")
+graph("LayerNorm twice", pre_norm, layers(3, 3, 3, 4, norm=NORM), (3,), "reused", "curved", "other parameters")
 
 LAYERS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
     "LayerNorm": (partial(nn.LayerNorm, 4), (4,)),

@@ -317,5 +317,5 @@ class Power(torch.autograd.Function):
 
 graph("custom function with a number", lambda net, x: net.b(Power.apply(3, net.a(x))), layers(3, 3, 4), (3,), "curved")
 graph("where", rectified, layers(3, 3, 4), (3,))
-graph("where, one branch curved", half_curved, layers(3, 3, 4), (3,), "curved")
+graph("where, one branch curved", half_curved, layers(3, 3, 4), (3,))
 graph("samples last", samples_last, layers(3, 3, 4, relu=nn.LeakyReLU), (3,))

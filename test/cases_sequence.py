@@ -163,7 +163,7 @@ for _name, _make, _first in (
     ),
     ("encoder layer, sequence first", partial(nn.TransformerEncoderLayer, **TRANSFORMER, dropout=0.0), False),
 ):
-    add(f"transformer: {_name}", lambda N, make=_make, first=_first: sequence(make, N, 2, first, 4), "graph", "curved", "other parameters")
+    add(f"transformer: {_name}", lambda N, make=_make, first=_first: sequence(make, N, 2, first, 4), "graph", "other parameters")
 
 
 def translate(net: Net, x: Tensor) -> Tensor:  # noqa: D103
@@ -183,7 +183,6 @@ for _name, _make in (
         translate,
         lambda make=_make: {"a": Linear(3, 4), "own": make(), "tanh": Tanh(), "b": Linear(4, 4)},
         (3, 3),
-        "curved",
         "other parameters",
     )
 
@@ -247,4 +246,5 @@ for _name, _forward, _own in (
         "reused",
         "nested",
         "other parameters",
+        *["opaque"][: _name == "packed GRU"],
     )

@@ -298,22 +298,20 @@ model("pre-activation ResNet, GroupNorm", lambda N: classify(ResNet(lambda c: nn
 model("pre-activation ResNet, BatchNorm", lambda N: classify(ResNet(nn.BatchNorm2d).eval(), randn(N, 3, 4, 4)))
 model("DenseNet block", lambda N: classify(DenseNet(2, 3).eval(), randn(N, 3, 4, 4)))
 model("U-Net", lambda N: Problem(UNet(), randn(N, 2, 4, 4), [Term(CrossEntropyLoss(), labels(N, 4, 4, classes=3))]))
-model("Vision Transformer", lambda N: classify(VisionTransformer(), randn(N, 3, 4, 4)), "no factors", "curved")
-model("Vision Transformer, relative positions", lambda N: classify(VisionTransformer(relative=True), randn(N, 3, 4, 4)), "no factors", "curved")
+model("Vision Transformer", lambda N: classify(VisionTransformer(), randn(N, 3, 4, 4)), "no factors")
+model("Vision Transformer, relative positions", lambda N: classify(VisionTransformer(relative=True), randn(N, 3, 4, 4)), "no factors")
 model("siamese net", lambda N: classify(Siamese(), randn(N, 2, 2, 4, 4)))
-model("SwiGLU", lambda N: regress(nn.Sequential(Linear(3, 4), SwiGLU(4, 5), Linear(4, 2)), randn(N, 2, 3)), "curved")
+model("SwiGLU", lambda N: regress(nn.Sequential(Linear(3, 4), SwiGLU(4, 5), Linear(4, 2)), randn(N, 2, 3)))
 model(
     "encoder-decoder, tied",
     language(lambda: EncoderDecoder(WORDS, 4), WORDS, 2 * LENGTH, lambda net, x: net(x[:, :LENGTH], x[:, LENGTH - 1 :])[:, 1:].repeat(1, 2, 1)),
     "no factors",
-    "curved",
 )
-model("LSTM language model", language(lambda: RecurrentLanguageModel(WORDS, 4, False), WORDS, LENGTH, lambda net, x: net(x)), "curved")
+model("LSTM language model", language(lambda: RecurrentLanguageModel(WORDS, 4, False), WORDS, LENGTH, lambda net, x: net(x)))
 model(
     "LSTM language model, tied",
     language(lambda: RecurrentLanguageModel(WORDS, 4, True), WORDS, LENGTH, lambda net, x: net(x)),
     "no factors",
-    "curved",
 )
 model("positions of words", lambda N: classify(BagOfWords(WORDS, LENGTH + 1, 4), randint(WORDS, (N, LENGTH + 1))), "no factors")
 model("LoRA", lambda N: classify(nn.Sequential(LoRA(Linear(3, 4), 2), nn.Tanh(), LoRA(Linear(4, 4), 2)), randn(N, 3)))

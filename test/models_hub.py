@@ -82,11 +82,11 @@ def convnext() -> Module:
     return ConvNextForImageClassification(ConvNextConfig(num_stages=2, patch_size=2, hidden_sizes=[4, 6], depths=[1, 1], num_labels=4))
 
 
-model("GPT-2", language(gpt2, WORDS, LENGTH, logits), "no factors", "curved")
-model("GPT-2, eager attention", language(lambda: gpt2(attn_implementation="eager"), WORDS, LENGTH, logits), "no factors", "curved")
-model("Llama", language(llama, WORDS, LENGTH, logits), "curved", "single")
-model("BERT", text(bert), "no factors", "curved")
-model("ViT", images(vit), "no factors", "curved")
-model("T5 encoder", text(t5, regress, lambda net, x: net(x).last_hidden_state), "no factors", "curved", "single")
+model("GPT-2", language(gpt2, WORDS, LENGTH, logits), "no factors")
+model("GPT-2, eager attention", language(lambda: gpt2(attn_implementation="eager"), WORDS, LENGTH, logits), "no factors")
+model("Llama", language(llama, WORDS, LENGTH, logits), "single")
+model("BERT", text(bert), "no factors")
+model("ViT", images(vit), "no factors")
+model("T5 encoder", text(t5, regress, lambda net, x: net(x).last_hidden_state), "no factors", "single")
 model("ResNet", images(resnet))
 model("ConvNeXt", images(convnext))

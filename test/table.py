@@ -9,9 +9,9 @@ Everything first order, the GGN diagonal and the GGN's square root are exact on 
 * ``positions``: a convolution uses its weight at several positions, so that Kronecker factors are no exact blocks for one sample.
 * ``groups``: a convolution has groups, so that the averages are refused.
 * ``reused``: a parameter is used several times, so that the averages are refused, and the products exact or refused.
-* ``nested``: the Hessian has terms that mix two uses of parameters, or the residual of a module is dense: its diagonal is exact or refused.
+* ``nested``: the Hessian has terms that mix two uses of parameters, or the residual of a module is dense.
 * ``opaque``: an operation in place on a view hides in the graph what it does: the diagonal of the Hessian is exact or refused.
-* ``curved``: functional code between the modules is curved, so that the diagonal of the Hessian is refused.
+* ``curved``: the second derivative of an operation is not known, so that the diagonal of the Hessian is refused.
 * ``dense residual``: the residual of a module is no diagonal, so that no positive-curvature Hessian exists.
 * ``other parameters``: some parameter belongs neither to a ``Linear`` nor to a known layer: Kronecker factors are refused, or they are the
   exact block of this parameter; the averages are refused.

@@ -29,6 +29,7 @@ LAYERS = {
     "backpack.extensions.loss_scale": 4,
     "backpack.extensions.flows": 4,
     "backpack.extensions.chains": 4,
+    "backpack.extensions.signed_flow": 4,
     "backpack.extensions.rules": 4,
     "backpack.extensions.sides": 4,
     "backpack.extensions.positions": 4,

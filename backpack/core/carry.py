@@ -23,7 +23,7 @@ from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
 from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout, add_rows, blocks, numel, split, sum_to
+from backpack.core.samples import Layout, add_rows, blocks, keeps_samples, numel, split, sum_to
 from backpack.core.starts import LossNode, Start
 from backpack.core.walk import Unit
 from backpack.utils.errors import NotRecordedError
@@ -156,11 +156,21 @@ class Carry:
             if not flow.is_gradient and flow.crosses_gaps and (unit.base or turn is not None):
                 value = {s: c.reshape(len(c), *slot.shape) for s, c in value.items()}
                 value = value if turn is None else {s: turn.front(c, 1) for s, c in value.items()}
-            self._at_use(flow, unit, Use(view, unit.parameters, value, grad, unit.layout))
+            use = Use(view, unit.parameters, value, grad, unit.layout)
+            self._at_use(flow, unit, use)
             below = unit.below
             if below is None or not self._concerns(flow, below) or (flow.is_gradient and not self._explicit(below)):
                 continue
+            born = flow.at_unit(self._plan.walk, self._concerned[flow], unit, use)
             value = flow.through(view, value, grad, unit.layout)
+            if born is not None:
+                source, value[born[0]], factors = born
+                for name, columns in factors.items():
+                    if name in unit.parameters:
+                        self._reader.at_leaf(flow, unit.parameters[name], {source: columns})
+                    else:
+                        factor = unit.split[name]
+                        self._deposit(flow, factor, Way.SPLIT, {source: columns.reshape(*columns.shape[:2], *shape_of(factor))}, None)
             if flow.crosses_gaps:
                 shape = shape_of(below)
                 value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
@@ -256,6 +266,7 @@ class Carry:
         return columns.reshape(slot.shape)
 
     def _at_gap(self, node: Node, gap: Gap, grads: tuple[Tensor | None, ...]) -> None:
+        own = [self._split[flow].get((node, 0), {}).get(0) for flow in self._flows if flow.is_gradient]  # the gradient of each sample
         for flow in self._each_flow():
             if not flow.crosses_gaps:
                 continue
@@ -281,6 +292,10 @@ class Carry:
                 self._send_data(flow, source, gap, wanted, given)
                 if any(w and c.way is Way.MASKED for w, c in zip(wanted, gap.crossings, strict=True)):
                     self._send(flow, source, gap, wanted, self._call_masked(gap, given), Way.MASKED)
+            grad = grads[0] if not parts else own[0][0] if own and own[0] is not None else None
+            born = None if grad is None else flow.at_gap(self._plan.walk, self._concerned[flow], gap, grad)
+            for part in born[1] if born is not None else ():
+                self._hand_on(flow, gap.nexts[part.number], {born[0]: part.columns}, part.layout)
         for upstream, crossing in zip(gap.nexts, gap.crossings, strict=True):
             if upstream is not None and crossing is not None and self._is_leaf(upstream[0]):
                 self._used(upstream[0].variable)
@@ -301,13 +316,28 @@ class Carry:
         for i, columns in enumerate(call_node(gap.node, self._full(gap, given))):
             if not usable[i] or columns is None:
                 continue
-            crossing, shape = gap.crossings[i], gap.nexts[i][2]
-            if crossing.way is Way.DATA:
-                self._deposit(flow, gap.nexts[i][:2], Way.DATA, {source: sum_to(columns, shape, 1)}, crossing.arrives)
+            self._hand_on(flow, gap.nexts[i], {source: columns}, gap.crossings[i].returned)
+
+    def _hand_on(self, flow: Flow, upstream: tuple[Node, int, torch.Size], columns: Columns, layout: Layout | None) -> None:
+        """Sum columns to the shape of an input that may have been broadcast, and hand them to its edge.
+
+        Args:
+            flow: The flow.
+            upstream: Node, number and shape.
+            columns: ``{source: [V, *full]}``; split, ``[V, N, *full]``, if there is no layout.
+            layout: Where the samples lie in ``full``.
+        """
+        edge, shape = upstream[:2], upstream[2]
+        for source, given in columns.items():
+            if layout is None:
+                self._deposit(flow, edge, Way.SPLIT, {source: sum_to(given, shape, 2)}, None)
+                continue
+            kept = keeps_samples(layout, given.shape[1:], shape)
+            if kept is not None:
+                self._deposit(flow, edge, Way.DATA, {source: sum_to(given, shape, 1)}, layout._replace(axis=kept))
             else:
-                axis = crossing.returned.axis
-                rows = add_rows(columns.movedim(1 + axis, 1), crossing.returned).unsqueeze(2 + axis)
-                self._deposit(flow, gap.nexts[i][:2], SPLIT, {source: sum_to(rows, shape, 2)}, None)
+                rows = add_rows(given.movedim(1 + layout.axis, 1), layout).unsqueeze(2 + layout.axis)
+                self._deposit(flow, edge, Way.SPLIT, {source: sum_to(rows, shape, 2)}, None)
 
     def _send(self, flow: Flow, source: Hashable, gap: Gap, wanted: list[bool], returned: list[Tensor | None], way: Way) -> None:
         for upstream, crossing, use, columns in zip(gap.nexts, gap.crossings, wanted, returned, strict=True):

@@ -10,9 +10,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.calls import ModuleCall
+from backpack.core.crossings import Gap
 from backpack.core.plan import Plan
+from backpack.core.residuals import Born
 from backpack.core.samples import Arrangement, Layout
-from backpack.core.walk import Need
+from backpack.core.walk import Need, Unit, Walk
 
 Columns = dict[Hashable, Tensor]
 """Columns of each source, ``[V, ...]``. Columns of one source add where branches meet; those of different sources stand side by side."""
@@ -58,6 +60,45 @@ class Flow(ABC):
             Columns added source by source.
         """
         return {**old, **{source: old[source] + c if source in old else c for source, c in new.items()}}
+
+    def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Hashable, list[Born]] | None:
+        """Return what is born at a graph node that no rule covers: nothing, by default.
+
+        Args:
+            walk: The graph.
+            concerned: Bit set of the parameters at which the flow is read.
+            gap: The node.
+            grad: Gradient of its output; with a leading axis of samples where the columns are split.
+
+        Returns:
+            The source, and its columns on the inputs.
+        """
+        return None
+
+    def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> tuple[Hashable, Tensor, dict[str, Tensor]] | None:
+        """Return what is born at a unit on its input and its parameters together: nothing, by default.
+
+        Args:
+            walk: The graph.
+            concerned: Bit set of the parameters at which the flow is read.
+            unit: The unit.
+            use: Its use of parameters.
+
+        Returns:
+            The source, its columns on the input ``[V, R, *in]``, and on parameters ``[V, N, *parameter]`` by name.
+        """
+        return None
+
+    def needs_gradient(self, plan: Plan) -> bool:
+        """Say whether ``at_gap`` needs the gradient of each sample at nodes where the columns are split.
+
+        Args:
+            plan: The plan, as far as it concerns the flow.
+
+        Returns:
+            Whether it does.
+        """
+        return False
 
     @abstractmethod
     def check(self, plan: Plan) -> None:

@@ -23,7 +23,7 @@ LEAF = "torch::autograd::AccumulateGrad"
 LINEAR = frozenset(
     """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
     Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal
-    Tril Triu ConstantPadNd Movedim Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D
+    Tril Triu Cumsum ConstantPadNd Movedim Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D
     AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D
     UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout
@@ -102,6 +102,19 @@ def sequence_number(node: Node) -> int:
         The number.
     """
     return node._sequence_nr()
+
+
+def has_saved(node: Node, name: str) -> bool:
+    """Say whether a node of this kind saves something under a name.
+
+    Args:
+        node: The node.
+        name: The name.
+
+    Returns:
+        Whether it does.
+    """
+    return hasattr(type(node), f"_saved_{name}")
 
 
 def outputs_of(node: Node) -> int:

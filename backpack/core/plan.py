@@ -14,9 +14,10 @@ from torch.nn import Parameter
 from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, operation, saved, sequence_number, shape_of
+from backpack.core.graph import operation, saved, sequence_number, shape_of
 from backpack.core.losses import batch_of, refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import Composite, read
+from backpack.core.node_functions import is_known
 from backpack.core.refusals import ambiguous, bare, mixing, refuse_second_order, sizes, unequal, unrecorded
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.starts import Start, refuse_curved, start_at
@@ -267,7 +268,7 @@ class Plan:
             piece = self.walk.piece(node, call)
             if piece is None or not (set(piece.parameters) <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
                 continue
-            if rule is GENERIC and self._need is Need.CURVATURE and all(operation(n) in LINEAR | PIECEWISE_LINEAR for n in piece.inside):
+            if rule is GENERIC and self._need is Need.CURVATURE and all(is_known(n) for n in piece.inside):
                 continue
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
             if len(needed) > 1 or (needed and needed[0][0] != 0):

@@ -18,7 +18,7 @@ from backpack.core.samples import Layout
 from backpack.core.starts import LossNode
 from backpack.core.walk import Need
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.flows import refuse_coupled
+from backpack.extensions.flows import refuse_coupled, refuse_curved
 from backpack.extensions.loss_scale import position_weights
 from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
 
@@ -129,6 +129,7 @@ class AverageFlow(ChainFlow):
                     plan.walk.named(bits),
                 )
         if Curvature.require_residual(self.curvature):
+            refuse_curved(plan, self.quantity)
             for call, about in dense_residuals(plan):
                 raise UnsupportedError(
                     f"{self.quantity} of the Hessian needs element-wise modules, {call.path} has a dense second derivative. Leave out {{exclude}}.",
@@ -184,6 +185,7 @@ class MatProdFlow(ChainFlow):
         super().check(plan)
         if Curvature.require_residual(self.curvature):
             refuse_coupled(plan, self.quantity)
+            refuse_curved(plan, self.quantity)
         if Curvature.is_pch(self.curvature):
             for call, about in dense_residuals(plan):
                 raise LossValueError(

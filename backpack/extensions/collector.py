@@ -23,6 +23,7 @@ from backpack.core.recording import reading, recorder_of
 from backpack.core.samples import first_axis
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
+from backpack.extensions.flows import GradientFlow
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
 from backpack.extensions.rules import FromGradient, Rule, as_published, find_faster
@@ -51,6 +52,9 @@ class Collector(Reader):
                 self._of_flow.setdefault(extension.flow, []).append(extension)
         every = (1 << len(plan.walk.parameters)) - 1
         self._concerned = {extension: every & ~plan.walk.bits_of(extension.excluded()) for extension in self._extensions}
+        self._gradient_for = 0
+        needing = [bits for bits, flow in ((self.concerned(f), f) for f in self._of_flow) if flow.needs_gradient(concerning(plan, bits))]
+        self._gradient_for = reduce(or_, needing, 0)
         self._rules: dict[Any, Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
@@ -66,8 +70,8 @@ class Collector(Reader):
 
     @property
     def flows(self) -> list[Flow]:
-        """The flows that the extensions read, each once."""
-        return list(self._of_flow)
+        """The flows that the extensions read, each once, and the gradient if one of them needs it."""
+        return list(self._of_flow | ({GradientFlow(): []} if self._gradient_for else {}))
 
     def check(self) -> None:
         """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it.
@@ -104,11 +108,12 @@ class Collector(Reader):
         return bits
 
     def concerned(self, flow: Flow) -> int:
-        return reduce(or_, (self._concerned[extension] for extension in self._of_flow[flow]))
+        beside = self._gradient_for if flow.is_gradient else 0
+        return reduce(or_, (self._concerned[extension] for extension in self._of_flow.get(flow, ())), beside)
 
     def _readers(self, flow: Flow, parameter: Parameter) -> list[BackpropExtension]:
         bit = self._plan.walk.bits[id(parameter)]
-        return [extension for extension in self._of_flow[flow] if self._concerned[extension] & bit]
+        return [extension for extension in self._of_flow.get(flow, ()) if self._concerned[extension] & bit]
 
     # --------------------------------------------------------------------------------------------------------------- uses
     def at_call(self, flow: Flow, use: Use) -> None:
@@ -136,7 +141,8 @@ class Collector(Reader):
         for extension in self._readers(flow, parameter):
             if (id(parameter), extension) in self._values:
                 continue
-            if alone and extension.get_subsampling() is None and use.layout.plain:
+            rule, key = self._rule(extension, use.layout.samples)
+            if alone and (id(parameter), key) not in self._states and extension.get_subsampling() is None and use.layout.plain:
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, use, name)
                 if isinstance(value, FromGradient) and not self.wants_gradient(parameter):
@@ -144,7 +150,6 @@ class Collector(Reader):
                 if value is not NotImplemented:
                     self._values[id(parameter), extension] = value
                     continue
-            rule, key = self._rule(extension, use.layout.samples)
             if key not in done:
                 done.add(key)
                 self._add(parameter, rule, key, rule.at_call(use, name))

@@ -22,11 +22,12 @@ from backpack.core.walk import Unit, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
-from backpack.extensions.flows import SignedSqrtFlow, SqrtFlow
+from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
 from backpack.extensions.sides import Sides, sides
+from backpack.extensions.signed_flow import SignedSqrtFlow
 
 ENTRY = 12
 """An entry of a tensor that is read or written where it is in a cache, or nearly."""

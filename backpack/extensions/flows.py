@@ -8,24 +8,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
-from itertools import combinations
-from operator import or_
 
 import torch
 from torch import Tensor
 
 from backpack.core.calls import ModuleCall
-from backpack.core.crossings import Gap
+from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.flow import Columns, Flow
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, label_tensor
-from backpack.core.walk import GENERIC, Need
-from backpack.extensions.loss_scale import position_weights, scaled
+from backpack.core.walk import GENERIC, Unit
+from backpack.extensions.loss_scale import scaled
 from backpack.utils.errors import UnsupportedError
-from backpack.utils.precision import wide
 
 
 class Source:
@@ -98,7 +93,7 @@ class SqrtFlow(ColumnFlow):
     def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
         mat = scaled(self._factor(call, grad, layout), call, grad)
         # sampled rows are independent, so that those of one sample can share a column
-        return {Source(call.order): _separate_rows(mat, None, layout)[0] if self.mc_samples is None else mat}
+        return {Source(call.order): separate_rows(mat, None, layout)[0] if self.mc_samples is None else mat}
 
     def _factor(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Tensor:
         """Return the square root, zero for samples that were not asked for.
@@ -146,64 +141,7 @@ def repetitions(indices: tuple[int, ...]) -> list[int]:
     return result
 
 
-@dataclass(frozen=True)
-class SignedSqrtFlow(ColumnFlow):
-    """Square roots, with signs, of all terms of the Hessian: of the loss's Hessian and of every curved module's residual.
-
-    A module ``z -> f(z)`` with gradient ``g`` at its output adds ``sum_k g_k Hess f_k`` at its input. Its columns are born there and stay apart
-    from those of other modules: ``H = sum_births J^T (S diag(signs) S^T) J``, which is exact on branching graphs.
-    """
-
-    needs = Need.CURVATURE
-
-    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
-        weights = position_weights(call, grad)
-        mat, signs = call.derivatives._signed_sqrt_hessian(call, None, (grad,))
-        if weights is not None:
-            mat = mat * weights.abs().sqrt()
-            # every column lives at a single position of the loss, so that its largest entry has the sign of that position
-            place = (mat.abs().flatten(2).argmax(2), weights.expand_as(mat[0]).sign().flatten(1))
-            sign = place[1].expand(mat.shape[0], -1, -1).gather(2, place[0].unsqueeze(2)).squeeze(2)
-            signs = sign if signs is None else sign * signs
-        mat, signs = _separate_rows(mat, signs, layout)
-        return {Source(call.order, signs): mat}
-
-    def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
-        result = super().through(call, value, grad, layout)
-        rule = call.derivatives
-        if rule.hessian_is_zero(call):
-            return result
-        if rule.hessian_is_diagonal(call):
-            residual = rule.hessian_diagonal(call, None, (grad,))
-            flat = residual.reshape(len(residual), residual.shape[1:].numel())
-            mat = torch.diag_embed(flat.abs().sqrt()).movedim(-1, 0).reshape(flat.shape[1], *residual.shape)
-            signs = flat.sign().T
-        else:
-            shape = call.input0.shape
-            size = shape[1:].numel()
-            unit = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
-            values, vectors = torch.linalg.eigh(wide(rule._residual_mat_prod(call, None, (grad,), unit)).flatten(2).movedim(0, 2))
-            mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(size, *shape).to(grad.dtype)
-            signs = values.sign().T.to(grad.dtype)
-        mat, signs = _separate_rows(mat, signs, layout)
-        result[Source(call.order, signs)] = mat
-        return result
-
-    def check(self, plan: Plan) -> None:
-        for gap in plan.gaps.values():
-            curved = _curved_in(plan, gap)
-            if curved:
-                raise UnsupportedError(
-                    f"{plan.walk.where(gap.node)} is, or may hide, a curved operation between modules, on the way to {{names}}: "
-                    "the diagonal of the Hessian has no exact rule for it. Use a module for it (torch.nn.GELU() instead of "
-                    "torch.nn.functional.gelu), the generalized Gauss-Newton, or Hessian-vector products "
-                    "(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {exclude}.",
-                    plan.walk.named(curved),
-                )
-        refuse_coupled(plan, "The diagonal of the Hessian")
-
-
-def _separate_rows(mat: Tensor, signs: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
+def separate_rows(mat: Tensor, signs: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
     """Give the rows of one sample columns of their own, since each row's columns were made as if it were a sample.
 
     Args:
@@ -227,33 +165,13 @@ def _separate_rows(mat: Tensor, signs: Tensor | None, layout: Layout) -> tuple[T
     return full.flatten(0, 1), signs
 
 
-def _curved_in(plan: Plan, gap: Gap) -> int:
-    """Find the parameters to whose diagonal blocks of the Hessian the second derivative of a graph node adds something.
-
-    Args:
-        plan: The plan.
-        gap: The node.
-
-    Returns:
-        Bit set: none for (piecewise) linear operations, for products those on which several factors depend, else all that are concerned.
-    """
-    name = operation(gap.node)
-    if name in LINEAR or name in PIECEWISE_LINEAR:
-        return 0
-    reached = [plan.walk.reach[n[0]] & plan.concerned for n in gap.nexts if n is not None]
-    if name in PRODUCTS:
-        return reduce(or_, (a & b for a, b in combinations(reached, 2)), 0)
-    if name in ("Div", "DivScalar") and all(n is None for n in gap.nexts[1:]):
-        return 0
-    return reduce(or_, reached, 0)
-
-
-def refuse_coupled(plan: Plan, quantity: str) -> None:
+def refuse_coupled(plan: Plan, quantity: str, is_solved: Callable[[Unit], bool] = lambda unit: False) -> None:
     """Refuse parameters that a module multiplies with something that depends on them.
 
     Args:
         plan: The plan.
         quantity: For the message.
+        is_solved: Says of which of these units the quantity is known all the same.
 
     Raises:
         UnsupportedError: If there is one.
@@ -266,10 +184,34 @@ def refuse_coupled(plan: Plan, quantity: str) -> None:
                 "with respect to its own parameters is not known to be zero. Use the generalized Gauss-Newton, or leave them out: {exclude}.",
                 {p: owners[p] for p in unit.parameters.values() if p in plan.uses},
             )
-        if unit.couples & plan.concerned:
+        if unit.couples & plan.concerned and not is_solved(unit):
             raise UnsupportedError(
                 f"{quantity} of {unit.call.path} ({names}) has terms that couple several uses of the same parameter, one upstream of the "
                 "other. No exact rule exists for them: use the generalized Gauss-Newton, or Hessian-vector products "
                 "(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {exclude}.",
                 plan.walk.named(unit.couples & plan.concerned),
             )
+
+
+def refuse_curved(plan: Plan, quantity: str) -> None:
+    """Refuse parameters in which the output of a layer with a user's rule is not linear.
+
+    Args:
+        plan: The plan.
+        quantity: For the message.
+
+    Raises:
+        UnsupportedError: If there is one.
+    """
+    for unit in plan.units.values():
+        rule, module = unit.call.derivatives, unit.call.module
+        if module is None or all(type(part).__module__.startswith(("backpack.", "torch.")) for part in (rule, module)):
+            continue
+        for name, parameter in unit.parameters.items():
+            if parameter in plan.uses and not is_linear_in(name, unit.call):
+                raise UnsupportedError(
+                    f"{quantity} of {unit.call.path}.{name}: the output of {type(module).__name__} is not linear in {name}, as far as can be told, "
+                    f"so that there are terms of which {type(rule).__name__} does not know. Leave the layer without a rule, so that the graph takes "
+                    f"its place in the diagonal of the Hessian, use the generalized Gauss-Newton, or leave it out: {{exclude}}.",
+                    {parameter: owners[parameter]},
+                )

@@ -23,12 +23,13 @@ from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
-from backpack.extensions.flows import SignedSqrtFlow, Source
+from backpack.extensions.flows import Source
 from backpack.extensions.loss_scale import scaled
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import signed_matrices
 from backpack.extensions.secondorder.hbp import HBP
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, LossHessianStrategy
+from backpack.extensions.signed_flow import SignedSqrtFlow
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.subsampling import subsample
 

@@ -20,7 +20,8 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, add_at
 from backpack.core.flow import Columns, Use
 from backpack.core.samples import add_rows
-from backpack.extensions.flows import SignedSqrtFlow, SqrtFlow, apply_to_all, repetitions
+from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
+from backpack.extensions.signed_flow import SignedSqrtFlow
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.precision import wide
 

@@ -19,8 +19,9 @@ from backpack.extensions import curvmatprod, firstorder, secondorder
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
-from backpack.extensions.flows import GradientFlow, SignedSqrtFlow
+from backpack.extensions.flows import GradientFlow
 from backpack.extensions.secondorder.hbp import HBP
+from backpack.extensions.signed_flow import SignedSqrtFlow
 
 EXTENSIONS: dict[str, BackpropExtension] = {
     name: getattr(family, name)() for family in (firstorder, secondorder, curvmatprod) for name in family.__all__ if name != "HBP"
@@ -137,8 +138,7 @@ def _of_other(extension: BackpropExtension, axes: int) -> Support:
         return Support(How.REFUSED, _NO_AVERAGE)
     if axes > 1 and isinstance(extension, HBP):
         return Support(How.REFUSED, "there is no Kronecker factor for it")
-    curved = isinstance(flow, SignedSqrtFlow) or (isinstance(flow, MatProdFlow) and Curvature.require_residual(flow.curvature))
-    if axes and curved:
+    if axes and isinstance(flow, MatProdFlow) and Curvature.require_residual(flow.curvature):
         return Support(How.REFUSED, "its second derivative with respect to its own parameters is not known to be zero")
     if isinstance(flow, MatProdFlow) and Curvature.is_pch(flow.curvature):
         return Support(How.REFUSED, "its second derivative is not known to be diagonal")

@@ -16,6 +16,7 @@ from torch.nn import Module
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives
 from backpack.core.derivatives.generic import GenericDerivatives
+from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.derivatives.loss_generic import sample_hessians
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.errors import BackpackError, UnsupportedError
@@ -44,7 +45,7 @@ def check_rule(module: Module, *inputs: Any) -> list[str]:
         *inputs: Its arguments: tensors with the samples on axis 0, and what else it takes.
 
     Returns:
-        Names of the products that were compared.
+        Names of the products that were compared, and for each parameter whether the output is linear in it, as quantities of the Hessian require.
 
     Raises:
         UnsupportedError: If there is no rule for the class, or it does not apply to this execution. A wrong product raises ``RuleError``, which
@@ -174,6 +175,7 @@ def _compare_module(compare: _Comparing, rule: BaseDerivatives, seen: Any, full:
             true = jac_t(mat, list(range(len(y)))).movedim(2, 1)
             compare("jac_t_mat_prod with samples on axis 1", lambda: rule._jac_t_mat_prod(other, None, None, mat.movedim(2, 1)), true)
     for name in (name for name, _ in full.module.named_parameters() if name in rule.params):
+        compare.done.append(f"linear in {name!r}" if is_linear_in(name, full) else f"not linear in {name!r}: quantities of the Hessian are refused")
         for given, samples in ((mat, None), (some, chosen)):
             for sum_batch in (True, False):
                 title = f"param_mjp({name!r}, sum_batch={sum_batch}{'' if samples is None else ', subsampling'})"

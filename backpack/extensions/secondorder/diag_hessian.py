@@ -10,9 +10,9 @@ from torch.nn import Parameter
 from backpack.core.flow import Columns, Flow
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import PerSample, Sum
-from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.rules import signs_of, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, squares_at_once
+from backpack.extensions.signed_flow import SignedSqrtFlow
 from backpack.utils.precision import wide
 
 
@@ -27,8 +27,8 @@ class HessianExtension(SecondOrderBackpropExtension):
 class DiagHessian(HessianExtension):
     """Diagonal of the Hessian of the loss, ``[*parameter]``, saved to ``diag_h``.
 
-    Exact for modules, branches of modules, and operations that are (piecewise) linear; other operations between modules are refused. Memory and time
-    grow with the square of the number of curved activations.
+    Exact for modules with a rule, branches of them, and all operations whose second derivative is known: element-wise functions, products, softmax,
+    attention, norms; others are refused. Memory and time grow with the square of the number of entries that curved operations have.
     """
 
     combination = Sum(degree=1)

@@ -1,0 +1,55 @@
+"""Is the output of a module linear in a parameter? Rules say how it changes with the parameter, once: the Hessian needs to know that this is all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, vjp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from backpack.utils.nested import tensors_in
+
+
+def is_linear_in(name: str, execution: Any) -> bool:
+    """Differentiate the output of a module twice with respect to a parameter, in a random direction.
+
+    Args:
+        name: Name of the parameter.
+        execution: The record of an execution. An input that was not kept is replaced by random numbers: the rule does not look at it.
+
+    Returns:
+        Whether the second derivative is zero, up to rounding; also no if it cannot be computed.
+    """
+    module = execution.module
+    at = module.get_parameter(name).detach()
+
+    def run(parameter: Tensor) -> Tensor:
+        state = {key: buffer.clone() for key, buffer in module.named_buffers()} | {name: parameter}
+        return tensors_in(functional_call(module, state, tuple(_given(execution, i) for i in range(len(execution.inputs)))))[0]
+
+    def gradient(parameter: Tensor) -> Tensor:
+        output, pull_back = vjp(run, parameter)
+        return pull_back(torch.rand(output.shape, dtype=output.dtype, device=output.device) - 0.5)[0]
+
+    devices = [at.device] if at.is_cuda else []
+    try:
+        with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(devices), torch.enable_grad():
+            first, product = vjp(gradient, at)
+            (second,) = product(torch.rand_like(at) + 0.5)
+    except (RuntimeError, NotImplementedError):
+        return False
+    allowed = torch.finfo(at.dtype).eps ** 0.5 * first.abs().amax() / at.abs().amax().clamp(min=1.0) if at.numel() else 0.0
+    return bool((second.abs() <= allowed).all())
+
+
+def _given(execution: Any, number: int) -> Any:
+    """Return an argument of the execution that the module may change in place."""
+    value = getattr(execution, f"input{number}")
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_meta:
+        return value.clone()
+    device = next(execution.module.parameters()).device
+    return torch.rand(value.shape, dtype=value.dtype, device=device) if value.is_floating_point() else torch.zeros_like(value, device=device)

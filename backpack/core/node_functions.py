@@ -1,0 +1,254 @@
+"""What curved graph nodes compute, as functions of the tensors that they have saved: their second derivatives follow by automatic differentiation.
+
+Three kinds of operations are known: those that act on each entry alone, those that couple the entries along some axes, and products of two factors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, has_saved, operation, saved, shape_of, tensor_at
+
+# Keys are names of nodes. Each has the name of a function, and the names of its arguments, which are those of what the node has saved, or
+# stand in front of it; - is saved nowhere, as it is merely added.
+_ENTRYWISE = {
+    **{
+        f"{name.title().replace('_', '')}0": (name, "self")
+        for name in """silu mish hardswish log_sigmoid log log2 log10 sin cos sinh cosh asin acos atan asinh acosh atanh erf erfc erfinv lgamma
+        digamma sinc i0""".split()
+    },
+    "Log1P0": ("log1p", "self"),
+    "Gelu0": ("gelu", "self approximate"),
+    "Softplus0": ("softplus", "self beta threshold"),
+    "Elu0": ("elu", "self alpha scale input_scale"),
+    "Celu0": ("celu", "self alpha"),
+    "Logit0": ("logit", "self eps"),
+    **{f"Pow{i}": ("pow", "self exponent") for i in range(3)},
+    **{name.title() + "0": (name, "self other") for name in "mul div atan2 hypot xlogy logaddexp logaddexp2".split()},
+    "Lerp1": ("lerp", "self end weight"),
+    "Addcmul0": ("addcmul", "self=- tensor1 tensor2 value"),
+    "Addcdiv0": ("addcdiv", "self=- tensor1 tensor2 value"),
+    "PreluKernel0": ("_prelu_kernel", "self weight"),
+}
+# second derivative in terms of the result
+_OF_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
+    "Tanh0": lambda y: -2 * y * (1 - y * y),
+    "Sigmoid0": lambda y: y * (1 - y) * (1 - 2 * y),
+    "Exp0": lambda y: y,
+    "Exp20": lambda y: y * torch.log(torch.full_like(y, 2.0)).square(),
+    "Expm10": lambda y: y + 1,
+    "Sqrt0": lambda y: -0.25 / y**3,
+    "Rsqrt0": lambda y: 0.75 * y**5,
+    "Reciprocal0": lambda y: 2 * y**3,
+    "Tan0": lambda y: 2 * y * (1 + y * y),
+}
+_ALONG_AXES = {
+    "LogSoftmax0": ("log_softmax", "self=result dim"),
+    "Logsumexp0": ("logsumexp", "self dim keepdim"),
+    "LinalgVectorNorm0": ("linalg_vector_norm", "self ord dim keepdim"),
+    "Prod1": ("prod", "self dim keepdim"),
+    "Cumprod0": ("cumprod", "self dim"),
+    "Logcumsumexp0": ("logcumsumexp", "self dim"),
+    "Var0": ("var", "self dim correction keepdim"),
+    "Std0": ("std", "self dim correction keepdim"),
+    "Glu0": ("glu", "self dim"),
+}
+_CONVOLUTION = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+# a function, and the numbers of the next edges of its two factors
+_OF_TWO = {
+    "Mm0": (torch.mm, (0, 1)),
+    "Bmm0": (torch.bmm, (0, 1)),
+    "Mv0": (torch.mv, (0, 1)),
+    "Dot0": (torch.dot, (0, 1)),
+    "Addmm0": (torch.mm, (1, 2)),
+    "Baddbmm0": (torch.bmm, (1, 2)),
+    "Addmv0": (torch.mv, (1, 2)),
+    "Convolution0": (torch.convolution, (0, 1)),
+}
+_SOFTMAX = frozenset({"Softmax0", "SafeSoftmax0"})
+_ATTENTION = frozenset(f"ScaledDotProduct{kind}0" for kind in "FlashAttentionForCpu FlashAttention EfficientAttention CudnnAttention".split())
+_KNOWN = _SOFTMAX | _ATTENTION | _ENTRYWISE.keys() | _OF_RESULT.keys() | _ALONG_AXES.keys() | _OF_TWO.keys()
+
+
+class Blocks(NamedTuple):
+    """A function whose second derivative couples entries along some axes only.
+
+    Attributes:
+        function: Of the values.
+        values: Tensors of one and the same shape.
+        numbers: For each value, number of its next edge.
+        axes: The axes, negative.
+        parts: If a single value holds several inputs side by side on its last axis: the axes that each has in place of it.
+    """
+
+    function: Callable[..., Tensor]
+    values: list[Tensor]
+    numbers: list[int]
+    axes: tuple[int, ...]
+    parts: list[torch.Size] | None = None
+
+
+class Product(NamedTuple):
+    """A function that is linear in each of two factors.
+
+    Attributes:
+        function: Of the factors.
+        numbers: Numbers of their next edges.
+    """
+
+    function: Callable[[Tensor, Tensor], Tensor]
+    numbers: tuple[int, int]
+
+
+def _key(node: Node) -> str:
+    return node.name().replace("Backward", "")
+
+
+def is_known(node: Node) -> bool:
+    """Say whether the second derivative of a node is known.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Whether it is.
+    """
+    return operation(node) in LINEAR | PIECEWISE_LINEAR or _key(node) in _KNOWN
+
+
+def product(node: Node) -> Product | None:
+    """Read a node as a product of two factors.
+
+    Args:
+        node: The node.
+
+    Returns:
+        The product; ``None`` if it is none.
+    """
+    if _key(node) not in _OF_TWO:
+        return None
+    function, numbers = _OF_TWO[_key(node)]
+    if operation(node) == "Convolution":
+        stride, padding, dilation, transposed, extra, groups = (saved(node, name) for name in _CONVOLUTION)
+        return Product(lambda x, w: function(x, w, None, stride, padding, dilation, transposed, extra, groups), numbers)
+    scale = saved(node, "alpha") if numbers == (1, 2) else 1
+    return Product(lambda x, w: scale * function(x, w), numbers)
+
+
+def axes_of(node: Node) -> tuple[int, ...]:
+    """Return the axes of a node's input along which its second derivative couples entries.
+
+    Args:
+        node: The node.
+
+    Returns:
+        The axes, negative.
+    """
+    if _key(node) in _ATTENTION:
+        return (-2, -1)
+    if _key(node) not in _SOFTMAX | _ALONG_AXES.keys():
+        return ()
+    ndim = len(shape_of(node.next_functions[0]))
+    dims = saved(node, "dim")
+    dims = (dims,) if isinstance(dims, int) else dims or range(ndim)
+    return tuple(sorted({dim % ndim - ndim for dim in dims}))
+
+
+def blocks(node: Node, active: Collection[int]) -> Blocks:
+    """Read a node as a function of what it has saved.
+
+    Args:
+        node: A node that is known, neither linear nor a product.
+        active: Numbers of the next edges that are variables; others are constants.
+
+    Returns:
+        The function, of values in the precision of the result. Those of an entry-wise function have the shape of the result.
+    """
+    key, like = _key(node), tensor_at((node, 0))
+    if key in _OF_RESULT:
+        result = saved(node, "result")
+        second = _OF_RESULT[key](result)
+        return Blocks(lambda x: 0.5 * second * (x - result) ** 2, [result], [0], ())  # another function with this second derivative
+    if key in _SOFTMAX:
+        axes, result = axes_of(node), saved(node, "result")
+        return Blocks(lambda x: _softmax_around(x, result, axes), [torch.zeros_like(result)], [0], axes)
+    if key in _ATTENTION:
+        return _attention(node, active)
+    name, names = _ENTRYWISE[key] if key in _ENTRYWISE else _ALONG_AXES[key]
+    names = [argument.partition("=") for argument in names.split()]
+    given = {argument: saved(node, source or argument) for argument, _, source in names if source != "-"}
+    shape = torch.Size(like.shape) if key in _ENTRYWISE else shape_of(node.next_functions[0])
+    given = {argument: v.to(like.dtype).expand(shape) if isinstance(v, Tensor) else v for argument, v in given.items()}
+    axes = axes_of(node)
+    if "dim" in given:  # counted from the end, as an axis of samples may be put in front
+        given["dim"] = axes[0] if isinstance(given["dim"], int) else axes
+    tensors = [argument for argument, _, source in names if source == "-" or isinstance(given[argument], Tensor)]
+    variables = {argument: number for number, argument in enumerate(tensors) if argument in given and number in active}
+
+    def function(*values: Tensor) -> Tensor:
+        arguments = dict.fromkeys(tensors, torch.zeros_like(values[0])) | given | dict(zip(variables, values, strict=True))
+        return getattr(torch.ops.aten, name)(**arguments)
+
+    return Blocks(function, [given[argument] for argument in variables], list(variables.values()), axes)
+
+
+def _softmax_around(change: Tensor, result: Tensor, axes: tuple[int, ...]) -> Tensor:
+    """Return the softmax of ``x + change`` where that of ``x`` is known; zeros where it is zero, as of keys that are all masked."""
+    weights = result * change.exp()
+    total = weights.sum(axes, keepdim=True)
+    return weights / torch.where(result.sum(axes, keepdim=True) > 0, total, 1.0)
+
+
+def _attention(node: Node, active: Collection[int]) -> Blocks:
+    """Read a kernel of attention as a function of queries ``[*, H, g, T, E]``, keys and values ``[*, H, 1, T, E]``, side by side ``[*, H, entries]``.
+
+    Args:
+        node: The node. Each head of keys and values belongs to ``g`` heads of queries.
+        active: See ``blocks``.
+
+    Returns:
+        See ``blocks``.
+    """
+    query, key, value = (saved(node, name) for name in ("query", "key", "value"))
+    inputs = dict(enumerate((query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3), value.unsqueeze(-3))))
+    numbers = [number for number in inputs if number in active]
+    parts = [inputs[number].shape[-3:] for number in numbers]
+    scale, bias = saved(node, "scale") or query.shape[-1] ** -0.5, _bias(node)
+
+    def function(packed: Tensor) -> Tensor:
+        cut = packed.split([part.numel() for part in parts], -1)
+        given = inputs | {number: piece.unflatten(-1, part) for number, piece, part in zip(numbers, cut, parts, strict=True)}
+        scores = (scale * given[0] @ given[1].mT).flatten(-4, -3)
+        if saved(node, "is_causal"):
+            scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+        weights = (scores if bias is None else scores + bias).softmax(-1)
+        return (weights.unflatten(-3, given[0].shape[-4:-2]) @ given[2]).flatten(-4, -3)
+
+    return Blocks(function, [torch.cat([inputs[number].flatten(-3) for number in numbers], -1)], numbers, (-1,), parts)
+
+
+def _bias(node: Node) -> Tensor | None:
+    """Return what a kernel of attention adds to the scores."""
+    name = next((name for name in ("attn_mask", "attn_bias") if has_saved(node, name)), None)
+    return None if name is None else saved(node, name)
+
+
+def is_plain_attention(node: Node) -> bool:
+    """Say whether a kernel of attention has heads, or groups of them, that fit together, no dropout, and a bias that is no variable.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Whether it is so; also if it is no such kernel.
+    """
+    if _key(node) not in _ATTENTION:
+        return True
+    query, key, value = (saved(node, name).shape for name in ("query", "key", "value"))
+    grouped = len(query) > 2 and query[:-3] == key[:-3] and query[-3] % key[-3] == 0  # noqa: PLR2004 (without axes in front)
+    return grouped and key[:-2] == value[:-2] and saved(node, "dropout_p") == 0 and all(edge is None for edge, _ in node.next_functions[3:])

@@ -1,0 +1,273 @@
+"""Second derivatives of graph nodes that no rule covers, as columns with signs: what a node adds to the Hessian of each sample.
+
+A node ``z = f(x, y, ...)`` with gradient ``g`` adds ``sum_k g_k Hess f_k``, a matrix over the entries of all its inputs. It is a sum of signed
+squares of columns, each of which lives on several inputs at once.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.func import vjp, vmap
+
+from backpack.core.crossings import SPLIT, Gap, Way
+from backpack.core.graph import tensor_at
+from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
+from backpack.core.samples import Layout, along, first_axis, label_tensor, settle
+
+
+class Born(NamedTuple):
+    """Columns of a node's second derivative on one of its inputs.
+
+    Attributes:
+        number: Which of the next edges.
+        columns: ``[V, *full]``, where the input may have been broadcast to ``full``; split, ``[V, N, *full]``, if there is no layout.
+        layout: Where the samples lie in ``full``.
+    """
+
+    number: int
+    columns: Tensor
+    layout: Layout | None
+
+
+def is_solvable(gap: Gap) -> bool:
+    """Say whether ``residual`` knows the second derivative of a node.
+
+    Args:
+        gap: The node, which is curved.
+
+    Returns:
+        Whether it does.
+    """
+    node = gap.node
+    if set(gap.states) != {0} or not is_known(node) or has_complex(gap) or not is_plain_attention(node):
+        return False
+    layouts = _layouts(gap)
+    if product(node) is not None:
+        return all(layout is None or len(set(map(layout.labels.count, range(layout.samples)))) <= 1 for layout in layouts)
+    axes = axes_of(node)
+    if not axes or gap.states[0] is SPLIT:
+        return True
+    places = [(layout, len(n[2])) for layout, n in zip(layouts, gap.nexts, strict=False) if n is not None]
+    known = all(layout is not None and (layout.samples <= 1 or layout.axis - ndim not in axes) for layout, ndim in places)
+    return known and len({layout for layout, _ in places}) == 1
+
+
+def has_complex(gap: Gap) -> bool:
+    """Say whether complex numbers go in or come out.
+
+    Args:
+        gap: The node.
+
+    Returns:
+        Whether they do.
+    """
+    edges = [(gap.node, 0), *(n[:2] for n in gap.nexts if n is not None)]
+    return any(tensor_at(edge).dtype.is_complex for edge in edges)
+
+
+def residual(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
+    """Factorize the second derivative of a node.
+
+    Args:
+        gap: The node.
+        grad: Gradient of its output; with a leading axis of samples where the columns are split.
+
+    Returns:
+        Signs ``[V, N]``, and the columns on each input.
+    """
+    found = product(gap.node)
+    return _of_blocks(gap, grad) if found is None else _of_product(gap, grad, found)
+
+
+def _layouts(gap: Gap) -> list[Layout | None]:
+    """List where the samples lie.
+
+    Args:
+        gap: The node.
+
+    Returns:
+        The layout of each input and, last, of the output; ``None`` where all samples use the same tensor.
+    """
+    state = gap.states[0]
+    arrives = [settle(crossing.arrives) if crossing is not None and crossing.way is Way.DATA else None for crossing in gap.crossings]
+    return [*arrives, None if state is SPLIT else state]
+
+
+def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
+    """Factorize a second derivative that couples entries along some axes, block by block.
+
+    Args:
+        gap: The node.
+        grad: See ``residual``.
+
+    Returns:
+        See ``residual``.
+    """
+    function, values, numbers, axes, parts = blocks(gap.node, [i for i, n in enumerate(gap.nexts) if n is not None])
+    split = gap.states[0] is SPLIT
+    layout = first_axis(len(grad)) if split else _layouts(gap)[numbers[0] if axes else -1]
+    values = [value.expand(len(grad), *value.shape) if split else value for value in values]
+    ndim, count = values[0].dim(), len(values)
+    coupled = [axis % ndim for axis in axes]
+    kept = [n for axis, n in enumerate(values[0].shape) if axis not in coupled]
+    lengths = [values[0].shape[axis] for axis in coupled]
+    size = count * prod(lengths)
+
+    def gradient(*at: Tensor) -> tuple[Tensor, ...]:
+        return vjp(function, *at)[1](grad)
+
+    _, multiply = vjp(gradient, *values)
+    units = torch.eye(size, dtype=grad.dtype, device=grad.device)
+    units = units.reshape(size, count, *(n if axis in coupled else 1 for axis, n in enumerate(values[0].shape)))
+    rows = torch.stack([torch.stack(multiply(tuple(part.expand(values[0].shape) for part in unit))) for unit in units])
+    matrices = rows.movedim([2 + axis for axis in coupled], list(range(2, 2 + len(coupled)))).reshape(size, size, prod(kept)).movedim(2, 0)
+    eigenvalues, vectors = _eigenvectors(matrices, values)
+
+    # the blocks of one sample need columns of their own
+    if layout.samples == 1:
+        labels = torch.zeros(prod(kept), dtype=torch.int64, device=grad.device)
+    else:
+        axis = sum(axis not in coupled for axis in range(layout.axis))
+        labels = along(label_tensor(layout.labels, grad.device), axis, len(kept)).expand(kept).flatten()
+    turns, most = _turns(labels, layout.samples)
+    full = grad.new_zeros(most, prod(kept), size, size)
+    places = torch.arange(prod(kept), device=grad.device)
+    full[turns, places] = (vectors * eigenvalues.abs().sqrt().unsqueeze(1)).mT
+    signs = grad.new_zeros(most, layout.samples, size)
+    signs[turns, labels] = eigenvalues.sign()
+    columns = full.permute(0, 2, 3, 1).reshape(most * size, count, *lengths, *kept)
+    columns = columns.movedim(list(range(2, 2 + len(coupled))), [2 + axis for axis in coupled])
+    if parts is None:
+        pieces = columns.unbind(1)
+    else:
+        cut = columns[:, 0].split([part.numel() for part in parts], -1)
+        pieces = [piece.reshape(*piece.shape[: 1 + split], *gap.nexts[number][2]) for number, piece in zip(numbers, cut, strict=True)]
+    born = [Born(number, piece, None if split else layout) for number, piece in zip(numbers, pieces, strict=True)]
+    return signs.movedim(2, 1).reshape(most * size, layout.samples), born
+
+
+def _eigenvectors(matrices: Tensor, values: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Factorize blocks, in units in which the values are of one size: else columns of different signs would cancel almost, at the parameters.
+
+    Args:
+        matrices: Symmetric, ``[B, M, M]``, where the entries of one value stand side by side.
+        values: Some tensors.
+
+    Returns:
+        ``e [B, M]`` and ``v [B, M, M]`` so that the blocks are ``v diag(e) v^T``.
+    """
+    if matrices.shape[-1] == 1:
+        return matrices[:, 0], torch.ones_like(matrices)
+    sizes = torch.stack([value.square().mean().sqrt() for value in values])
+    units = torch.where((sizes > 0) & sizes.isfinite(), sizes, 1.0).repeat_interleave(matrices.shape[-1] // len(values))
+    eigenvalues, vectors = torch.linalg.eigh(matrices * units * units.unsqueeze(1))
+    return eigenvalues, vectors / units.unsqueeze(1)
+
+
+def _turns(labels: Tensor, samples: int) -> tuple[Tensor, int]:
+    """Number the blocks of each sample.
+
+    Args:
+        labels: Sample of each block.
+        samples: Number of samples.
+
+    Returns:
+        How many blocks of the same sample stand in front of each one, and the largest number of blocks of a sample.
+    """
+    counts = labels.bincount(minlength=samples)
+    order = labels.argsort(stable=True)
+    turns = torch.empty_like(labels)
+    turns[order] = torch.arange(len(labels), device=labels.device) - (counts.cumsum(0) - counts)[labels[order]]
+    return turns, int(counts.max()) if samples else 0
+
+
+def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Born]]:
+    """Factorize the second derivative of a product, whose matrix couples the two factors of a sample and nothing else.
+
+    Args:
+        gap: The node.
+        grad: See ``residual``.
+        found: What it computes.
+
+    Returns:
+        See ``residual``.
+    """
+    function, numbers = found
+    layouts = _layouts(gap)
+    grad = grad if layouts[-1] is None else _samples_first(grad, layouts[-1])
+    shapes = []
+    for number in numbers:
+        layout, shape = layouts[number], list(gap.nexts[number][2])
+        if layout is not None:
+            shape[layout.axis] //= max(layout.samples, 1)
+        shapes.append(shape)
+    few = int(prod(shapes[1]) < prod(shapes[0]))  # a column for each entry of the smaller factor
+    size = prod(shapes[few])
+
+    def other(unit: Tensor, g: Tensor) -> Tensor:
+        return vjp(lambda big: function(unit, big) if few == 0 else function(big, unit), g.new_zeros(shapes[1 - few]))[1](g)[0]
+
+    units = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, *shapes[few])
+    partners = vmap(lambda unit: vmap(lambda g: other(unit, g))(grad))(units)
+    units = units.unsqueeze(1).expand(size, len(grad), *shapes[few])
+    columns, signs = pairs(units, partners)
+    born = []
+    for number, part in zip(numbers, columns if few == 0 else columns[::-1], strict=True):
+        layout = layouts[number]
+        born.append(Born(number, part if layout is None else _samples_back(part, layout), layout))
+    return signs, born
+
+
+def pairs(one: Tensor, other: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Factorize ``sum_p (a_p b_p^T + b_p a_p^T)``.
+
+    Args:
+        one: ``a``, of norm one, ``[P, N, *]``.
+        other: ``b [P, N, *]``.
+
+    Returns:
+        Both parts of the columns ``[2 P, N, *]``, and signs ``[2 P, N]``.
+    """
+    scale = other.flatten(2).norm(dim=2).sqrt()
+    scales = [(factor * 0.5**0.5).reshape(*scale.shape, *[1] * (t.dim() - 2)) for factor, t in ((scale, one), (_inverse(scale), other))]
+    one, other = one * scales[0], other * scales[1]
+    ones = torch.ones_like(scale)
+    return (torch.cat([one, one]), torch.cat([other, -other])), torch.cat([ones, -ones])
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, 1 / scale, 0.0)
+
+
+def _samples_first(tensor: Tensor, layout: Layout) -> Tensor:
+    """Put the samples in front.
+
+    Args:
+        tensor: The tensor.
+        layout: Where the samples lie; each has as many rows.
+
+    Returns:
+        ``[N, *shape]`` with the rows of one sample on the axis.
+    """
+    order = label_tensor(layout.labels, tensor.device).argsort(stable=True)
+    rows = len(order) // max(layout.samples, 1)
+    return tensor.index_select(layout.axis, order).unflatten(layout.axis, (layout.samples, rows)).movedim(layout.axis, 0)
+
+
+def _samples_back(columns: Tensor, layout: Layout) -> Tensor:
+    """Undo ``_samples_first``.
+
+    Args:
+        columns: ``[V, N, *shape]`` with the rows of one sample on the axis.
+        layout: Where the samples lie.
+
+    Returns:
+        ``[V, *shape]``.
+    """
+    order = label_tensor(layout.labels, columns.device).argsort(stable=True)
+    axis = 1 + layout.axis
+    return columns.movedim(1, axis).flatten(axis, axis + 1).index_select(axis, order.argsort())

@@ -1,0 +1,166 @@
+"""The flow of the Hessian's diagonal: signed square roots of all its terms, each carried from where it was born."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from itertools import combinations
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack.core.calls import ModuleCall
+from backpack.core.crossings import SPLIT, Gap
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.flow import Columns, Use
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation
+from backpack.core.plan import Plan
+from backpack.core.residuals import Born, has_complex, is_solvable, pairs, residual
+from backpack.core.samples import Layout, add_rows
+from backpack.core.walk import Need, Unit, Walk
+from backpack.extensions.flows import ColumnFlow, Source, refuse_coupled, refuse_curved, separate_rows
+from backpack.extensions.loss_scale import position_weights
+from backpack.utils.errors import UnsupportedError
+from backpack.utils.precision import wide
+
+
+@dataclass(frozen=True)
+class SignedSqrtFlow(ColumnFlow):
+    """Square roots, with signs, of all terms of the Hessian: of the loss's Hessian and of every curved operation's residual.
+
+    An operation ``z -> f(z)`` with gradient ``g`` at its output adds ``sum_k g_k Hess f_k`` at its inputs. Its columns are born there and stay apart
+    from those of other operations: ``H = sum_births J^T (S diag(signs) S^T) J``, which is exact on branching graphs. A column may be born on several
+    inputs at once: its parts have one source, so that they are added where they meet again.
+    """
+
+    needs = Need.CURVATURE
+
+    def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
+        weights = position_weights(call, grad)
+        mat, signs = call.derivatives._signed_sqrt_hessian(call, None, (grad,))
+        if weights is not None:
+            mat = mat * weights.abs().sqrt()
+            # every column lives at a single position of the loss, so that its largest entry has the sign of that position
+            place = (mat.abs().flatten(2).argmax(2), weights.expand_as(mat[0]).sign().flatten(1))
+            sign = place[1].expand(mat.shape[0], -1, -1).gather(2, place[0].unsqueeze(2)).squeeze(2)
+            signs = sign if signs is None else sign * signs
+        mat, signs = separate_rows(mat, signs, layout)
+        return {Source(call.order, signs): mat}
+
+    def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
+        result = super().through(call, value, grad, layout)
+        rule = call.derivatives
+        if rule.hessian_is_zero(call):
+            return result
+        if rule.hessian_is_diagonal(call):
+            residual = rule.hessian_diagonal(call, None, (grad,))
+            flat = residual.reshape(len(residual), residual.shape[1:].numel())
+            mat = torch.diag_embed(flat.abs().sqrt()).movedim(-1, 0).reshape(flat.shape[1], *residual.shape)
+            signs = flat.sign().T
+        else:
+            shape = call.input0.shape
+            size = shape[1:].numel()
+            unit = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
+            values, vectors = torch.linalg.eigh(wide(rule._residual_mat_prod(call, None, (grad,), unit)).flatten(2).movedim(0, 2))
+            mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(size, *shape).to(grad.dtype)
+            signs = values.sign().T.to(grad.dtype)
+        mat, signs = separate_rows(mat, signs, layout)
+        result[Source(call.order, signs)] = mat
+        return result
+
+    def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Source, list[Born]] | None:
+        if not _curved_in(walk, concerned, gap):
+            return None
+        signs, born = residual(gap, grad)
+        return Source(0, signs), born
+
+    def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> tuple[Source, Tensor, dict[str, Tensor]] | None:
+        if not _coupled(walk, concerned, unit):
+            return None
+        # the layer is linear in its weight, and in its input: with an entry of the input in its place, the gradient of the weight is the other factor
+        call, grad, layout = use.call, use.grad, use.layout
+        shape = call.input0.shape
+        size = shape[1:].numel()
+        units = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
+        grads = grad.expand(size, *grad.shape).flatten(0, 1)
+        at = _AtInput(call, units.flatten(0, 1), size)
+        partners = call.derivatives._param_mjp("weight", at, None, (grads,), grads[None], sum_batch=False)[0].unflatten(0, (size, len(grad)))
+        (below, weight), signs = pairs(units, partners)
+        weight = add_rows(separate_rows(weight, signs, layout)[0], layout)
+        below, signs = separate_rows(below, signs, layout)
+        return Source(call.order, signs), below, {"weight": weight}
+
+    def needs_gradient(self, plan: Plan) -> bool:
+        return any(SPLIT in gap.states.values() and _curved_in(plan.walk, plan.concerned, gap) for gap in plan.gaps.values())
+
+    def check(self, plan: Plan) -> None:
+        for gap in plan.gaps.values():
+            curved = _curved_in(plan.walk, plan.concerned, gap)
+            if curved and not is_solvable(gap):
+                raise UnsupportedError(
+                    f"{plan.walk.where(gap.node)} is, or may hide, a curved operation whose second derivative is not known, on the way to "
+                    "{names}: the diagonal of the Hessian has no exact rule for it. Write it with elementary operations or a "
+                    "module that has a rule, use the generalized Gauss-Newton, or Hessian-vector products "
+                    "(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {exclude}.",
+                    plan.walk.named(curved),
+                )
+        refuse_coupled(plan, "The diagonal of the Hessian", _is_bilinear)
+        refuse_curved(plan, "The diagonal of the Hessian")
+
+
+class _AtInput:
+    """A call with another input, of more rows."""
+
+    def __init__(self, call: ModuleCall, input0: Tensor, times: int) -> None:
+        self._call, self.input0, self._times = call, input0, times
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._call, name)
+        is_input = name == "output" or (name.startswith("input") and name[5:].isdigit())
+        return value.expand(self._times, *value.shape).flatten(0, 1) if is_input and isinstance(value, Tensor) else value
+
+
+def _curved_in(walk: Walk, concerned: int, gap: Gap) -> int:
+    """Find the parameters to whose diagonal blocks of the Hessian the second derivative of a graph node adds something.
+
+    Args:
+        walk: The graph.
+        concerned: Bit set of the parameters in question.
+        gap: The node.
+
+    Returns:
+        Bit set: none for (piecewise) linear operations, for products those on which several factors depend, else all that are concerned.
+    """
+    name = operation(gap.node)
+    reached = [walk.reach[n[0]] & concerned for n in gap.nexts if n is not None]
+    if name in PRODUCTS:
+        return reduce(or_, (a & b for a, b in combinations(reached, 2)), 0)
+    divided = name in ("Div", "DivScalar") and all(n is None for n in gap.nexts[1:])
+    folded = name in PIECEWISE_LINEAR and not has_complex(gap)  # the absolute value of complex numbers is curved
+    return 0 if divided or folded or name in LINEAR else reduce(or_, reached, 0)
+
+
+def _coupled(walk: Walk, concerned: int, unit: Unit) -> bool:
+    """Say whether the product of a layer's weight and its input has a second derivative, because a parameter is in both.
+
+    Args:
+        walk: The graph.
+        concerned: Bit set of the parameters in question.
+        unit: The layer.
+
+    Returns:
+        Whether it has.
+    """
+    if not unit.couples & concerned or not _is_bilinear(unit):
+        return False
+    in_weight = walk.reach[unit.split["weight"][0]] if "weight" in unit.split else 0
+    if "weight" in unit.parameters:
+        in_weight = walk.bits[id(unit.parameters["weight"])]
+    return bool(in_weight & walk.reach[unit.below[0]] & concerned)
+
+
+def _is_bilinear(unit: Unit) -> bool:
+    rule = unit.call.derivatives
+    return isinstance(rule, AffineDerivatives) and rule.hessian_is_zero(unit.call)

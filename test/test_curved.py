@@ -1,0 +1,192 @@
+"""Every function whose second derivative is known, alone behind a layer, against the dense Hessian; and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases_nets import Net, layers
+from oracle import Oracle, Problem
+from table import classify, default_dtype
+from test_extensions import QUANTITIES, collect, run
+from torch import Tensor, nn, randn
+from torch.autograd.graph import Node
+from torch.nn import Linear
+from torch.nn import functional as F
+
+from backpack.core import node_functions
+from backpack.extensions import BatchDiagHessian, BatchGrad, DiagHessian
+
+# of (0, 1)
+INSIDE = """acos asin atanh digamma erfinv erfc lgamma log log10 log1p log2 logit rsqrt sqrt tan reciprocal""".split()
+EVERYWHERE = "asinh atan cos cosh erf exp exp2 expm1 i0 sigmoid sin sinc sinh square tanh".split()
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: lambda h, name=name: getattr(torch, name)(0.3 + 0.4 * h.sigmoid()) for name in INSIDE},
+    **{name: getattr(torch, name) for name in EVERYWHERE},
+    **{name: getattr(F, name) for name in "gelu silu mish softplus elu selu celu hardswish logsigmoid".split()},
+    "acosh": lambda h: torch.acosh(1.5 + h.sigmoid()),
+    "gelu, tanh": lambda h: F.gelu(h, approximate="tanh"),
+    "softplus, settings": lambda h: F.softplus(h, 2.0, 1.0),
+    "elu, settings": lambda h: F.elu(h, 0.7),
+    "celu, settings": lambda h: F.celu(h, 0.7),
+    "pow": lambda h: h.sigmoid() ** -1.5,
+    "pow, exponent": lambda h: 1.7**h,
+    "pow, both": lambda h: h.sigmoid() ** h.tanh(),
+    "pow, exponents are data": lambda h: h.sigmoid() ** torch.tensor([1, 2, 3]),
+    "atan2": lambda h: torch.atan2(h, h.flip(1) + 3),
+    "hypot": lambda h: torch.hypot(h, h.flip(1)),
+    "xlogy": lambda h: torch.xlogy(h, 1 + h.flip(1).square()),
+    "logaddexp": lambda h: torch.logaddexp(h, h.flip(1)),
+    "logaddexp2": lambda h: torch.logaddexp2(h, h.flip(1)),
+    "lerp": lambda h: torch.lerp(h, h.flip(1), h.roll(1, 1)),
+    "addcmul": lambda h: torch.addcmul(h, h.flip(1), h.roll(1, 1), value=0.3),
+    "addcdiv": lambda h: torch.addcdiv(h, h.flip(1), 5 + h.roll(1, 1), value=0.3),
+    "div, broadcast": lambda h: h / (5 + h[:, :1]),
+    "div of a number": lambda h: 3 / (5 + h),
+    "div of data": lambda h: h.detach() / (5 + h),
+    "mul, broadcast": lambda h: h * h[:, 1:2],
+    "softmax": lambda h: h.softmax(1),
+    "log_softmax": lambda h: h.log_softmax(-1),
+    "softmin": lambda h: F.softmin(h, 1),
+    "softmax on folded rows": lambda h: torch.cat([h, h.flip(1)]).view(2, -1, 3).softmax(0).sum(0),
+    "softmax, masked": lambda h: F.softmax(h.masked_fill(torch.tensor([False, True, False]), -torch.inf), 1),
+    "logsumexp": lambda h: h + h.logsumexp(1, keepdim=True),
+    "logsumexp, two axes": lambda h: h[:, :, None].mul(h[:, None]).logsumexp((1, 2))[:, None] + h,
+    "norm": lambda h: h / h.norm(dim=1, keepdim=True),
+    "norm, order": lambda h: h + torch.linalg.vector_norm(h, 3, dim=1)[:, None],
+    "prod": lambda h: h + h.prod(1, keepdim=True),
+    "cumprod": lambda h: h.cumprod(1),
+    "cumsum": lambda h: h.cumsum(1),
+    "logcumsumexp": lambda h: h.logcumsumexp(-1),
+    "var": lambda h: h + h.var(1, keepdim=True),
+    "std": lambda h: h + h.std(1, correction=0)[:, None],
+    "glu": lambda h: h + F.glu(torch.cat([h, h.flip(1)], 1), -1),
+    "baddbmm": lambda h: torch.baddbmm(h[:, None], h[:, None], h[:, :, None] * h[:, None], alpha=0.5)[:, 0],
+}
+OF_PARAMETERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "prelu": lambda h, W, b: F.prelu(h, b[:1]),
+    "mv": lambda h, W, b: h * torch.mv(W, W[0]),
+    "dot": lambda h, W, b: h * torch.dot(b, b.flip(0)),
+    "addmv": lambda h, W, b: h * torch.addmv(b, W, W[1], alpha=2),
+    "mm": lambda h, W, b: h @ (W @ W),
+    "addmm": lambda h, W, b: h @ torch.addmm(b, W, W.T, alpha=0.5),
+    "convolution": lambda h, W, b: h * F.conv1d(W[None], (W * b)[None, :, :2], padding="same")[0, 0],
+    "transposed convolution": lambda h, W, b: h * F.conv_transpose1d(W[None], W[:, None, :2].cos(), groups=3)[0, :, 1],
+    "softmax": lambda h, W, b: h @ W.softmax(0),
+    "norm": lambda h, W, b: F.linear(h, W / W.norm(dim=1, keepdim=True)) + W.norm(),
+    "exp": lambda h, W, b: h @ (W.exp() / (1 + b.square())),
+}
+
+
+ALL = {name: lambda net, x, f=function: net.b(f(net.a(x))) for name, function in FUNCTIONS.items()}
+ALL |= {f"{name} of parameters": lambda net, x, f=f: net.b(f(net.a(x).tanh(), net.a.weight, net.a.bias)) for name, f in OF_PARAMETERS.items()}
+
+
+def build(name: str, N: int) -> Problem:
+    with torch.random.fork_rng(), default_dtype(torch.float64):
+        torch.manual_seed(0)
+        return classify(Net(ALL[name], **layers(3, 3, 4)()), randn(N, 3))
+
+
+def keys(node: Node | None, found: set[str]) -> set[str]:
+    if node is not None:
+        found.add(node.name().replace("Backward", ""))
+        for upstream, _ in node.next_functions:
+            keys(upstream, found)
+    return found
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("name", ALL)
+def test_function(name: str, N: int) -> None:
+    problem = build(name, N)
+    run(problem, BatchDiagHessian())
+    QUANTITIES["BatchDiagHessian"].check(Oracle(build(name, N)), collect(problem, "diag_h_batch"))
+
+
+def test_every_known_function_has_a_row() -> None:
+    found: set[str] = set()
+    for name in ALL:
+        problem = build(name, 3)
+        keys(problem.loss(problem.outputs()).grad_fn, found)
+    elsewhere = {"SafeSoftmax0", "Bmm0"}  # rows of the table of cases
+    kernels = {key for key in node_functions._KNOWN if key.startswith("ScaledDotProduct")}
+    assert node_functions._KNOWN - found - elsewhere - kernels == set()
+
+
+def refused(forward: Callable, match: str, **parts: nn.Module) -> None:
+    problem = classify(Net(forward, a=Linear(3, 3), b=Linear(3, 4), **parts), randn(3, 3))
+    with pytest.raises(NotImplementedError, match=match) as error:
+        run(problem, DiagHessian(), BatchGrad())
+    assert "hessian_vector_product" in str(error.value)
+    assert "exclude=" in str(error.value)
+    for parameter in problem.model.parameters():
+        assert not hasattr(parameter, "diag_h")
+        assert not hasattr(parameter, "grad_batch")
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * g
+
+
+def test_refusals_name_the_operation() -> None:
+    refused(lambda net, x: net.b(Cube.apply(net.a(x))), "CubeBackward")
+    refused(lambda net, x: net.b(torch.fft.fft(net.a(x)).abs()), "AbsBackward0")
+    refused(lambda net, x: net.b(F.elu_(net.a(x) * 1)), "EluBackward1")
+    refused(lambda net, x: net.b(net.norm(net.norm(net.a(x)))), "couple several uses", norm=nn.LayerNorm(3))
+
+
+def test_without_gradient_of_its_own() -> None:
+    """Rounded quotients have no derivative, and so no second one."""
+    problem = classify(
+        Net(lambda net, x: net.b(torch.div(net.a(x), 1 + net.a(x).square().detach(), rounding_mode="floor") + net.a(x)), **layers(3, 3, 4)()),
+        randn(3, 3),
+    )
+    run(problem, BatchDiagHessian())
+    assert collect(problem, "diag_h_batch").keys() == {"a.weight", "a.bias", "b.weight", "b.bias"}
+
+
+def test_beside_other_quantities() -> None:
+    """Births belong to the Hessian alone: per-sample gradients and the Gauss-Newton of the same pass are what they are without."""
+    together, alone = build("exp of parameters", 3), build("exp of parameters", 3)
+    run(together, BatchGrad(), BatchDiagHessian(), QUANTITIES["DiagGGNExact"].make(), QUANTITIES["Variance"].make())
+    run(alone, BatchGrad(), QUANTITIES["DiagGGNExact"].make(), QUANTITIES["Variance"].make())
+    for field in ("grad_batch", "diag_ggn_exact", "variance"):
+        torch.testing.assert_close(collect(together, field), collect(alone, field))
+    QUANTITIES["BatchDiagHessian"].check(Oracle(build("exp of parameters", 3)), collect(together, "diag_h_batch"))
+
+
+@pytest.mark.parametrize("name", ["exp of parameters", "mul, broadcast", "mm of parameters"])
+def test_subsampling(name: str) -> None:
+    problem, oracle = build(name, 3), Oracle(build(name, 3))
+    run(problem, BatchDiagHessian(subsampling=[2, 0, 2]))
+    for key, value in collect(problem, "diag_h_batch").items():
+        torch.testing.assert_close(value, oracle.diag_h_batch[key][[2, 0, 2]])
+
+
+def test_fully_masked_rows() -> None:
+    """A row of scores without any key has weights zero, and no derivative: that of attention in modules."""
+    x, mask = randn(2, 3, 4, dtype=torch.float64), torch.tensor([[True, False, False]] * 3)
+    mask[1] = False
+
+    def make() -> Problem:
+        def forward(net: Net, x: Tensor) -> Tensor:
+            h = net.a(x)
+            return net.b(F.scaled_dot_product_attention(h, h.sin(), h.cos(), attn_mask=mask, dropout_p=1e-9)).mean(1)
+
+        torch.manual_seed(0)
+        return classify(Net(forward, a=Linear(4, 2), b=Linear(2, 4)).double(), x)
+
+    problem = make()
+    run(problem, BatchDiagHessian())
+    QUANTITIES["BatchDiagHessian"].check(Oracle(make()), collect(problem, "diag_h_batch"))
