@@ -105,8 +105,8 @@ assert peaks["BatchGrad, hook"] < 0.6 * peaks["BatchGrad"]
 assert peaks["BatchL2Grad"] < peaks["BatchGrad, hook"]
 
 # %%
-# Left: the backward pass begins where memory is highest for the gradient only. Then per-sample gradients pile up, or they do not. Right: what the
-# hook has found. Samples that agree with the others have a cosine near one, here in few layers only.
+# Left: per-sample gradients pile up, or they do not. Right: what the hook has found. In a network that has learned nothing yet, samples of one digit pull
+# into the same direction, and some digits pull against the others.
 figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), width_ratios=[1.2, 1])
 for name, (times, used) in curves.items():
     portion = [t / times[-1] for t in times]
@@ -117,9 +117,11 @@ left.legend(title="peak", loc="upper left")
 weights = {name: p for name, p in model.named_parameters() if name.endswith("weight")}
 in_the_hook()
 cosines = torch.stack([p.products / (p.squares.sqrt() * p.grad.norm()) for p in weights.values()])
-order = cosines.mean(0).argsort()
+order = y.argsort()
+edges = torch.searchsorted(y[order], torch.arange(11))
 shown = right.imshow(cosines[:, order].numpy(), aspect="auto", cmap="RdBu", vmin=-1, vmax=1, interpolation="nearest")
 names = [f"conv {i}" for i in range(1, len(weights))] + ["linear"]
-right.set(title="Agreement with the mini-batch", xlabel="sample, sorted", yticks=range(len(weights)), yticklabels=names)
+right.set(title="Agreement with the mini-batch", xlabel="sample, sorted by digit", yticks=range(len(weights)), yticklabels=names)
+right.set_xticks(((edges[1:] + edges[:-1]) / 2).tolist(), range(10))
 figure.colorbar(shown, ax=right, label="cosine of gradient and mini-batch gradient")
 save(figure, "hook_memory")
