@@ -12,8 +12,8 @@ that are written as people write them learn to read digits, while per-sample gra
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from _common import BLUE, ORANGE, digits, save
-from matplotlib.colors import SymLogNorm
+from _common import digits, save
+from matplotlib.colors import LogNorm
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -106,7 +106,7 @@ for name, model in MODELS.items():
 # --------------------------------
 # ``Variance`` splits the squared length of each parameter's gradient into signal and noise: of a mean over :math:`B` samples, the noise is
 # :math:`B^2/(B-1)` times the variance of the summands.
-BATCH, EPOCHS, WINDOW = 64, 12, 22
+BATCH, EPOCHS, WINDOW = 64, 10, 22
 
 
 def train(name: str, model: nn.Module) -> dict:
@@ -135,8 +135,8 @@ for name, run in runs.items():
     assert run["ratio"][0].median() > run["ratio"][-1].median(), "the gradient has not sunk towards its noise"
 
 # %%
-# From the input at the top to the output at the bottom. Blue: mostly signal. White: the gradient is the noise of the mini-batch.
-SHORT = {"self_attn.": "attention.", "in_proj_weight": "q, k, v", "out_proj.weight": "out", "encoder.layers": "layer", "blocks.": "block ", ".weight": ""}
+# From the input at the top to the output at the bottom. Yellow: mostly signal. Blue: mostly the noise of the mini-batch.
+SHORT = {"self_attn.": "attention.", "in_proj_weight": "q, k, v", "out_proj.weight": "out", "encoder.layers.": "layer ", "blocks.": "block ", ".weight": ""}
 
 figure, panels = plt.subplots(1, 2, figsize=(12.5, 6))
 for axes, (name, run) in zip(panels, runs.items(), strict=True):
@@ -145,9 +145,10 @@ for axes, (name, run) in zip(panels, runs.items(), strict=True):
     labels = [label for _, label in rows]
     for long, short in SHORT.items():
         labels = [label.replace(long, short) for label in labels]
-    shown = axes.imshow(image.numpy(), aspect="auto", cmap="RdBu", norm=SymLogNorm(0.1, vmin=-10, vmax=10), extent=(0, EPOCHS, len(rows), 0))
+    shown = axes.imshow(image.clamp(min=0.03).numpy(), aspect="auto", norm=LogNorm(0.03, 3), extent=(0, EPOCHS, len(rows), 0))
     axes.set(title=f"{name}: {run['accuracy']:.1%} of the test images", xlabel="epoch")
     axes.set_yticks([i + 0.5 for i in range(len(rows))], labels, fontsize=8)
-bar = figure.colorbar(shown, ax=panels, label="signal-to-noise ratio of the gradient", ticks=[-1, -0.1, 0, 0.1, 1, 10], shrink=0.8)
-bar.ax.set_yticklabels(["-1", "-0.1", "0", "0.1", "1", "10"])
+bar = figure.colorbar(shown, ax=panels, label="signal-to-noise ratio of the gradient", ticks=[0.03, 0.1, 0.3, 1, 3], extend="both", shrink=0.8)
+bar.ax.minorticks_off()
+bar.ax.set_yticklabels(["0.03", "0.1", "0.3", "1", "3"])
 save(figure, "any_model")

@@ -1,8 +1,10 @@
-"""Handwritten digits: what the gradient hides, and what it is good for.
+"""
+Handwritten digits: what the gradient hides, and what it is good for
+====================================================================
 
 A small network learns to read scanned digits, three times: by plain gradient descent, with a diagonal preconditioner and with a Kronecker-factored
 one. Each backward pass of each run also yields the variance of the per-sample gradients, the diagonal of the generalized Gauss-Newton matrix (GGN)
-and its Kronecker factors. One table and one picture show the result.
+and its Kronecker factors. One table and one picture show the result. ::
 
     python examples/digits.py                            # 8 x 8 scans that come with scikit-learn; a few seconds
     python examples/digits.py --data mnist --root DIR    # MNIST's own four files, in DIR
@@ -15,9 +17,9 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy
 import torch
-from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, pad
@@ -87,16 +89,16 @@ lossfunc = extend(nn.CrossEntropyLoss())
 
 # %% Signal and noise of a gradient
 # The loss is a mean, L = 1/N sum_n l_n, and the gradient g = sum_n g_n, where the summands g_n = 1/N grad l_n contain the divisor. `Variance` is the
-# variance of these summands over the mini-batch,
+# variance of these summands over the mini-batch, element by element::
 #
-#     v = 1/N sum_n g_n^2 - (1/N sum_n g_n)^2        (element by element).
+#     v = 1/N sum_n g_n^2 - (1/N sum_n g_n)^2
 #
 # For independent samples the variance of the sum is N times that of one summand, whose unbiased estimate is v N/(N-1). Summed over the parameters of
-# a layer, the expected squared distance of g from its mean, the *noise*, is therefore estimated without bias by
+# a layer, the expected squared distance of g from its mean, the *noise*, is therefore estimated without bias by ::
 #
-#     noise = N^2/(N-1) sum v,
+#     noise = N^2/(N-1) sum v
 #
-# and, as E|g|^2 = |E g|^2 + noise, the *signal* |E g|^2 by |g|^2 - noise. Both are averaged over some steps before their ratio is taken. At a ratio
+# and, as ``E|g|^2 = |E g|^2 + noise``, the *signal* ``|E g|^2`` by ``|g|^2 - noise``. Both are averaged over some steps before their ratio is taken. At a ratio
 # of 1, half of the gradient's squared length is noise; at 0, all of it.
 
 
@@ -230,7 +232,7 @@ for name, run in runs.items():
 COLOURS = dict(zip(OPTIMIZERS, ["#6b6b6b", "#e07b00", "#0060a8"], strict=True))
 SHADES = dict(zip(LAYERS, ["#a6dba0", "#39a35c", "#00441b"], strict=True))  # the deeper the layer, the darker
 
-figure = Figure(figsize=(13, 8.4), dpi=110, layout="constrained")
+figure = plt.figure(figsize=(13, 8.4), dpi=110, layout="constrained")
 above, below = [["loss", [list(OPTIMIZERS)]]], [["inputs", "outputs", "diagonal"]]
 panels = figure.subplot_mosaic([[above], [below]])
 figure.get_layout_engine().set(w_pad=0.08, h_pad=0.12)
