@@ -96,7 +96,7 @@ for name, model in MODELS.items():
         root = probabilities.sqrt().diag() - torch.outer(probabilities, probabilities.sqrt())  # root @ root.T: Hessian of the cross-entropy
         for column in root.T:
             for d, g in zip(diagonal, torch.autograd.grad(output[0] @ column, parameters, retain_graph=True), strict=True):
-                d += g.square() / 5
+                d.add_(g.square() / 5)
     for p, d in zip(parameters, diagonal, strict=True):
         torch.testing.assert_close(p.diag_ggn_exact, d, rtol=1e-3, atol=1e-5)
     assert all(hasattr(p, "kfac") for label, p in model.named_parameters() if label not in BARE[name])
@@ -136,7 +136,14 @@ for name, run in runs.items():
 
 # %%
 # From the input at the top to the output at the bottom. Yellow: mostly signal. Blue: mostly the noise of the mini-batch.
-SHORT = {"self_attn.": "attention.", "in_proj_weight": "q, k, v", "out_proj.weight": "out", "encoder.layers.": "layer ", "blocks.": "block ", ".weight": ""}
+SHORT = {
+    "self_attn.": "attention.",
+    "in_proj_weight": "q, k, v",
+    "out_proj.weight": "out",
+    "encoder.layers.": "layer ",
+    "blocks.": "block ",
+    ".weight": "",
+}
 
 figure, panels = plt.subplots(1, 2, figsize=(12.5, 6))
 for axes, (name, run) in zip(panels, runs.items(), strict=True):

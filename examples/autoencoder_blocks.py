@@ -2,8 +2,9 @@
 Many outputs: curvature in blocks
 =================================
 
-An autoencoder has as many outputs as inputs, 64 here, a million elsewhere. Exact second-order quantities carry one column per output and sample through
-the network. They are sums over outputs and over samples, hence they can be computed in blocks of both: same numbers, a fraction of the memory.
+An autoencoder has as many outputs as inputs, 64 here, a million elsewhere. Exact second-order quantities carry one column per output and sample
+through the network. They are sums over outputs and over samples, hence they can be computed in blocks of both: same numbers, a fraction of the
+memory.
 """
 
 # %%
@@ -34,8 +35,8 @@ for _ in tqdm(range(60), desc="training", unit="epoch"):
 # %%
 # Blocks
 # ------
-# A block of samples is a smaller mini-batch. A block of outputs is a loss that looks at some outputs: the Hessian of the sum of squares has no entries
-# between different outputs.
+# A block of samples is a smaller mini-batch. A block of outputs is a loss that looks at some outputs: the Hessian of the sum of squares has no
+# entries between different outputs.
 
 
 def in_blocks(X: Tensor, samples: int, outputs: int) -> list[Tensor]:
@@ -46,7 +47,7 @@ def in_blocks(X: Tensor, samples: int, outputs: int) -> list[Tensor]:
             with backpack(DiagGGNExact()):
                 lossfunc(model(part)[:, columns], part[:, columns]).backward()
             for sum_, p in zip(total, parameters, strict=True):
-                sum_ += p.diag_ggn_exact
+                sum_.add_(p.diag_ggn_exact)
     clear(model)
     return total
 

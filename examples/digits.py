@@ -98,8 +98,8 @@ lossfunc = extend(nn.CrossEntropyLoss())
 #
 #     noise = N^2/(N-1) sum v
 #
-# and, as ``E|g|^2 = |E g|^2 + noise``, the *signal* ``|E g|^2`` by ``|g|^2 - noise``. Both are averaged over some steps before their ratio is taken. At a ratio
-# of 1, half of the gradient's squared length is noise; at 0, all of it.
+# and, as ``E|g|^2 = |E g|^2 + noise``, the *signal* ``|E g|^2`` by ``|g|^2 - noise``. Both are averaged over some steps before their ratio is
+# taken. At a ratio of 1, half of the gradient's squared length is noise; at 0, all of it.
 
 
 def noise_of(layer: nn.Module) -> float:

@@ -78,7 +78,7 @@ def sgd_step(model: nn.Module, B: int, step_size: float, generator: torch.Genera
     lossfunc(model(X[chosen]), y[chosen]).backward()
     with torch.no_grad():
         for p in model.parameters():
-            p -= step_size * p.grad
+            p.sub_(step_size * p.grad)
 
 
 def training_loss(model: nn.Module) -> float:

@@ -2,9 +2,9 @@
 Reduce and forget: quantities that never take memory
 ====================================================
 
-Per-sample gradients are as large as the model, times the number of samples. Who wants a statistic of them needs those of one layer at a time. A function
-given as ``extension_hook`` runs at each module as soon as its quantities are there, and may replace them by what is wanted. The memory that this saves is
-measured.
+Per-sample gradients are as large as the model, times the number of samples. Who wants a statistic of them needs those of one layer at a time. A
+function given as ``extension_hook`` runs at each module as soon as its quantities are there, and may replace them by what is wanted. The memory
+that this saves is measured.
 """
 
 # %%
@@ -89,7 +89,12 @@ for late, early, norms in zip(at_the_end(), in_the_hook(), norms_only(), strict=
 # Measure
 # -------
 # PyTorch's profiler writes down each allocation.
-WAYS = {"gradient only": (ordinary, GREY), "BatchL2Grad": (norms_only, GREEN), "BatchGrad, hook": (in_the_hook, BLUE), "BatchGrad": (at_the_end, ORANGE)}
+WAYS = {
+    "gradient only": (ordinary, GREY),
+    "BatchL2Grad": (norms_only, GREEN),
+    "BatchGrad, hook": (in_the_hook, BLUE),
+    "BatchGrad": (at_the_end, ORANGE),
+}
 curves = {}
 for name, (function, _) in tqdm(WAYS.items(), desc="measuring"):
     model.zero_grad()
@@ -105,13 +110,19 @@ assert peaks["BatchGrad, hook"] < 0.6 * peaks["BatchGrad"]
 assert peaks["BatchL2Grad"] < peaks["BatchGrad, hook"]
 
 # %%
-# Left: per-sample gradients pile up, or they do not. Right: what the hook has found. In a network that has learned nothing yet, samples of one digit pull
-# into the same direction, and some digits pull against the others.
+# Left: per-sample gradients pile up, or they do not. Right: what the hook has found. In a network that has learned nothing yet, samples of one
+# digit pull into the same direction, and some digits pull against the others.
 figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), width_ratios=[1.2, 1])
 for name, (times, used) in curves.items():
     portion = [t / times[-1] for t in times]
     left.plot(portion, used, drawstyle="steps-post", color=WAYS[name][1], label=f"{name}: {peaks[name]:.0f} MiB", linewidth=1.4)
-left.set(title="Memory during a forward and a backward pass", xlabel="time [duration of the call]", ylabel="memory in use [MiB]", xlim=(0, 1), ylim=(0, None))
+left.set(
+    title="Memory during a forward and a backward pass",
+    xlabel="time [duration of the call]",
+    ylabel="memory in use [MiB]",
+    xlim=(0, 1),
+    ylim=(0, None),
+)
 left.legend(title="peak", loc="upper left")
 
 weights = {name: p for name, p in model.named_parameters() if name.endswith("weight")}

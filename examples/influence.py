@@ -9,11 +9,11 @@ curvature tells it, too, and at once: an influence function. For 60 images the p
 # %%
 # Multinomial regression
 # ----------------------
-# The loss is convex: a sum over samples plus :math:`\lambda |\theta|^2/2`. Newton's method finds its minimum in a few steps. For a model that is linear
-# in its parameters the Hessian is the GGN, and ``SqrtGGNExact`` has its root: :math:`G = U^\top U`.
+# The loss is convex: a sum over samples plus :math:`\lambda |\theta|^2/2`. Newton's method finds its minimum in a few steps. For a model that is
+# linear in its parameters the Hessian is the GGN, and ``SqrtGGNExact`` has its root: :math:`G = U^\top U`.
 import matplotlib.pyplot as plt
 import torch
-from _common import BLUE, GREEN, GREY, ORANGE, digits, save
+from _common import BLUE, GREY, ORANGE, digits, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -46,7 +46,7 @@ def train(X: Tensor, y: Tensor, steps: int) -> None:
         gradient, hessian = gradient_and_hessian(X, y)
         with torch.no_grad():
             for p, d in zip(parameters, vector_to_parameter_list(torch.linalg.solve(hessian, gradient), parameters), strict=True):
-                p -= d
+                p.sub_(d)
 
 
 with torch.no_grad():
@@ -61,8 +61,8 @@ trained = [p.detach().clone() for p in parameters]
 # Influence
 # ---------
 # Without sample :math:`n` the minimum moves by :math:`H^{-1} g_n`, to first order, and the loss of the test image by
-# :math:`g_\text{test}^\top H^{-1} g_n` (`Koh & Liang 2017 <https://arxiv.org/abs/1703.04730>`_). ``BatchGrad`` has all :math:`g_n`. The test image is the
-# one that the model gets most wrong.
+# :math:`g_\text{test}^\top H^{-1} g_n` (`Koh & Liang 2017 <https://arxiv.org/abs/1703.04730>`_). ``BatchGrad`` has all :math:`g_n`. The test image
+# is the one that the model gets most wrong.
 with torch.no_grad():
     losses = nn.functional.cross_entropy(model(X_test), y_test, reduction="none")
 chosen = losses.argmax()
@@ -91,8 +91,8 @@ kronecker = per_sample @ torch.cat([kronecker_solve(p.kflr, piece) for p, piece 
 # %%
 # Train again, and again
 # ----------------------
-# Without one sample the Hessian is nearly the old one, so that steps with the old one converge quickly. The 20 images that are predicted to help most,
-# the 20 that harm most, and 20 at random:
+# Without one sample the Hessian is nearly the old one, so that steps with the old one converge quickly. The 20 images that are predicted to help
+# most, the 20 that harm most, and 20 at random:
 order = influence.argsort()
 candidates = torch.cat([order[:20], order[-20:], order[20:-20][torch.randperm(len(X) - 40)[:20]]])
 factor = torch.linalg.cholesky(hessian)
@@ -105,7 +105,7 @@ def without(n: int) -> float:
         g = flat(list(torch.autograd.grad(lossfunc(model(X[keep]), y[keep]), parameters))) + LAMBDA * flat(parameters).detach()
         with torch.no_grad():
             for p, d in zip(parameters, vector_to_parameter_list(torch.cholesky_solve(g[:, None], factor)[:, 0], parameters), strict=True):
-                p -= d
+                p.sub_(d)
     assert g.norm() < 1e-2, "not at the minimum"
     with torch.no_grad():
         loss = lossfunc(model(query[0]), query[1]).item()
@@ -140,7 +140,9 @@ prediction = model(query[0]).argmax(1).item()
 rows[0, 0].axis("on")
 rows[0, 0].imshow(query[0].view(8, 8).numpy(), cmap="gray_r")
 rows[0, 0].set(xticks=[], yticks=[])
-rows[0, 1].text(-0.4, 0.5, f"The test image: “{query[1].item()}”,\ntaken for “{prediction}”", transform=rows[0, 1].transAxes, va="center", fontsize=11)
+rows[0, 1].text(
+    -0.4, 0.5, f"The test image: “{query[1].item()}”,\ntaken for “{prediction}”", transform=rows[0, 1].transAxes, va="center", fontsize=11
+)
 for row, (title, samples, colour) in zip(rows[1:], strips, strict=True):
     for n, axes in zip(samples, row, strict=True):
         axes.imshow(X[n].view(8, 8).numpy(), cmap="gray_r")

@@ -2,8 +2,8 @@
 A recurrent language model, passage by passage
 ==============================================
 
-An LSTM learns to continue text, character by character, on passages of Python's own documentation. Its gradient, split into passages, tells which of them
-it stumbles over; and Kronecker factors of the recurrent weights let it learn in fewer steps.
+An LSTM learns to continue text, character by character, on passages of Python's own documentation. Its gradient, split into passages, tells which of
+them it stumbles over; Kronecker factors of its curvature tell which characters it takes for each other.
 """
 
 # %%
@@ -11,18 +11,17 @@ it stumbles over; and Kronecker factors of the recurrent weights let it learn in
 # ---------------------------
 # A sample is a passage of 64 characters; its loss is the sum over them.
 import re
-import textwrap
+from collections import Counter
+from pydoc_data.topics import topics
 
 import matplotlib.pyplot as plt
 import torch
-from _common import BLUE, GREY, ORANGE, save
-from pydoc_data.topics import topics
+from _common import GREY, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from backpack import backpack, clear, extend
 from backpack.extensions import KFAC, BatchGrad, BatchL2Grad
-from backpack.utils.kroneckers import apply_kfac_mat_prod, inv_kfacs
 
 text = " ".join(topics[name] for name in ("assignment", "calls", "class", "for", "function", "import", "try", "while", "with", "yield"))
 text = re.sub(r"\s+", " ", re.sub(r"[^\x20-\x7e\n]", "", text))
@@ -66,48 +65,75 @@ clear(model)
 # %%
 # Learn to write
 # --------------
-# Once with Adam, once along directions that Kronecker factors make better. For an LSTM the factors treat all time steps of a passage as positions that
-# share the weight. The embedding's table has a factor as well, the diagonal of counts of characters.
-STEPS, BATCH = 200, 64
+model = language_model()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for _ in tqdm(range(300), desc="training", unit="step"):
+    chosen = torch.randint(len(X), (64,))
+    optimizer.zero_grad()
+    loss = lossfunc(model(X[chosen]), Y[chosen])
+    loss.backward()
+    optimizer.step()
+print(f"loss {loss.item():.2f} nats per character")
+assert loss < 1.6
 
+# %%
+# Passage by passage
+# ------------------
+# The norms of the gradients of all passages, and Kronecker factors, from the same backward passes. Gradients of passages are made independent of
+# how many are in a chunk, by a factor.
+norms, factor, losses = [], 0, []
+for chosen in tqdm(torch.arange(len(X)).split(128), desc="passages", unit="chunk"):
+    model.zero_grad()
+    with backpack(BatchL2Grad(), KFAC()):
+        outputs = model(X[chosen])
+        lossfunc(outputs, Y[chosen]).backward()
+    norms.append(len(chosen) * sum(p.batch_l2 for p in model.parameters()).sqrt())
+    factor = factor + len(chosen) / len(X) * model.head.bias.kfac[0]
+    losses.append(nn.functional.cross_entropy(outputs, Y[chosen], reduction="none").detach())
+norms, losses = torch.cat(norms), torch.cat(losses)
+order = norms.argsort()
+assert norms[order[-1]] > 3 * norms[order[0]], "all passages are equally hard"
 
-def batches() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(len(X), (BATCH,), generator=generator) for _ in range(STEPS)]
+# %%
+# Which characters?
+# -----------------
+# The bias of the last layer has a single Kronecker factor, the covariance of the gradients at the outputs for characters that the model itself would
+# write. Where it takes one character for another, their entries have a negative correlation.
+letters = [c for c, _ in Counter(text.lower()).most_common() if c.isalpha()][:16]
+letters.sort(key=lambda c: (c not in "aeiou", c))
+index = torch.tensor([characters.index(c) for c in letters])
+sizes = factor.diagonal().sqrt()
+correlation = (factor / sizes.outer(sizes))[index][:, index]
+vowels = sum(c in "aeiou" for c in letters)
+among = correlation[:vowels, :vowels][~torch.eye(vowels, dtype=torch.bool)].mean()
+between = correlation[:vowels, vowels:].mean()
+print(f"mean correlation among vowels {among:.3f}, of vowels and consonants {between:.3f}")
+assert among < between, "vowels are not taken for vowels"
 
+# %%
+# The text that it stumbles over, and the text that it knows by heart: each character is the redder, the more it surprised the model.
+figure = plt.figure(figsize=(13, 4.6))
+left, right = figure.subfigures(1, 2, width_ratios=[1, 1.9])
+axes = left.subplots()
+axes.spines[:].set_visible(False)
+image = correlation.clone().fill_diagonal_(torch.nan)
+shown = axes.imshow(image.numpy(), cmap="RdBu", vmin=-0.3, vmax=0.3)
+axes.set(title="Taken for each other", xticks=range(len(letters)), yticks=range(len(letters)), xticklabels=letters, yticklabels=letters)
+axes.set(xlabel="character", ylabel="character")
+axes.tick_params(length=0)
+left.colorbar(shown, ax=axes, label="correlation of gradients", shrink=0.8, extend="min")
 
-def train_adam() -> tuple[nn.Module, list[float]]:
-    model, losses = language_model(), []
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for chosen in tqdm(batches(), desc="Adam", unit="step"):
-        optimizer.zero_grad()
-        loss = lossfunc(model(X[chosen]), Y[chosen])
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
-
-
-def damped_inverse(factors: list[Tensor], damping: float) -> list[Tensor]:
-    """Each factor gets its share of the damping, in proportion to its size. A vector stands for a diagonal matrix."""
-    sizes = torch.stack([f.mean() if f.dim() == 1 else f.diagonal().mean() for f in factors])
-    return inv_kfacs(factors, shift=(sizes * (damping / sizes.prod()) ** (1 / len(sizes))).tolist())
-
-
-def train_kfac(lr: float = 0.1, damping: float = 1e-2) -> tuple[nn.Module, list[float]]:
-    model, losses, curvature, inverses = language_model(), [], {}, {}
-    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
-    for step, chosen in enumerate(tqdm(batches(), desc="KFAC", unit="step")):
-        fresh = step % 5 == 0  # curvature changes slowly
-        optimizer.zero_grad()
-        with backpack(*([KFAC()] if fresh else [])):
-            loss = lossfunc(model(X[chosen]), Y[chosen])
-            loss.backward()
-        for p in model.parameters():
-            if fresh:
-                curvature[p] = [old.lerp(new, 0.2) for old, new in zip(curvature.get(p, p.kfac), p.kfac, strict=True)]
-                inverses[p] = damped_inverse(curvature[p], damping)
-            p.grad = apply_kfac_mat_prod(inverses[p], p.grad.flatten()).view_as(p)
-        optimizer.step()
-        losses.append(loss.item())
-    return model, losses
+axes = right.subplots()
+axes.axis("off")
+axes.set(xlim=(-8, LENGTH), ylim=(12.2, -1.2))
+colours = plt.get_cmap("Reds")
+for start, title, rows in ((0, "Hardest passages", order[-5:].flip(0)), (6.5, "Easiest passages", order[:5])):
+    axes.text(0, start - 0.6, title, weight="bold", va="bottom")
+    axes.text(-1, start - 0.6, "norm", ha="right", va="bottom", color=GREY, fontsize=9)
+    for line, n in enumerate(rows):
+        axes.text(-1, start + line, f"{norms[n]:.2f}", ha="right", va="center", color=GREY, fontsize=9)
+        for place, (code, surprise) in enumerate(zip(Y[n], losses[n], strict=True)):
+            axes.add_patch(plt.Rectangle((place - 0.5, start + line - 0.42), 1, 0.84, color=colours(surprise.item() / 12), linewidth=0))
+            axes.text(place, start + line, characters[code], ha="center", va="center", family="monospace", fontsize=8)
+right.colorbar(plt.cm.ScalarMappable(plt.Normalize(0, 12), colours), ax=axes, label="surprise [nats]", shrink=0.7)
+save(figure, "language_model")

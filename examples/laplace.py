@@ -3,8 +3,8 @@ Laplace approximation: a classifier that knows where it knows nothing
 =====================================================================
 
 Far away from all data a trained network is as sure of itself as ever. The Laplace approximation takes the curvature of the loss at the trained
-weights for the inverse covariance of the weights. The predictions that it averages are cautious where no data has been. Three curvatures are compared:
-the complete generalized Gauss-Newton matrix (GGN), Kronecker factors, and the diagonal.
+weights for the inverse covariance of the weights. The predictions that it averages are cautious where no data has been. Three curvatures are
+compared: the complete generalized Gauss-Newton matrix (GGN), Kronecker factors, and the diagonal.
 """
 
 # %%
@@ -12,7 +12,7 @@ the complete generalized Gauss-Newton matrix (GGN), Kronecker factors, and the d
 # -----------------------------
 import matplotlib.pyplot as plt
 import torch
-from _common import BLUE, GREEN, GREY, ORANGE, save
+from _common import save
 from matplotlib.colors import ListedColormap
 from sklearn.datasets import load_wine
 from sklearn.decomposition import PCA

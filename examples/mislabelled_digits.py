@@ -51,8 +51,8 @@ for _ in tqdm(range(8), desc="training", unit="epoch"):
 # %%
 # Two scores
 # ----------
-# *How hard does a sample pull?* ``BatchL2Grad`` has the squared norm of each sample's gradient, parameter by parameter; their sum is that of the whole
-# gradient. No per-sample gradient is formed for it.
+# *How hard does a sample pull?* ``BatchL2Grad`` has the squared norm of each sample's gradient, parameter by parameter; their sum is that of the
+# whole gradient. No per-sample gradient is formed for it.
 #
 # *Against whom?* The inner product of a sample's gradient with the gradient of a few samples whose labels one trusts says by how much a step for this
 # sample would raise, or lower, the loss of those. It takes ``BatchGrad``.

@@ -90,7 +90,7 @@ def train(C: float, sigma: float, seed: int) -> tuple[float, Tensor]:
         with torch.no_grad():
             for p in model.parameters():
                 noise = sigma * C * torch.randn(p.shape, generator=generator)
-                p -= STEP_SIZE / C * (p.grad + noise) / len(X)  # the step is divided by C, so that C only decides who is clipped
+                p.sub_(STEP_SIZE / C * (p.grad + noise) / len(X))  # the step is divided by C, so that C only decides who is clipped
     with torch.no_grad(), disable():
         return (model(X_test).argmax(1) == y_test).float().mean().item(), torch.stack(norms)
 

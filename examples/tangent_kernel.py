@@ -88,7 +88,7 @@ def compare(width: int) -> dict[str, Tensor]:
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for p, g in zip(model.parameters(), gradients, strict=True):
-                p -= step_size * g
+                p.sub_(step_size * g)
     with torch.no_grad():
         return {"kernel": K, "predicted": predicted, "trained": model(X_test)}
 
