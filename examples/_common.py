@@ -12,6 +12,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+OUTPUT = Path(__file__).with_name("output")  # where pictures are saved
 BLUE, ORANGE, GREEN, PURPLE, GREY = "#0060a8", "#e07b00", "#2a9d5c", "#8e4da8", "#6b6b6b"
 
 torch.manual_seed(0)
@@ -57,7 +58,6 @@ def memory(function: Callable) -> tuple[list[float], list[float]]:
 
 def save(figure: Figure, name: str) -> None:
     """Save a picture in the folder ``output`` beside the examples."""
-    path = Path(__file__).with_name("output") / f"{name}.png"
-    path.parent.mkdir(exist_ok=True)
-    figure.savefig(path)
-    print(f"saved {path.relative_to(Path(__file__).parents[1])}")
+    OUTPUT.mkdir(exist_ok=True)
+    figure.savefig(OUTPUT / f"{name}.png")
+    print(f"saved examples/output/{name}.png")

@@ -20,6 +20,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import numpy
 import torch
+from _common import OUTPUT
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, pad
@@ -36,7 +37,7 @@ parser.add_argument("--root", type=Path, default=Path("data"), help="folder with
 parser.add_argument("--epochs", type=int, help="passes over the training set (default: 15 for digits, 1 for mnist)")
 parser.add_argument("--seed", type=int, default=0, help="of initial weights, mini-batches and Monte-Carlo samples (default: 0)")
 parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything runs; nothing is claimed about the training")
-parser.add_argument("--figure", type=Path, default=Path(__file__).parent / "output" / "digits.png", help="where to save the picture")
+parser.add_argument("--figure", type=Path, default=OUTPUT / "digits.png", help="where to save the picture")
 args = parser.parse_args([] if "ipykernel" in sys.modules else None)
 if args.epochs is not None and args.epochs < 1:
     parser.error(f"--epochs must be at least 1, got {args.epochs}")
