@@ -89,10 +89,10 @@ def training_loss(model: nn.Module) -> float:
 model, generator, watched = network(), torch.Generator().manual_seed(1), []
 while training_loss(model) > TARGET:
     with backpack(Variance()):
-        sgd_step(model, 256, 0.3, generator)
-    watched.append(signal_and_noise(model, 256))
+        sgd_step(model, 64, 0.3, generator)
+    watched.append(signal_and_noise(model, 64))
 signal, noise = torch.tensor(watched).T
-WINDOW = 20
+WINDOW = 40
 curve = noise.unfold(0, WINDOW, WINDOW).mean(1) / signal.unfold(0, WINDOW, WINDOW).mean(1)  # a ratio of means: each mean is unbiased
 noise_scale = (noise.sum() / signal.sum()).item()
 print(f"noise scale: {curve[0]:.0f} at the beginning, {curve[-1]:.0f} at the end, {noise_scale:.0f} over the whole run")
