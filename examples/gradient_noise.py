@@ -68,7 +68,7 @@ assert abs(estimated_trace / trace - 1) < 0.05 and abs(estimated_G2 / G2 - 1) < 
 # %%
 # The noise scale grows while the network learns
 # ----------------------------------------------
-# Watch a run. All that it takes is the line that begins with ``with``.
+# Watch eight runs. All that it takes is the line that begins with ``with``.
 TARGET = 0.15  # training loss, in nats
 
 
@@ -86,16 +86,23 @@ def training_loss(model: nn.Module) -> float:
         return lossfunc(model(X), y).item()
 
 
-model, generator, watched = network(), torch.Generator().manual_seed(1), []
-while training_loss(model) > TARGET:
-    with backpack(Variance()):
-        sgd_step(model, 64, 0.3, generator)
-    watched.append(signal_and_noise(model, 64))
-signal, noise = torch.tensor(watched).T
-WINDOW = 40
+def watched_run(seed: int) -> torch.Tensor:
+    """Signal and noise of each step, ``[steps, 2]``."""
+    model, generator, found = network(), torch.Generator().manual_seed(seed), []
+    while training_loss(model) > TARGET:
+        with backpack(Variance()):
+            sgd_step(model, 64, 0.3, generator)
+        found.append(signal_and_noise(model, 64))
+    return torch.tensor(found)
+
+
+watched = [watched_run(seed) for seed in range(8)]
+shortest = min(len(run) for run in watched)
+signal, noise = torch.stack([run[:shortest] for run in watched]).mean(0).T
+WINDOW = 20
 curve = noise.unfold(0, WINDOW, WINDOW).mean(1) / signal.unfold(0, WINDOW, WINDOW).mean(1)  # a ratio of means: each mean is unbiased
 noise_scale = (noise.sum() / signal.sum()).item()
-print(f"noise scale: {curve[0]:.0f} at the beginning, {curve[-1]:.0f} at the end, {noise_scale:.0f} over the whole run")
+print(f"noise scale: {curve[0]:.0f} at the beginning, {curve[-1]:.0f} at the end, {noise_scale:.0f} over whole runs")
 
 # %%
 # Does it matter?
@@ -146,8 +153,10 @@ figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4))
 middles = torch.arange(len(curve)) * WINDOW + WINDOW / 2
 left.plot(middles, curve, "o-", color=BLUE)
 left.axhline(noise_scale, color=GREY, linestyle=":")
-left.annotate("whole run", (middles[-1], noise_scale), xytext=(0, -14), textcoords="offset points", color=GREY, ha="right")
-left.set(title="Noise scale while training", xlabel="step", ylabel="noise scale [samples]", yscale="log", ylim=(20, 1000))
+left.annotate("whole runs", (middles[-1], noise_scale), xytext=(0, -14), textcoords="offset points", color=GREY, ha="right")
+left.set(title="Noise scale while training", xlabel="step", ylabel="noise scale [samples]", yscale="log", ylim=(25, 500))
+left.set_yticks([30, 50, 100, 200, 400], ["30", "50", "100", "200", "400"])
+left.minorticks_off()
 
 fine = torch.logspace(0, 3.3, 100)
 right.plot(fine, S_min * (1 + knee / fine), color=GREY, linewidth=1, label="$S_{min}(1 + B_{knee}/B)$, fitted")
