@@ -1,5 +1,6 @@
 """Settings of Sphinx, and the pages and tables that are written from the package itself at build time."""
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 
+os.environ["TQDM_DISABLE"] = "1"  # progress bars are for terminals
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",  # kept between builds: only scripts that have changed run again
