@@ -97,8 +97,8 @@ lossfunc = extend(nn.CrossEntropyLoss())
 # %%
 # Signal and noise of a gradient
 # ------------------------------
-# The loss is a mean, L = 1/N sum_n l_n, and the gradient g = sum_n g_n, where the summands g_n = 1/N grad l_n contain the divisor. ``Variance`` is the
-# variance of these summands over the mini-batch, element by element::
+# The loss is a mean, L = 1/N sum_n l_n, and the gradient g = sum_n g_n, where the summands g_n = 1/N grad l_n contain the divisor. ``Variance`` is
+# the variance of these summands over the mini-batch, element by element::
 #
 #     v = 1/N sum_n g_n^2 - (1/N sum_n g_n)^2
 #
@@ -127,8 +127,8 @@ def signal_to_noise(squares: numpy.ndarray, noises: numpy.ndarray) -> numpy.ndar
 # %%
 # Is that so? One mini-batch, sample by sample
 # --------------------------------------------
-# All quantities of one backward pass are exact for their definition, or unbiased where the name says MC. ``DiagGGNMC`` and ``KFAC`` share their draws, so
-# that even the Monte-Carlo estimates agree: a bias has a single Kronecker factor, its whole GGN block.
+# All quantities of one backward pass are exact for their definition, or unbiased where the name says MC. ``DiagGGNMC`` and ``KFAC`` share their
+# draws, so that even the Monte-Carlo estimates agree: a bias has a single Kronecker factor, its whole GGN block.
 
 model = network()
 with backpack(BatchGrad(), Variance(), DiagGGNMC(), KFAC()):
