@@ -11,6 +11,7 @@ from string import ascii_lowercase
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
+os.environ["TQDM_DISABLE"] = "1"  # progress bars are for terminals; tqdm, which torch imports, reads this once
 
 import backpack.extensions  # noqa: E402
 from backpack.core.derivatives.registry import registered  # noqa: E402
@@ -34,7 +35,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 
-os.environ["TQDM_DISABLE"] = "1"  # progress bars are for terminals
 sphinx_gallery_conf = {
     "examples_dirs": "../examples",
     "gallery_dirs": "gallery",  # kept between builds: only scripts that have changed run again
