@@ -33,16 +33,16 @@ format: $(VENV)/lint.done  ## repair style and formatting
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(VENV)/docs.done  ## build the documentation; warnings are errors
+docs: $(VENV)/docs.done  ## build the documentation and run changed examples for it; warnings are errors
 	rm -rf docs/api docs/generated
 	$(BIN)/sphinx-build -E -W --keep-going -q docs docs/_build
 	@echo "open docs/_build/index.html"
 
 examples: $(VENV)/examples.done  ## run all examples
-	@for script in examples/*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+	@for script in examples/[!_]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 clean:  ## remove the virtual environment and everything that was built
-	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api docs/generated .hypothesis .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist *.egg-info docs/_build docs/api docs/generated docs/gallery examples/output .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

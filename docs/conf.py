@@ -1,5 +1,6 @@
 """Settings of Sphinx, and the pages and tables that are written from the package itself at build time."""
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -9,7 +10,8 @@ from pathlib import Path
 from string import ascii_lowercase
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+os.environ["TQDM_DISABLE"] = "1"  # progress bars are for terminals; tqdm, which torch imports, reads this once
 
 import backpack.extensions  # noqa: E402
 from backpack.core.derivatives.registry import registered  # noqa: E402
@@ -21,7 +23,8 @@ author = "the backpack developers"
 copyright = f"2026, {author}"
 version = release = backpack.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_parser"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions += ["myst_parser", "sphinx_gallery.gen_gallery"]
 templates_path = ["_templates"]
 exclude_patterns = ["_build", "generated/supported_*"]
 html_theme = "furo"
@@ -31,6 +34,19 @@ html_css_files = ["tables.css"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
+
+sphinx_gallery_conf = {
+    "examples_dirs": "../examples",
+    "gallery_dirs": "gallery",  # kept between builds: only scripts that have changed run again
+    "filename_pattern": r"\.py$",
+    "ignore_pattern": r"_common\.py$",
+    "within_subsection_order": "gallery_settings.ReadingOrder",
+    "reset_modules": ("matplotlib", "gallery_settings.forget"),
+    "capture_repr": (),
+    "min_reported_time": 1,
+    "write_computation_times": False,
+    "show_signature": False,
+}
 
 FAMILIES = {"firstorder": "First order", "secondorder": "Second order", "curvmatprod": "Products with curvature matrices"}
 

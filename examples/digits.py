@@ -1,23 +1,28 @@
-"""Handwritten digits: what the gradient hides, and what it is good for.
+"""
+Handwritten digits: what the gradient hides, and what it is good for
+====================================================================
 
 A small network learns to read scanned digits, three times: by plain gradient descent, with a diagonal preconditioner and with a Kronecker-factored
 one. Each backward pass of each run also yields the variance of the per-sample gradients, the diagonal of the generalized Gauss-Newton matrix (GGN)
-and its Kronecker factors. One table and one picture show the result.
+and its Kronecker factors. One table and one picture show the result. ::
 
     python examples/digits.py                            # 8 x 8 scans that come with scikit-learn; a few seconds
     python examples/digits.py --data mnist --root DIR    # MNIST's own four files, in DIR
 """
 
-# %% Settings
+# %%
+# Settings
+# --------
 import argparse
 import sys
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import numpy
 import torch
-from matplotlib.figure import Figure
+from _common import OUTPUT
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, pad
@@ -34,7 +39,7 @@ parser.add_argument("--root", type=Path, default=Path("data"), help="folder with
 parser.add_argument("--epochs", type=int, help="passes over the training set (default: 15 for digits, 1 for mnist)")
 parser.add_argument("--seed", type=int, default=0, help="of initial weights, mini-batches and Monte-Carlo samples (default: 0)")
 parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything runs; nothing is claimed about the training")
-parser.add_argument("--figure", type=Path, default=Path(__file__).parent / "output" / "digits.png", help="where to save the picture")
+parser.add_argument("--figure", type=Path, default=OUTPUT / "digits.png", help="where to save the picture")
 args = parser.parse_args([] if "ipykernel" in sys.modules else None)
 if args.epochs is not None and args.epochs < 1:
     parser.error(f"--epochs must be at least 1, got {args.epochs}")
@@ -46,7 +51,9 @@ EPOCHS = {"digits": 15, "mnist": 1}
 
 torch.set_num_threads(1)  # matrices this small gain nothing from more
 
-# %% The scans
+# %%
+# The scans
+# ---------
 # Both data sets end up as 8 x 8 grey values. The small digits were made from 32 x 32 bitmaps by counting the ink in blocks of 4 x 4; MNIST's images
 # get a margin to 32 x 32 and are averaged in the same blocks. Hence the same network reads both.
 
@@ -71,9 +78,11 @@ X_eval, y_eval = X_train[:2000], y_train[:2000]  # where the training loss is me
 
 STEPS = 10 if args.quick else (args.epochs or EPOCHS[args.data]) * (len(X_train) // N)
 
-# %% The network
+# %%
+# The network
+# -----------
 # Sigmoids make gradients of very different size in different layers: easy to write down, slow to train without knowledge of the curvature.
-# `extend` lets the modules record their forward passes; it changes neither outputs nor gradients.
+# ``extend`` lets the modules record their forward passes; it changes neither outputs nor gradients.
 
 LAYERS = {"layer 1": 0, "layer 2": 2, "layer 3": 4}  # name -> index in the network
 
@@ -85,19 +94,21 @@ def network() -> nn.Sequential:
 
 lossfunc = extend(nn.CrossEntropyLoss())
 
-# %% Signal and noise of a gradient
-# The loss is a mean, L = 1/N sum_n l_n, and the gradient g = sum_n g_n, where the summands g_n = 1/N grad l_n contain the divisor. `Variance` is the
-# variance of these summands over the mini-batch,
+# %%
+# Signal and noise of a gradient
+# ------------------------------
+# The loss is a mean, L = 1/N sum_n l_n, and the gradient g = sum_n g_n, where the summands g_n = 1/N grad l_n contain the divisor. ``Variance`` is
+# the variance of these summands over the mini-batch, element by element::
 #
-#     v = 1/N sum_n g_n^2 - (1/N sum_n g_n)^2        (element by element).
+#     v = 1/N sum_n g_n^2 - (1/N sum_n g_n)^2
 #
 # For independent samples the variance of the sum is N times that of one summand, whose unbiased estimate is v N/(N-1). Summed over the parameters of
-# a layer, the expected squared distance of g from its mean, the *noise*, is therefore estimated without bias by
+# a layer, the expected squared distance of g from its mean, the *noise*, is therefore estimated without bias by ::
 #
-#     noise = N^2/(N-1) sum v,
+#     noise = N^2/(N-1) sum v
 #
-# and, as E|g|^2 = |E g|^2 + noise, the *signal* |E g|^2 by |g|^2 - noise. Both are averaged over some steps before their ratio is taken. At a ratio
-# of 1, half of the gradient's squared length is noise; at 0, all of it.
+# and, as ``E|g|^2 = |E g|^2 + noise``, the *signal* ``|E g|^2`` by ``|g|^2 - noise``. Both are averaged over some steps before their ratio is
+# taken. At a ratio of 1, half of the gradient's squared length is noise; at 0, all of it.
 
 
 def noise_of(layer: nn.Module) -> float:
@@ -113,9 +124,11 @@ def signal_to_noise(squares: numpy.ndarray, noises: numpy.ndarray) -> numpy.ndar
     return squares.mean(0) / noises.mean(0) - 1
 
 
-# %% Is that so? One mini-batch, sample by sample
-# All quantities of one backward pass are exact for their definition, or unbiased where the name says MC. `DiagGGNMC` and `KFAC` share their draws, so
-# that even the Monte-Carlo estimates agree: a bias has a single Kronecker factor, its whole GGN block.
+# %%
+# Is that so? One mini-batch, sample by sample
+# --------------------------------------------
+# All quantities of one backward pass are exact for their definition, or unbiased where the name says MC. ``DiagGGNMC`` and ``KFAC`` share their
+# draws, so that even the Monte-Carlo estimates agree: a bias has a single Kronecker factor, its whole GGN block.
 
 model = network()
 with backpack(BatchGrad(), Variance(), DiagGGNMC(), KFAC()):
@@ -128,7 +141,9 @@ for name in LAYERS.values():
     torch.testing.assert_close(model[name].bias.kfac[0].diagonal(), model[name].bias.diag_ggn_mc)
 clear(model)
 
-# %% Is that so? Many mini-batches
+# %%
+# Is that so? Many mini-batches
+# -----------------------------
 # Measure the noise: the mean squared distance between gradients of independent mini-batches and the gradient of the whole data set, at fixed weights.
 
 everything = torch.cat([g.flatten() for g in torch.autograd.grad(lossfunc(model(X_train), y_train), list(model.parameters()))])
@@ -144,7 +159,9 @@ predicted, measured = numpy.mean(predicted), numpy.mean(measured)
 print(f"noise of a gradient of {N} samples: predicted from inside {predicted:.4f}, measured between mini-batches {measured:.4f}")
 assert args.quick or abs(measured / predicted - 1) < 0.2, "the measured noise is not the predicted one"
 
-# %% Three directions
+# %%
+# Three directions
+# ----------------
 # All three runs descend along P^-1 g, without momentum. P is the identity, the diagonal of the GGN, or its Kronecker-factored approximation: for a
 # weight the product of two factors, for a bias a single one. One mini-batch gives but a noisy estimate of the curvature, hence running means. Damping
 # bounds the steps where the curvature is small; each factor gets its share, in proportion to its own size (Martens & Grosse 2015, section 6.3).
@@ -170,8 +187,10 @@ OPTIMIZERS = {  # name -> direction, step size, damping; fast on a grid, and rel
     "KFAC": (kronecker, 0.1, 3e-3),
 }
 
-# %% Training
-# The usual loop, except for the line that begins with `with`. Each run starts from the same weights, sees the same mini-batches, and collects the
+# %%
+# Training
+# --------
+# The usual loop, except for the line that begins with ``with``. Each run starts from the same weights, sees the same mini-batches, and collects the
 # same quantities, whether its direction needs them or not.
 
 
@@ -211,7 +230,9 @@ with tqdm(total=STEPS * len(OPTIMIZERS), unit="step") as progress:
 for run in runs.values():
     run["to target"] = next((step for step, loss in enumerate(run["losses"], start=1) if loss < TARGET), None)
 
-# %% The table
+# %%
+# The table
+# ---------
 # The last columns are the signal-to-noise ratio of each layer's gradient, over the first and over the last steps.
 
 print(f"\n{len(X_train)} training and {len(X_test)} test images, {STEPS} steps with {N} images each, seed {args.seed}\n")
@@ -222,7 +243,9 @@ for name, run in runs.items():
     ratios = " ".join(f"{f'{first:.2f} -> {last:.2f}':>15}" for first, last in zip(run["first"], run["last"], strict=True))
     print(f"{name:12} {run['losses'][-1]:9.4f} {run['accuracy']:9.1%} {run['to target'] or '-':>9}   {ratios}")
 
-# %% The picture
+# %%
+# The picture
+# -----------
 # Above: what curvature saves, and how the gradient of each layer sinks towards its noise as the loss falls. Below: curvature at the end of the plain
 # run, as KFAC and DiagGGNMC see it. Left: which pixels are bright and dark together. Middle: which digits the network still confuses; the outputs of
 # such a pair have a negative correlation. Right: the pixels on whose weights the loss depends most.
@@ -230,7 +253,7 @@ for name, run in runs.items():
 COLOURS = dict(zip(OPTIMIZERS, ["#6b6b6b", "#e07b00", "#0060a8"], strict=True))
 SHADES = dict(zip(LAYERS, ["#a6dba0", "#39a35c", "#00441b"], strict=True))  # the deeper the layer, the darker
 
-figure = Figure(figsize=(13, 8.4), dpi=110, layout="constrained")
+figure = plt.figure(figsize=(13, 8.4), dpi=110, layout="constrained")
 above, below = [["loss", [list(OPTIMIZERS)]]], [["inputs", "outputs", "diagonal"]]
 panels = figure.subplot_mosaic([[above], [below]])
 figure.get_layout_engine().set(w_pad=0.08, h_pad=0.12)
@@ -277,7 +300,9 @@ args.figure.parent.mkdir(parents=True, exist_ok=True)
 figure.savefig(args.figure)
 print(f"\nsaved {args.figure}")
 
-# %% What is claimed
+# %%
+# What is claimed
+# ---------------
 # Of the small digits, trained to the end.
 
 if args.data == "digits" and STEPS >= EPOCHS["digits"] * (len(X_train) // N):

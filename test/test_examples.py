@@ -1,5 +1,6 @@
 """Examples run without warnings and print and save what they promise; the documentation's scripts print what it says they print."""
 
+import ast
 import re
 import subprocess
 import sys
@@ -104,8 +105,44 @@ def test_digits_with_bad_arguments(arguments: list[str], message: str) -> None:
     assert message in done.stderr
 
 
-def test_each_example_is_tested() -> None:
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {"digits.py"}
+SCRIPTS = sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))
+QUICK = ["mislabelled_digits", "influence", "hook_memory"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_example_has_its_place_and_form(name: str) -> None:
+    """A title and an introduction, text in cells, claims, a place in the gallery, and a picture at the end."""
+    source = (ROOT / "examples" / f"{name}.py").read_text()
+    tree = ast.parse(source)
+    title, underline, empty, *introduction = ast.get_docstring(tree).splitlines()
+    assert underline == "=" * len(title) and not empty and introduction
+    assert source.count("\n# %%") >= 3
+    assert any(isinstance(node, ast.Assert) for node in ast.walk(tree))
+    assert f'    "{name}",' in (ROOT / "docs" / "gallery_settings.py").read_text()
+    assert f'save(figure, "{name}")\n' in source.splitlines(keepends=True)[-1] or name == "digits"
+
+
+def run_example(name: str) -> None:
+    """The example holds what it asserts, without warnings, and saves a picture that shows something."""
+    picture = ROOT / "examples" / "output" / f"{name}.png"
+    picture.unlink(missing_ok=True)
+    done = python(f"examples/{name}.py")
+    assert done.returncode == 0, done.stdout + done.stderr
+    pixels = imread(picture, format="png")[..., :3]
+    height, width, _ = pixels.shape
+    assert 350 < height < 1100 and 1000 < width < 1800
+    assert all(half.std() > 0.05 for half in (pixels[:, : width // 2], pixels[:, width // 2 :]))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_quick_examples(name: str) -> None:
+    run_example(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in {"digits", *QUICK}])
+def test_other_examples(name: str) -> None:
+    run_example(name)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/start.md", "docs/explain.md", "docs/training.md"])
