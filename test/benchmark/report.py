@@ -8,9 +8,11 @@ import re
 from argparse import ArgumentParser
 from math import ceil
 from pathlib import Path
+from statistics import median
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ORDER = """extended BatchGrad BatchL2Grad SumGradSquared Variance DiagGGNMC DiagGGNExact BatchDiagGGNMC BatchDiagGGNExact DiagHessian BatchDiagHessian
@@ -19,19 +21,24 @@ LABELS = {"ours": "**this package**", "backpack": "BackPACK"}
 COLOURS = {"ours": "#1b6ca8", "backpack": "#e08214", "torch.func": "#7a7a7a", "opacus": "#5aae61", "curvlinops": "#9970ab"}
 INTRODUCTION = """# Benchmarks
 
-What a quantity costs: the time of forward pass, backward pass and quantity, divided by the time of forward and backward pass of the same model that is not
-extended. A number of 1.3 says that the quantity costs 30 % more than training already does. `make bench` measures all of it again and writes this page.
+What a quantity costs: the time of forward pass, backward pass and quantity, divided by the time of the forward and backward pass of the same model
+that is not extended. A number of 1.3 says that the quantity costs 30 % more than training does already. `make bench` measures all of it again and
+writes this page.
 
-How it is measured: each cell has a process of its own, in which the plain gradient and the quantity take turns; the ratio is taken in each round, and the
-table shows the median over rounds ([benchmarks.json](_static/benchmarks.json) has the quartiles, the number of rounds and the time of the gradient). A pass
-that takes more than five seconds is timed once. *Memory* is the most that the first pass of the process took, beyond what a process took that computed only the
-gradient; differences of a few MB are noise. `extended` is the extended model outside of `with backpack(...)`. The products with curvature matrices (`GGNMP`,
-`HMP`, `PCHMP`) include one product with one vector for each parameter. Monte-Carlo quantities draw one sample.
+**How it is measured.** Each cell has a process of its own, in which the plain gradient and the quantity take turns. The ratio is taken in each
+round; the table shows the median over rounds, and [benchmarks.json](_static/benchmarks.json) has the quartiles, the number of rounds and the time
+of the gradient. A pass that takes more than five seconds is timed once. On one thread of a CPU, time is that of the processor, which other programs
+disturb least. *Memory* is the most that the first pass of the process took, beyond what a process took that computed only the gradient; differences
+of a few MB are noise. The networks are as they are initialized, and the data are random.
 
-How to read it: *refused* says that the quantity is undefined for the model, or has no exact rule; *not run*, that it would take too long or too much memory
-for a table such as this; *failed*, that a library raised an error, or computed nothing for some of the parameters; the notes below give the reasons. An empty
-cell was not asked for. Others compute less in some cells: `torch.func` forms no `.grad`, and the norms of opacus are one number for each sample, over all
-parameters. The networks are not trained and the data are random, which matters for none of these quantities.
+**What is measured.** `extended` is the extended model outside of `with backpack(...)`. The products with curvature matrices (`GGNMP`, `HMP`,
+`PCHMP`) include one product with one vector for each parameter. Monte-Carlo quantities draw one sample. `HBP` is the Hessian, averaged over
+samples. Others compute less in some cells: `torch.func` forms no `.grad`, and the norms of opacus are one number for each sample, over all
+parameters.
+
+**How to read it.** *Refused* says that the quantity is undefined for the model, or that the library has no rule for it; *not run*, that it would
+take more time or memory than this table is worth; *failed*, that the library raised another error. The notes at the end give the reasons. An empty
+cell is something that the library does not offer.
 
 `python test/benchmark/run.py --help` tells how to measure some problems or extensions only, on several threads, or on a GPU (`--device cuda`);
 `python test/benchmark/report.py` draws this page again without measuring.
@@ -75,23 +82,31 @@ def number(value: float) -> str:
     return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f}"
 
 
+def shown(cell: dict[str, object], field: str, notes: Notes) -> str:
+    """A number, or why there is none, which is said once, beside the times."""
+    if field in cell:
+        return number(cell[field])
+    return cell["status"] + notes.cite(cell["why"]) if "status" in cell and field == "ratio" else ""
+
+
+def base(cells: Cells, problem: str) -> str:
+    """Milliseconds of the gradient, the median over the cells."""
+    seconds = [cell["gradient"] for (library, name, _), cell in cells.items() if (library, name) == ("ours", problem) and "ratio" in cell]
+    return number(1000 * median(seconds)) if seconds else ""
+
+
 def table(run: Run, field: str, notes: Notes) -> list[str]:
     """A table of one field, a row for each quantity and library."""
     cells, problems = cells_of(run), list(run["problems"])
     lines = ["| quantity | library | " + " | ".join(problems) + " |", "|---|---|" + "---:|" * len(problems)]
     if field == "ratio":
-        base = [[cell["gradient"] for (library, name, _), cell in cells.items() if (library, name) == ("ours", problem) and "ratio" in cell] for problem in problems]
-        lines.append("| gradient (ms) | | " + " | ".join(number(1000 * sorted(times)[len(times) // 2]) if times else "" for times in base) + " |")
+        lines.append("| gradient (ms) | | " + " | ".join(base(cells, problem) for problem in problems) + " |")
     for quantity in quantities(cells):
         title = f"`{quantity}`"
         for library in run["cells"]:
             row = [cells.get((library, problem, quantity), {}) for problem in problems]
             if any(row):
-                shown = [
-                    number(cell[field]) if field in cell else cell["status"] + notes.cite(cell["why"]) if "status" in cell and field == "ratio" else ""
-                    for cell in row
-                ]
-                lines.append(f"| {title} | {LABELS.get(library, library)} | " + " | ".join(shown) + " |")
+                lines.append(f"| {title} | {LABELS.get(library, library)} | " + " | ".join(shown(cell, field, notes) for cell in row) + " |")
                 title = ""
     return [*lines, ""]
 
@@ -106,24 +121,23 @@ def picture(run: Run, title: str, path: Path) -> None:
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
     height = 0.84 / len(libraries)
     for axis, problem in zip(axes, problems, strict=False):
-        for index, library in enumerate(libraries):
-            found = [(row, cells[library, problem, name]["ratio"]) for row, name in enumerate(names) if "ratio" in cells.get((library, problem, name), {})]
-            places = [row + (index - (len(libraries) - 1) / 2) * height for row, _ in found]
-            label = LABELS.get(library, library).strip("*")
-            axis.barh(places, [ratio for _, ratio in found], height, color=COLOURS[library], label=label)
         for row, name in enumerate(names):
+            bars = [(library, cell["ratio"]) for library in libraries if "ratio" in (cell := cells.get((library, problem, name), {}))]
+            for index, (library, ratio) in enumerate(bars):
+                axis.barh(row + (index - (len(bars) - 1) / 2) * height, ratio, height, color=COLOURS[library])
             cell = cells.get(("ours", problem, name), {})
             if "status" in cell:
                 axis.text(1.05, row, cell["status"], fontsize=6.5, color="#888888", va="center")
         axis.axvline(1, color="black", linewidth=0.8)
-        axis.set(title=problem, xscale="log", xlim=(0.7, None))
+        axis.set(title=problem, xscale="log", xlim=(0.7, None), ylim=(len(names) - 0.5, -0.5))
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.grid(axis="x", alpha=0.3)
         axis.set_axisbelow(True)
     axes[0].set_yticks(range(len(names)), names)
-    axes[0].invert_yaxis()
     for axis in axes[len(problems) :]:
         axis.remove()
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=len(libraries), frameon=False)
+    legend = {LABELS.get(library, library).strip("*"): Patch(color=COLOURS[library]) for library in libraries}
+    figure.legend(legend.values(), legend.keys(), loc="outside upper center", ncols=len(libraries), frameon=False)
     figure.supxlabel(f"cost in gradients, {title}")
     figure.savefig(path, dpi=100)
 
@@ -134,7 +148,8 @@ def page(runs: dict[str, Run], pictures: dict[str, str]) -> str:
     for title, run in runs.items():
         versions = ", ".join(f"{LABELS.get(name, name)} {version}" for name, version in run["versions"].items() if name not in ("ours", "torch.func"))
         lines += [f"## {title}", "", f"{run['machine']}; {versions}; {run['date']}; `{run['command']}`", "", f"![{title}]({pictures[title]})", ""]
-        lines += ["### Time, in gradients", "", *table(run, "ratio", notes), "### Memory beyond the gradient's, in MB", "", *table(run, "extra", notes)]
+        lines += ["### Time, in gradients", "", *table(run, "ratio", notes)]
+        lines += ["### Memory beyond the gradient's, in MB", "", *table(run, "extra", notes)]
     problems = {name: text for run in runs.values() for name, text in run["problems"].items()}
     lines += ["## Problems", "", *(f"- **{name}**: {text}" for name, text in problems.items()), "", *notes.lines()]
     return "\n".join(lines) + "\n"

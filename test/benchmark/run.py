@@ -1,6 +1,6 @@
 """What each quantity costs, in gradients: ``python test/benchmark/run.py [--against torch.func,opacus,backpack,curvlinops --python PYTHON]``.
 
-Each library is measured by ``measure.py`` in an interpreter of its own; the results go to one file, of which ``report.py`` makes the page and the picture.
+Each library is measured by ``measure.py`` in an interpreter of its own; the results go to one file, from which ``report.py`` makes page and pictures.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def machine(device: str) -> str:
 def measured(library: str, threads: int, options: Namespace) -> tuple[str, list[dict[str, object]]]:
     """Run ``measure.py``; return the version of the library and its cells, which are printed as they come."""
     python = sys.executable if library == "ours" else options.python
-    passed = [f"--threads={threads}", f"--device={options.device}", f"--rounds={options.rounds}", f"--seconds={options.seconds}"]
-    lists = ["--problems", *options.problems] + (["--extensions", *options.extensions] if options.extensions else [])
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT) if library == "ours" else ""}
-    with subprocess.Popen([python, str(HERE / "measure.py"), library, *passed, *lists], stdout=subprocess.PIPE, text=True, env=environment) as process:
+    command = [python, str(HERE / "measure.py"), library, f"--threads={threads}", f"--device={options.device}"]
+    command += [f"--rounds={options.rounds}", f"--seconds={options.seconds}", "--problems", *options.problems]
+    command += ["--extensions", *options.extensions] if options.extensions else []
+    environment = os.environ | {"PYTHONPATH": str(ROOT) if library == "ours" else ""}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         (version, *cells) = map(show, process.stdout)
     if process.returncode:
         sys.exit(f"{library} could not be measured.")
@@ -60,7 +61,7 @@ def main() -> None:
     arguments = parser()
     arguments.add_argument("--threads", default="1", help="numbers of threads, with commas between them")
     arguments.add_argument("--against", default="", help=f"with commas between them: {', '.join(list(LIBRARIES)[1:])}")
-    arguments.add_argument("--python", default=sys.executable, help="interpreter that has the others; the released BackPACK needs its own environment")
+    arguments.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the others (make bench creates one)")
     arguments.add_argument("--output", type=Path, default=RESULTS, help="file of results; runs on other devices or numbers of threads stay in it")
     arguments.add_argument("--quick", action="store_true", help="one round of the smallest problem, to see that all works")
     options = arguments.parse_args()
@@ -74,7 +75,7 @@ def main() -> None:
         run = {
             "machine": machine(options.device),
             "date": str(date.today()),
-            "command": " ".join(["python", "test/benchmark/run.py", *sys.argv[1:]]),
+            "command": f"test/benchmark/run.py --threads {threads} --device {options.device} --rounds {options.rounds} --seconds {options.seconds:g}",
             "problems": {name: PROBLEMS[name].__doc__ for name in options.problems},
             "versions": {"Python": platform.python_version(), "torch": torch.__version__},
             "cells": {},
@@ -84,8 +85,9 @@ def main() -> None:
             run["versions"][library], run["cells"][library] = measured(library, threads, options)
         runs[f"{options.device}, {threads} thread{'s' * (threads > 1)}"] = run
         options.output.write_text(json.dumps(runs, indent=1) + "\n")
-    if broken := [f"{cell['quantity']} of {cell['problem']}" for run in runs.values() for cell in run["cells"]["ours"] if cell.get("status") == "failed"]:
-        sys.exit(f"An error that is no refusal: {', '.join(broken)}")
+        broken = [f"{cell['quantity']} of {cell['problem']}" for cell in run["cells"]["ours"] if cell.get("status") == "failed"]
+        if broken:
+            sys.exit(f"Errors that are no refusals: {', '.join(broken)}.")
 
 
 if __name__ == "__main__":

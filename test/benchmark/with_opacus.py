@@ -14,16 +14,14 @@ QUANTITIES = ("BatchGrad", "BatchL2Grad")
 def step(quantity: str, model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
     """Wrap the model; return what is to be timed."""
     model = ModuleValidator.fix(model).to(x.device)  # attention and LSTM become modules of opacus
-    if quantity == "BatchGrad":
-        wrapped = GradSampleModule(model, loss_reduction="mean")
-        read = lambda: [p.grad_sample for p in wrapped.parameters()]
-    else:
+    if norms := quantity == "BatchL2Grad":
         wrapped = GradSampleModuleFastGradientClipping(model, loss_reduction="mean", max_grad_norm=1.0, use_ghost_clipping=True)
-        read = wrapped.get_norm_sample
+    else:
+        wrapped = GradSampleModule(model, loss_reduction="mean")
 
     def run() -> object:
         wrapped.zero_grad()
         lossfunc(wrapped(x), y).backward()
-        return read()
+        return wrapped.get_norm_sample() if norms else [p.grad_sample for p in wrapped.parameters()]
 
     return run

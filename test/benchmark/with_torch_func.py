@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch._dynamo  # vmap loads it at its first call, which is no memory of the quantity
+import torch._dynamo  # noqa: F401  vmap loads it at its first call, which is no memory of the quantity
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
