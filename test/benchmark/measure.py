@@ -124,7 +124,7 @@ def cell(library: str, problem: str, quantity: str, options: Namespace) -> dict[
         base, seconds = alternate(gradient, step, first, options)
     except Exception as error:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
-            return {"status": "not run", "why": f"It takes more than {MEMORY >> 30} GiB."}
+            return {"status": "not run", "why": f"It takes more than {f'{MEMORY >> 30} GiB' if options.device == 'cpu' else 'the device has'}."}
         status = "refused" if isinstance(error, NotImplementedError) else "failed"
         return {"status": status, "why": re.split(r"(?<=\.)\s|\n", str(error).strip())[0] or type(error).__name__}
     ratios = [s / b for s, b in zip(seconds, base, strict=True)]

@@ -38,7 +38,8 @@ def measured(library: str, threads: int, options: Namespace) -> tuple[str, list[
     command = [python, str(HERE / "measure.py"), library, f"--threads={threads}", f"--device={options.device}"]
     command += [f"--rounds={options.rounds}", f"--seconds={options.seconds}", "--problems", *options.problems]
     command += ["--extensions", *options.extensions] if options.extensions else []
-    environment = os.environ | {"PYTHONPATH": str(ROOT) if library == "ours" else ""}
+    # a look for devices must not initialize CUDA before the fork
+    environment = os.environ | {"PYTHONPATH": str(ROOT) if library == "ours" else "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         (version, *cells) = map(show, process.stdout)
     if process.returncode:
@@ -83,8 +84,8 @@ def main() -> None:
         for library in ["ours", *others]:
             print(f"{library}, {threads} thread(s)", flush=True)
             run["versions"][library], run["cells"][library] = measured(library, threads, options)
-        runs[f"{options.device}, {threads} thread{'s' * (threads > 1)}"] = run
-        options.output.write_text(json.dumps(runs, indent=1) + "\n")
+            runs[f"{options.device}, {threads} thread{'s' * (threads > 1)}"] = run
+            options.output.write_text(json.dumps(runs, indent=1) + "\n")
         broken = [f"{cell['quantity']} of {cell['problem']}" for cell in run["cells"]["ours"] if cell.get("status") == "failed"]
         if broken:
             sys.exit(f"Errors that are no refusals: {', '.join(broken)}.")
