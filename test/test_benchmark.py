@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARK = ROOT / "test" / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 
+import measure  # noqa: E402
 import report  # noqa: E402
 import with_backpack  # noqa: E402
 import with_torch_func  # noqa: E402
@@ -84,7 +85,15 @@ def test_what_is_not_measured_has_a_reason() -> None:
     assert version == {"version": torch.__version__}
     assert gradient.keys() == {"problem", "quantity", "peak"}
     assert kfra["status"] == "refused" and "TransposeBackward0" in kfra["why"]
-    assert exact["status"] == "not run" and exact["why"].startswith("4,150 columns")
+    assert exact["status"] == "not run" and exact["why"].startswith("It takes 4,150 columns")
+
+
+def test_matrices_that_are_too_large() -> None:
+    model, x, _ = PROBLEMS["3c3d"]()
+    assert measure.too_large("KFRA", model, x[:1]) == "It takes a matrix of 50,176 x 50,176 numbers."
+    assert measure.too_large("KFAC", model, x[:1]) is None
+    model, x, _ = PROBLEMS["mlp"]()
+    assert measure.too_large("KFRA", model, x) is None
 
 
 def test_report() -> None:

@@ -25,7 +25,7 @@ from warnings import simplefilter
 
 import torch
 from problems import PROBLEMS
-from torch import nn
+from torch import Tensor, nn
 
 Step = Callable[[], object]
 
@@ -40,6 +40,9 @@ LIBRARIES = {
 EXACT = {"DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR", "DiagHessian", "BatchDiagHessian"}
 """What takes a column for each output of a sample."""
 MOST_COLUMNS = 200
+AVERAGED = {"KFRA", "HBP"}
+"""What takes a matrix of the outputs of a layer, in a sequence of layers; elsewhere it is refused."""
+MOST_FEATURES = 20_000
 MEMORY = 8 << 30
 """Bytes that a process may have on the CPU."""
 SECONDS = 300
@@ -93,6 +96,18 @@ def alternate(gradient: Step, step: Step, first: float, options: Namespace) -> t
     return list(base), list(seconds)
 
 
+def too_large(quantity: str, model: nn.Module, x: Tensor) -> str | None:
+    """Why a quantity would take hours, if it would."""
+    with torch.no_grad():
+        if quantity in EXACT and (columns := model(x)[0].numel()) > MOST_COLUMNS:
+            return f"It takes {columns:,} columns, one for each output of a sample."
+        if quantity in AVERAGED and isinstance(model, nn.Sequential):
+            side = max((x := layer(x))[0].numel() for layer in model)
+            if side > MOST_FEATURES:
+                return f"It takes a matrix of {side:,} x {side:,} numbers."
+    return None
+
+
 def cell(library: str, problem: str, quantity: str, options: Namespace) -> dict[str, object]:
     """Measure one quantity in this process; what it cannot do is a result, too."""
     signal.alarm(SECONDS)
@@ -112,11 +127,8 @@ def cell(library: str, problem: str, quantity: str, options: Namespace) -> dict[
     if quantity == "gradient":
         clock(gradient, options)
         return {"peak": peak(options.device)}
-    if quantity in EXACT:
-        with torch.no_grad():
-            columns = model(x)[0].numel()
-        if columns > MOST_COLUMNS:
-            return {"status": "not run", "why": f"{columns:,} columns, one for each output of a sample."}
+    if reason := too_large(quantity, model, x):
+        return {"status": "not run", "why": reason}
     try:
         step = import_module(LIBRARIES[library][0]).step(quantity, other, deepcopy(lossfunc), x, y)
         first = clock(step, options)
