@@ -160,7 +160,7 @@ def parser() -> ArgumentParser:
     options.add_argument("--problems", nargs="+", default=list(PROBLEMS), choices=PROBLEMS)
     options.add_argument("--extensions", nargs="+", help="all, if not given")
     options.add_argument("--rounds", type=int, default=20, help="at most; fewer where they take more than the seconds")
-    options.add_argument("--seconds", type=float, default=3.0, help="what the rounds of a cell may take; three rounds are the least")
+    options.add_argument("--seconds", type=float, default=1.5, help="what the rounds of a cell may take; three rounds are the least")
     options.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     return options
 

@@ -38,7 +38,7 @@ parameters.
 
 **How to read it.** *Refused* says that the quantity is undefined for the model, or that the library has no rule for it; *not run*, that it would
 take more time or memory than this table is worth; *failed*, that the library raised another error. The notes at the end give the reasons. An empty
-cell is something that the library does not offer.
+cell was not measured, or is something that the library does not offer.
 
 `python test/benchmark/run.py --help` tells how to measure some problems or extensions only, on several threads, or on a GPU (`--device cuda`);
 `python test/benchmark/report.py` draws this page again without measuring.
@@ -119,7 +119,7 @@ def picture(run: Run, title: str, path: Path) -> None:
     rows = ceil(len(problems) / columns)
     figure = Figure(figsize=(3.4 * columns + 1, 0.32 * len(names) * rows + 1.2), layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
-    height = 0.84 / len(libraries)
+    height, most = 0.84 / len(libraries), max(cell.get("ratio", 1) for cell in cells.values())
     for axis, problem in zip(axes, problems, strict=False):
         for row, name in enumerate(names):
             bars = [(library, cell["ratio"]) for library in libraries if "ratio" in (cell := cells.get((library, problem, name), {}))]
@@ -129,7 +129,7 @@ def picture(run: Run, title: str, path: Path) -> None:
             if "status" in cell:
                 axis.text(1.05, row, cell["status"], fontsize=6.5, color="#888888", va="center")
         axis.axvline(1, color="black", linewidth=0.8)
-        axis.set(title=problem, xscale="log", xlim=(0.7, None), ylim=(len(names) - 0.5, -0.5))
+        axis.set(title=problem, xscale="log", xlim=(0.7, 1.3 * most), ylim=(len(names) - 0.5, -0.5))
         axis.xaxis.set_major_formatter("{x:g}")
         axis.grid(axis="x", alpha=0.3)
         axis.set_axisbelow(True)
