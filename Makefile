@@ -1,11 +1,12 @@
 # Everything runs in its own virtual environment; a file .venv/<extra>.done says that this extra of pyproject.toml is installed.
-# Options: PYTHON=python3.12, WORKERS=8, TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# Options: PYTHON=python3.12, WORKERS=8, TORCH_INDEX=https://download.pytorch.org/whl/cpu, BENCH="--threads 1,2 --problems mlp"
 
 PYTHON  ?= python3
 WORKERS ?= 2
 VENV    := .venv
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+AGAINST := $(VENV)/against
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow bench lint format docs examples clean
@@ -22,8 +23,9 @@ test: $(VENV)/test.done  ## run the tests, except the slow ones
 test-slow: $(VENV)/test.done  ## run the slow tests
 	$(BIN)/pytest -n $(WORKERS) -m slow test
 
-bench: $(VENV)/test.done  ## measure the cost of each quantity in gradients and write docs/benchmarks.md (one thread, a quiet machine)
-	$(BIN)/python test/benchmark/run.py --output docs/benchmarks.md
+bench: $(VENV)/examples.done $(AGAINST)/done  ## measure what each quantity costs, here and elsewhere, and write docs/benchmarks.md (on a quiet machine)
+	$(BIN)/python test/benchmark/run.py --against torch.func,opacus,backpack,curvlinops --python $(AGAINST)/bin/python $(BENCH)
+	$(BIN)/python test/benchmark/report.py
 
 lint: $(VENV)/lint.done  ## check style and formatting
 	$(BIN)/ruff check .
@@ -58,6 +60,14 @@ $(VENV)/lint.done: requirements/lint.txt | $(BIN)/python
 $(VENV)/torch.done: requirements/torch.txt | $(BIN)/python
 	@echo "installing torch (may take minutes) ..."
 	@$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --requirement $<
+	@touch $@
+
+# The released BackPACK is imported by the same name as this package, so what the benchmark compares with has an environment of its own.
+$(AGAINST)/done: requirements/torch.txt requirements/against.txt | $(BIN)/python
+	@echo "installing what the benchmark compares with (may take minutes) ..."
+	@$(BIN)/python -m venv $(AGAINST)
+	@$(AGAINST)/bin/python -m pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --requirement requirements/torch.txt
+	@$(AGAINST)/bin/python -m pip install --quiet --no-deps --requirement requirements/against.txt
 	@touch $@
 
 $(VENV)/%.done: $(VENV)/torch.done pyproject.toml backpack/__init__.py
