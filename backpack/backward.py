@@ -15,6 +15,7 @@ import backpack.core.node_layers  # noqa: F401  (layers that it reads off graph 
 from backpack.context import CTX
 from backpack.core.calls import Mark, recording, transformed
 from backpack.core.carry import Carry
+from backpack.core.checkpoints import once
 from backpack.core.engine import unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
@@ -158,11 +159,12 @@ def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool
     _entered.running = True
     try:
         extensions = CTX.get_active_exts()
-        plan = _plan(list(roots), extensions, returns)
-        if plan is None:
-            return execute()
-        plan.whole = not (returns or some or plan.walk.leaves_out)
-        return _run(execute, plan, extensions, create_graph, retain)
+        with once():
+            plan = _plan(list(roots), extensions, returns)
+            if plan is None:
+                return execute()
+            plan.whole = not (returns or some or plan.walk.leaves_out)
+            return _run(execute, plan, extensions, create_graph, retain)
     finally:
         _entered.running = False
 
@@ -259,6 +261,14 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
             "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
             "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
         )
+    if walk.hidden:
+        raise UnsupportedError(
+            "A part of the model is checkpointed with use_reentrant=True, which hides its graph and its parameters: their quantities would be "
+            "missing. Write use_reentrant=False (torch.utils.checkpoint recommends it, too)."
+        )
+    for call in walk.calls:
+        if call.part is not None:
+            call.part.frame.early_stop = False  # its last calls happen after the last tensor that autograd needs
     if walk.foreign and not walk.parameters and any(call.is_loss for call in walk.calls):
         raise NotRecordedError(
             f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, recording
+from backpack.core.calls import RANDOM, Mark, ModuleCall, recording
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
@@ -22,6 +22,7 @@ from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of, t
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, blocks, first_axis, numel, split, sum_to
+from backpack.core.slots import Edge
 from backpack.core.walk import Unit
 from backpack.utils.errors import NotRecordedError
 

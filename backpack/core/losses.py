@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from backpack.core.calls import Mark, ModuleCall, Slot
+from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
+from backpack.core.slots import Slot
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
 
 _OWN = OwnLossDerivatives()

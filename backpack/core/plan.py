@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
+from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, refuse_second_order, saved, shape_of
@@ -19,6 +19,7 @@ from backpack.core.losses import has_samples, refuse_as_loss, refuse_without_los
 from backpack.core.node_calls import Composite, read
 from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_unrecorded, refuse_use, refuse_uses
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
+from backpack.core.slots import Edge, Slot
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
 from backpack.utils.errors import LossValueError, UnsupportedError
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import Edge
 from backpack.core.graph import shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout
+from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError, exclusion
 

@@ -136,9 +136,9 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
     """
     shape = labels.shape
     axes = sorted(range(len(shape)), key=lambda axis: (axis != prefer, axis))
-    if samples == 0:
+    if samples == 0 or 0 in shape:  # also of several samples a tensor may hold none: an expert to which no token is sent
         axis = next((axis for axis in axes if shape[axis] == 0), None)
-        return None if axis is None else Layout(axis, (), 0)
+        return None if axis is None else Layout(axis, (), samples)
     if samples == 1:
         # any axis will do; one that is certainly not that of features is the better choice
         axis = next((axis for axis in axes if shape[axis] == 1 and (axis < len(shape) - 1 or len(shape) == 1)), 0)
@@ -146,8 +146,6 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
     found: Layout | None = None
     for axis in axes:
         rows, seen = (t.movedim(axis, 0).reshape(shape[axis], -1) for t in (labels, known))
-        if rows.numel() == 0:
-            continue
         low = torch.where(seen, rows, samples).amin(1)
         high = torch.where(seen, rows, -1).amax(1)
         alive = high >= 0

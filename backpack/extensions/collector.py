@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
-from backpack.core.calls import Edge, Mark, ModuleCall
+from backpack.core.calls import Mark, ModuleCall
 from backpack.core.concern import concerning
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Flow, Reader, Use
@@ -20,6 +20,7 @@ from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import reading, recorder_of
 from backpack.core.samples import first_axis
+from backpack.core.slots import Edge
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.flows import SignedSqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
