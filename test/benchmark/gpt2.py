@@ -68,7 +68,9 @@ def main() -> None:
         output = subprocess.run([sys.executable, __file__, quantity, "--here", *arguments], check=True, capture_output=True, text=True).stdout
         found[quantity] = seconds, memory = tuple(map(float, output.split()[-2:]))
         base_seconds, base_memory = found[GRADIENT]
-        print(f"{quantity:16} {seconds:7.2f} s {seconds / base_seconds:6.2f} gradients {memory:7.2f} GiB {memory - base_memory:+7.2f} GiB", flush=True)
+        print(
+            f"{quantity:16} {seconds:7.2f} s {seconds / base_seconds:6.2f} gradients {memory:7.2f} GiB {memory - base_memory:+7.2f} GiB", flush=True
+        )
 
 
 if __name__ == "__main__":
