@@ -136,9 +136,11 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
     """
     shape = labels.shape
     axes = sorted(range(len(shape)), key=lambda axis: (axis != prefer, axis))
-    if samples == 0 or 0 in shape:  # also of several samples a tensor may hold none: an expert to which no token is sent
+    if samples == 0:
         axis = next((axis for axis in axes if shape[axis] == 0), None)
-        return None if axis is None else Layout(axis, (), samples)
+        return None if axis is None else Layout(axis, (), 0)
+    if 0 in shape:  # nothing to be seen: an expert to which no token is sent, or half of a single feature
+        return Layout(axes[0], (-1,) * shape[axes[0]], samples)
     if samples == 1:
         # any axis will do; one that is certainly not that of features is the better choice
         axis = next((axis for axis in axes if shape[axis] == 1 and (axis < len(shape) - 1 or len(shape) == 1)), 0)

@@ -1,4 +1,4 @@
-"""What each quantity costs on GPT-2 (124 million parameters, tied output layer, random weights): CPU time in gradients, and memory beside the gradient.
+"""What each quantity costs on GPT-2 (124 million random parameters, tied output layer): CPU time in gradients, and memory beside the gradient.
 
 Each quantity runs in a process of its own, whose peak memory the operating system tells: ``python test/benchmark/gpt2.py [QUANTITY ...]``.
 """
