@@ -16,6 +16,7 @@ from backpack.accumulation import Earlier, combination_of
 from backpack.context import CTX
 from backpack.core.calls import Mark, recording
 from backpack.core.carry import Carry
+from backpack.core.checkpoints import once
 from backpack.core.connect import Connection
 from backpack.core.engine import transformed, unwatch, watch
 from backpack.core.owners import owners
@@ -167,12 +168,13 @@ def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool
     _entered.running = True
     try:
         extensions = CTX.get_active_exts()
-        plan = make_plan(list(roots), extensions, returns)
-        if plan is None:
-            return execute()
-        plan.complete = not some
-        plan.whole = not (returns or some or plan.walk.leaves_out)
-        return _run(execute, plan, extensions, create_graph, retain)
+        with once():
+            plan = make_plan(list(roots), extensions, returns)
+            if plan is None:
+                return execute()
+            plan.complete = not some
+            plan.whole = not (returns or some or plan.walk.leaves_out)
+            return _run(execute, plan, extensions, create_graph, retain)
     finally:
         _entered.running = False
 
@@ -284,6 +286,14 @@ def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], retur
             "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
             "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
         )
+    if walk.hidden:
+        raise UnsupportedError(
+            "A part of the model is checkpointed with use_reentrant=True, which hides its graph and its parameters: their quantities would be "
+            "missing. Write use_reentrant=False (torch.utils.checkpoint recommends it, too)."
+        )
+    for call in walk.calls:
+        if call.part is not None:
+            call.part.frame.early_stop = False  # its last calls happen after the last tensor that autograd needs
     if walk.foreign and not walk.parameters and any(call.is_loss for call in walk.calls):
         raise NotRecordedError(
             f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "

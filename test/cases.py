@@ -5,6 +5,7 @@ import cases_curved  # noqa: F401
 import cases_embedding  # noqa: F401
 import cases_functional  # noqa: F401
 import cases_functional_loss  # noqa: F401
+import cases_graphs  # noqa: F401
 import cases_loss  # noqa: F401
 import cases_nets  # noqa: F401
 import cases_norm  # noqa: F401

@@ -21,7 +21,8 @@ class Model(NamedTuple):
     Attributes:
         make: Builds the problem for a batch size.
         tags: ``no factors``: a parameter has no Kronecker factors, at least where there are several samples; ``curved``: the diagonal of the
-            Hessian is refused for some; ``single``: the model computes in single precision inside.
+            Hessian is refused for some; ``single``: the model computes in single precision inside; ``slow``: it is left to the slow tests, which
+            look at the first order and the GGN.
     """
 
     make: Callable[[int], Problem]

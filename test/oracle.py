@@ -150,7 +150,8 @@ class Product(NamedTuple):
         Returns:
             ``[A, B, G, O]``.
         """
-        summed = per_output.reshape(*per_output.shape[:2], *self.x.shape[:-1], -1).sum(-2)
+        size = self.weight.shape[-1] if self.transposed else self.weight.shape[0]
+        summed = per_output.reshape(*per_output.shape[:2], *self.x.shape[:-1], size).sum(-2)
         return summed.unsqueeze(2) if self.x.dim() == 2 else summed
 
     def inputs(self) -> list[Tensor]:

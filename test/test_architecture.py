@@ -44,7 +44,7 @@ LAYERS = {
 }
 MAX_LINES = 400
 PRIVATE = re.compile(r"_input_metadata|_base|_version|_saved_(?!quantities)\w+|torch\._\w+(\..*)?")
-KNOWS_PRIVATE = {"backpack.core.graph", "backpack.core.calls", "backpack.core.engine"}
+KNOWS_PRIVATE = {f"backpack.core.{name}" for name in ("graph", "calls", "slots", "checkpoints", "engine")}
 LAZY = {"backpack.compat"}  # forwards old import paths when they are asked for
 
 

@@ -64,7 +64,12 @@ def compare_all(values: dict, expected: dict, rtol: float) -> None:
         compare(value, expected[name], rtol)
 
 
-CELLS = [(name, batch) for name in MODELS for batch in (1, 3)]
+CELLS = [
+    pytest.param(name, batch, marks=pytest.mark.slow if "slow" in row.tags else (), id=f"{name}-{batch}")
+    for name, row in MODELS.items()
+    for batch in (1, 3)
+]
+FAST = [name for name, row in MODELS.items() if "slow" not in row.tags]
 
 
 @pytest.mark.parametrize(("name", "batch"), CELLS)
@@ -76,7 +81,7 @@ def test_against_oracle(name: str, batch: int) -> None:
         compare_all(collect(problem, QUANTITIES[quantity].field), expected(truth(name, batch)), tolerance(name))
 
 
-@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in MODELS), *((name, 3) for name in MODELS if "single" not in MODELS[name].tags)])
+@pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in FAST), *((name, 3) for name in FAST if "single" not in MODELS[name].tags)])
 def test_sampled_factors(name: str, batch: int) -> None:
     """Factors of tables that all samples share are refused, unless there is a single sample; the others are those of the definition."""
     problem = fresh(name, batch)
@@ -90,8 +95,7 @@ def test_sampled_factors(name: str, batch: int) -> None:
     compare_all(collect(problem, "kfac"), oracle.kronecker(oracle.sampled_hessians(MC)[0]), tolerance(name))
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "batch"), CELLS)
 def test_square_root(name: str, batch: int) -> None:
     """The columns of all parameters, squared, are the GGN of each sample, here applied to a few vectors."""
     problem, oracle = fresh(name, batch), truth(name, batch)
@@ -118,12 +122,12 @@ def hessian_entries(oracle: Oracle, entries: dict[str, Tensor]) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("quantity", ["KFLR", "DiagHessian"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", FAST)
 def test_one_argument_away(quantity: str, name: str) -> None:
     """What a refusal says is to be left out is all that is missing: everything else comes out right."""
     excluded: set[str] = set()
     extension, field = type(QUANTITIES[quantity].make()), QUANTITIES[quantity].field
-    for _ in range(6):
+    for _ in range(12):
         problem = fresh(name, 3)
         try:
             run(problem, extension(exclude=sorted(excluded)))

@@ -11,7 +11,8 @@ from torch.autograd import Variable, grad
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
-from backpack.core.graph import checkpointed, outputs_of, saved, saved_maxima, sequence_number, shape_of
+from backpack.core.checkpoints import checkpointed
+from backpack.core.graph import call_node, outputs_of, saved, saved_maxima, sequence_number, shape_of
 from backpack.extensions import BatchGrad
 
 
@@ -43,6 +44,17 @@ def test_raw_saved_tensors_show_checkpoints() -> None:
     x = torch.rand(3, requires_grad=True)
     assert checkpointed(checkpoint(torch.tanh, x, use_reentrant=False).grad_fn)
     assert not checkpointed(torch.tanh(x).grad_fn)
+
+
+@pytest.mark.parametrize("function", [lambda x: torch.cdist(x, x.detach() + 1), lambda x: x.exp().cumsum(1), lambda x: x.softmax(1)])
+def test_batching_rules_are_not_taken_on_trust(function: Callable[[Tensor], Tensor]) -> None:
+    """That of cdist computes the first column only."""
+    node = function(torch.rand(3, 4, dtype=torch.float64, requires_grad=True)).grad_fn
+    columns = torch.rand(5, *shape_of((node, 0)), dtype=torch.float64)
+    expected = [node(column) for column in columns]
+    expected = torch.stack([e[0] if isinstance(e, tuple) else e for e in expected])
+    for _ in range(2):
+        torch.testing.assert_close(call_node(node, [columns])[0], expected)
 
 
 @pytest.mark.parametrize("module", [nn.Embedding, nn.EmbeddingBag])

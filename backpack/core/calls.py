@@ -14,20 +14,17 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
 from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.slots import Slot, same_data
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 from backpack.utils.nested import tensors_in
 
 KEY = "backpack"
 """Key of the calls in the metadata of a graph node."""
-
-Edge = tuple[Node, int]
-"""Where a tensor comes from: (graph node, which of its outputs)."""
 
 _ORDER = count()
 RANDOM = RecordedSlopeDerivatives()
@@ -56,102 +53,6 @@ class _Recording(threading.local):
 
 
 recording = _Recording()
-
-
-class Slot:
-    """One tensor of a call: kept (detached), or only its shape and a weak reference."""
-
-    # defaults live in the class, since writing seven attributes for each tensor of each call would be felt
-    edge: Edge | None = None
-    base_edge: Edge | None = None
-    kept = True
-    value: Tensor | None = None
-
-    def __init__(self, tensor: Tensor, keep: bool, clone: bool = False) -> None:
-        self.shape, self.origin = tensor.shape, ref(tensor)
-        if keep:
-            self.value = tensor.detach().clone() if clone else tensor.detach()
-            self.version = self.value._version
-        else:
-            self.kept, self._kind = False, (tensor.dtype, tensor.device)
-            self.version = tensor._version
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the tensor."""
-        return self._kind[0] if self.value is None else self.value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensor."""
-        return self._kind[1] if self.value is None else self.value.device
-
-    def locate(self, tensor: Tensor) -> None:
-        """Note where the tensor comes from; for a view, also where its base does, to which an operation in place would lead.
-
-        Args:
-            tensor: The tensor, which requires a gradient.
-        """
-        node = tensor.grad_fn
-        node = get_gradient_edge(tensor).node if node is None else node
-        self.edge = node, tensor.output_nr
-        base = same_data(tensor)
-        if base is not None and base.grad_fn is not None:
-            self.base_edge = base.grad_fn, base.output_nr
-
-    @property
-    def alive(self) -> Tensor | None:
-        """The tensor that was recorded, part of the graph; ``None`` if nobody holds it any more, or it was changed since."""
-        tensor = self.origin()
-        return tensor if tensor is not None and tensor._version == self.version else None
-
-    def read(self, name: str, call: ModuleCall) -> Tensor | None:
-        """Return the recorded tensor, detached unless the pass is to be differentiated.
-
-        Args:
-            name: Its name, for the error.
-            call: The call.
-
-        Returns:
-            The tensor; ``None`` if it was not kept, and nobody else holds it as it was.
-
-        Raises:
-            OverwrittenError: If it was changed in place since it was recorded.
-        """
-        tensor = self.value if self.kept else self.origin()
-        if tensor is None or (not self.kept and tensor._version != self.version):
-            return None
-        if tensor._version != self.version:
-            raise OverwrittenError(
-                f"{name} of module {call.path} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
-                f"{tensor._version}), but a rule needs its old value. Do the operation out of place."
-            )
-        if recording.connection is not None:
-            return recording.connection.connect(self, name, call, tensor.detach())
-        return tensor if self.kept else tensor.detach()
-
-    def like(self) -> Tensor:
-        """Return a tensor without data that has the recorded shape and dtype.
-
-        Returns:
-            Tensor on the meta device.
-        """
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-
-def same_data(tensor: Tensor) -> Tensor | None:
-    """Return the tensor of which another one is a view with the same entries in the same order.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        The base; ``None`` if there is no such tensor.
-    """
-    if not tensor._is_view():
-        return None
-    base = tensor._base
-    return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
 
 
 def _versions(module: Module) -> list[int]:
@@ -183,6 +84,8 @@ class ModuleCall:
         maxima: Positions of the maxima of a max-pooling, set when they are needed.
         versions: How often each parameter and buffer of the module had been changed in place.
         seen: The positional arguments, as long as the module runs.
+        origin: The checkpointed part in which the call lies.
+        part: The same, as long as its tensors are yet to be computed again.
         keep: Set where somebody reads the tensors after the backward pass.
     """
 
@@ -190,10 +93,14 @@ class ModuleCall:
     slope: Tensor | None = None
     maxima: Tensor | None = None
     seen: tuple | None = None
+    part: Any = None
+    origin: Any = None
     versions: Sequence[int] = ()
 
     def __init__(self, module: Module, recorder: Any, args: Sequence[Any]) -> None:
         rule = derivatives_for(module)
+        if any(p is not None and p.grad_fn is not None for p in module._parameters.values()):
+            rule = None  # torch.func.functional_call: the weight is computed from something, and no parameter of the module
         self.derivatives: BaseDerivatives | None = rule
         self.recorder = recorder
         self.order = next(_ORDER)
@@ -266,6 +173,11 @@ class ModuleCall:
         return (given != kind and given.is_floating_point) or any(p is not None and p.dtype != kind for p in self.module._parameters.values())
 
     @property
+    def slots(self) -> list[Slot]:
+        """The inputs and outputs that are tensors."""
+        return [*self.tensor_inputs, *self.outputs]
+
+    @property
     def tensor_inputs(self) -> list[Slot]:
         """The inputs that are tensors."""
         return [slot for slot in self.inputs if isinstance(slot, Slot)]
@@ -299,22 +211,32 @@ class ModuleCall:
     def _on_executed(self, *_: Any) -> None:
         if not (self.keep or torch._C._autograd._get_current_graph_task_keep_graph()):
             self.release()
+        elif not self.keep and self.origin is not None:
+            self.defer(self.origin)
+
+    def defer(self, part: Any) -> None:
+        """Keep no tensors: they are computed again.
+
+        Args:
+            part: The checkpointed part in which the call lies.
+        """
+        self.origin = self.part = part
+        for slot in self.slots:
+            slot.drop()
 
     def release(self) -> None:
         """Give the recorded tensors back."""
         if not self.keep:
-            self.maxima = None
-            for slot in (*self.inputs, *self.outputs):
-                if isinstance(slot, Slot):
-                    slot.value = None
+            self.maxima = self.part = None
+            for slot in self.slots:
+                slot.value = None
 
     @property
     def released(self) -> bool:
         """Whether tensors that were kept have been given back."""
-        for slot in (*self.inputs, *self.outputs):
-            if isinstance(slot, Slot) and slot.kept and slot.value is None:
-                return True
-        return False
+        if self.part is not None:
+            return False
+        return any(slot.kept and slot.value is None for slot in self.slots)
 
     def tensor(self, name: str) -> Any:
         """Return a recorded input or output.
@@ -328,6 +250,8 @@ class ModuleCall:
         Raises:
             AttributeError: If the call has no such input or output.
         """
+        if self.part is not None:
+            self.part.restore(self)
         slots = self.outputs if name == "output" else self.inputs
         index = 0 if name == "output" else int(name[5:])
         if index >= len(slots):
@@ -335,7 +259,10 @@ class ModuleCall:
         slot = slots[index]
         if not isinstance(slot, Slot):
             return slot
-        return slot.read(name, self)
+        value = slot.read(f"{name} of module {self.path}")
+        if value is not None and recording.connection is not None:
+            return recording.connection.connect(slot, name, self, value)
+        return value
 
     def replay(self) -> Any:
         """Compute the output again, for a rule that makes it from nothing but inputs and parameters.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import RANDOM, Edge, ModuleCall, recording
+from backpack.core.calls import RANDOM, ModuleCall, recording
 from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
@@ -24,6 +24,7 @@ from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of, t
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, blocks, keeps_samples, numel, split, sum_to
+from backpack.core.slots import Edge
 from backpack.core.starts import LossNode, Start
 from backpack.core.walk import Unit
 from backpack.utils.errors import NotRecordedError
@@ -178,6 +179,7 @@ class Carry:
             self._deposit(flow, below, Way.DATA, value, unit.arrives)
         for parameter in unit.parameters.values():
             self._used(parameter)
+        self._used_below(unit.below)
         self._reader.after_call(call)
 
     def _at_use(self, flow: Flow, unit: Unit, use: Use) -> None:
@@ -227,6 +229,8 @@ class Carry:
         for unit in composite.parts:
             for parameter in unit.parameters.values():
                 self._used(parameter)
+        for edge, _ in composite.below:
+            self._used_below(edge)
 
     def _at_gradient(self, node: Node, parameter: Parameter, grads: tuple[Tensor | None, ...]) -> None:
         self._reader.at_gradient(parameter, grads[0])
@@ -297,8 +301,8 @@ class Carry:
             for part in born[1] if born is not None else ():
                 self._hand_on(flow, gap.nexts[part.number], {born[0]: part.columns}, part.layout)
         for upstream, crossing in zip(gap.nexts, gap.crossings, strict=True):
-            if upstream is not None and crossing is not None and self._is_leaf(upstream[0]):
-                self._used(upstream[0].variable)
+            if crossing is not None:
+                self._used_below(upstream)
 
     def _send_data(self, flow: Flow, source: Hashable, gap: Gap, wanted: list[bool], given: dict[int, Tensor]) -> None:
         """Call a gap node with columns that hold the samples on an axis, and hand on what still does, or what can be split afterwards.
@@ -392,6 +396,8 @@ class Carry:
         leaf = self._is_leaf(node)
         if not leaf and node not in self._plan.states:
             return
+        if flow.crosses_gaps:  # as autograd does with gradients where precisions are mixed
+            value = {source: columns.to(tensor_at(edge).dtype) for source, columns in value.items()}
         if flow.crosses_gaps and (leaf or self._plan.states[node].get(edge[1]) is SPLIT):
             if way is Way.DATA:
                 value = {source: split(columns, layout) for source, columns in value.items()}
@@ -403,6 +409,10 @@ class Carry:
         else:
             store = self._data[flow]
         store[edge] = flow.merge(store[edge], value) if edge in store else value
+
+    def _used_below(self, upstream: tuple | None) -> None:
+        if upstream is not None and self._is_leaf(upstream[0]):  # the input itself is a parameter
+            self._used(upstream[0].variable)
 
     def _used(self, parameter: Parameter) -> None:
         self._pending[parameter] -= 1

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.calls import Edge, ModuleCall, Slot
+from backpack.core.calls import ModuleCall
 from backpack.core.graph import operation, saved_tensors
 from backpack.core.plan import Plan
+from backpack.core.slots import Edge, Slot
 
 _SAME_ENTRIES = frozenset({"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"})
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-from backpack.core.graph import LINEAR, call_node, checkpointed, operation, outputs_of, refuse_checkpointed, saved, settings_of, shape_of, tensor_at
+from backpack.core.graph import LINEAR, call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
 from backpack.core.samples import Layout, decode, keeps_samples, probe, settle
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
@@ -122,8 +122,6 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         known = _same_axis(node, states[0], shapes)
         if known is not None:
             return known
-    if checkpointed(node):
-        refuse_checkpointed(node)
     tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None
     if operation(node) in _STATIC:
         key = (node.name(), tuple(torch.Size(m.shape) for m in tensors), shapes, tuple(states.items()), settings_of(node))

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.nn import Parameter
 
-from backpack.core.calls import Mark, ModuleCall, Slot
+from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
+from backpack.core.slots import Slot
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
 
 _OWN = OwnLossDerivatives()

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
-from backpack.core.calls import Edge, Mark
+from backpack.core.calls import Mark
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
-from backpack.core.graph import LEAF, checkpointed, operation, saved, shape_of, tensor_at
+from backpack.core.graph import LEAF, operation, saved, shape_of, tensor_at
 from backpack.core.samples import Layout, arrangement
+from backpack.core.slots import Edge
 from backpack.core.walk import Unit, Walk
 from backpack.utils.lstm import LSTMSteps, previous
 
@@ -113,7 +114,7 @@ def read(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | Composite 
         What stands for the node and the nodes between it and the parameters that it uses; ``None`` if no rule does.
     """
     reader = _READERS.get(operation(node))
-    return None if reader is None or checkpointed(node) else reader(node, states, walk)
+    return None if reader is None else reader(node, states, walk)
 
 
 def _unit(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, walk: Walk, turned: bool = False) -> Unit | None:

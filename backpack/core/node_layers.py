@@ -80,8 +80,9 @@ def _layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int
         The unit, or ``None``.
     """
     edges = [node.next_functions[number] for number in factors.values()]
-    types = {call.outputs[0].dtype, *(tensor_at(edge).dtype for edge in edges if edge[0] is not None)}
-    given = call.input0
+    source = (None, 0) if below is None else node.next_functions[below]
+    types = {call.outputs[0].dtype, *(tensor_at(edge).dtype for edge in (source, *edges) if edge[0] is not None)}
+    given = call.input0 if source[0] is None else None  # of a checkpointed part it would have to be computed again
     if given is not None and given.is_floating_point():
         types.add(given.dtype)
     return None if len(types) > 1 else layer(node, call, below, factors, layout, walk)
@@ -92,9 +93,9 @@ def _convolution(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | No
     layout, axes, transposed = _single(states), len(saved(node, "stride")), saved(node, "transposed")
     if layout is None or layout.axis != 0 or axes > 3:
         return None
-    weight, groups = _saved_or_shape(node, "weight", 1), saved(node, "groups")
+    weight, groups, edge = _saved_or_shape(node, "weight", 1), saved(node, "groups"), node.next_functions[1]
     settings = {name: saved(node, name) for name in ("stride", "padding", "dilation", "output_padding")}
-    shape = weight().shape
+    shape = weight().shape if edge[0] is None else shape_of(edge)
     channels = (shape[0], shape[1] * groups) if transposed else (shape[1] * groups, shape[0])
     settings |= {"in_channels": channels[0], "out_channels": channels[1]}
     call = NodeCall(

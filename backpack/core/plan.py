@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import RANDOM, Edge, Mark, ModuleCall, Slot
+from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import operation, saved, sequence_number, shape_of
@@ -20,6 +20,7 @@ from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
 from backpack.core.refusals import ambiguous, bare, mixing, refuse_second_order, sizes, unequal, unrecorded
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
+from backpack.core.slots import Edge, Slot
 from backpack.core.starts import Start, refuse_curved, start_at
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
 from backpack.utils.errors import BackpackError, UnsupportedError, merge

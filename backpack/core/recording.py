@@ -15,6 +15,7 @@ from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core.calls import ModuleCall, recording
+from backpack.core.checkpoints import pass_on
 from backpack.core.engine import transformed
 from backpack.core.owners import owners
 
@@ -109,8 +110,7 @@ class Recorder:
                     if vars(module).get("inplace") is True:
                         call.derivatives = None  # what it was given has been overwritten since
                 call.seen = None
-                call.attach(output)
-                self._last = ref(call)
+                self._end(call, output)
 
     def at_once(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Record a call when it is over.
@@ -127,8 +127,12 @@ class Recorder:
         call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
         if vars(module).get("inplace") is True:
             call.derivatives = None  # switched on after extend()
+        self._end(call, output)
+
+    def _end(self, call: ModuleCall, output: Any) -> None:
         call.attach(output)
-        self._last = ref(call)
+        if not pass_on(call):
+            self._last = ref(call)
 
     def install(self, module: Module) -> tuple[RemovableHandle, ...]:
         """Install the hooks.

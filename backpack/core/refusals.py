@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import Edge
-from backpack.core.graph import checkpointed, operation, refuse_checkpointed, saved, shape_of
+from backpack.core.graph import operation, saved, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout
+from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
 
@@ -154,7 +154,7 @@ def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
 
 
 def refuse_second_order(node: Node, walk: Walk) -> None:
-    """Refuse to carry second-order quantities across a node that can be called a single time, or whose gradients are none.
+    """Refuse to carry second-order quantities across a node whose gradients are none.
 
     Args:
         node: A graph node.
@@ -163,8 +163,6 @@ def refuse_second_order(node: Node, walk: Walk) -> None:
     Raises:
         UnsupportedError: If it is such a node.
     """
-    if checkpointed(node):
-        refuse_checkpointed(node)
     if operation(node) in ("Embedding", "EmbeddingBag") and saved(node, "scale_grad_by_freq"):
         raise UnsupportedError(
             f"{walk.where(node)} divides gradients by frequencies (scale_grad_by_freq=True), so that they are not derivatives of the loss, and no "

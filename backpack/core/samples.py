@@ -139,6 +139,8 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
     if samples == 0:
         axis = next((axis for axis in axes if shape[axis] == 0), None)
         return None if axis is None else Layout(axis, (), 0)
+    if 0 in shape:  # nothing to be seen: an expert to which no token is sent, or half of a single feature
+        return Layout(axes[0], (-1,) * shape[axes[0]], samples)
     if samples == 1:
         # any axis will do; one that is certainly not that of features is the better choice
         axis = next((axis for axis in axes if shape[axis] == 1 and (axis < len(shape) - 1 or len(shape) == 1)), 0)
@@ -146,8 +148,6 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
     found: Layout | None = None
     for axis in axes:
         rows, seen = (t.movedim(axis, 0).reshape(shape[axis], -1) for t in (labels, known))
-        if rows.numel() == 0:
-            continue
         low = torch.where(seen, rows, samples).amin(1)
         high = torch.where(seen, rows, -1).amax(1)
         alive = high >= 0

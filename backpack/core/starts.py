@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from backpack.core.calls import Edge, Mark, ModuleCall, Slot, recording
+from backpack.core.calls import Mark, ModuleCall, recording
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
-from backpack.core.graph import call_node, checkpointed, operation, outputs_of, refuse_checkpointed, saved, shape_of, tensor_at
+from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, batch_of, has_samples
 from backpack.core.samples import Layout, first_axis, layout_of
+from backpack.core.slots import Edge, Slot
 from backpack.core.walk import Walk
 from backpack.utils.errors import LossValueError, UnsupportedError
 
@@ -213,8 +214,6 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
         refuse_curved(node, curved)
     if any(walk.reach.get(upstream) for upstream, _ in nexts[1:]):
         _refuse_target(node.name())
-    if checkpointed(node):
-        refuse_checkpointed(node)
     below, shape = nexts[0], shape_of(nexts[0])
     dim = saved(node, "dim") % len(shape) if classes and shape else None
     if len(shape) < 1 + classes:
@@ -289,7 +288,7 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
         ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
         if name in _KEEPS:
             ways = [(i, upstream) for i, upstream in ways if shape_of(upstream) == shape_of(place)]
-        elif name in _MOVES and len(ways) == 1 and not checkpointed(node):
+        elif name in _MOVES and len(ways) == 1:
             if digits is None:
                 numbers = torch.arange(1, count + 1, device=device).reshape(positions)
                 digits = torch.stack([numbers // power % _DIGITS for power in powers]).to(tensor_at(place).dtype).expand(-1, *shape)

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import KEY, Edge, Mark, ModuleCall, Slot
+from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import LEAF, LINEAR, PRODUCTS, operation
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
+from backpack.core.slots import Edge, Slot
 from backpack.utils.errors import UnsupportedError
 
 LEFT_OUT = "backpack.left_out"
@@ -94,6 +95,7 @@ class Walk:
         to_function: Nodes upstream of which there is, perhaps, a loss that was called as a function; noted for second-order quantities.
         foreign: Number of parameters in the graph that belong to no extended module.
         double: Whether the graph contains derivatives of derivatives.
+        hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
         leaves_out: Whether a term is left out of all quantities.
     """
 
@@ -108,7 +110,7 @@ class Walk:
         self.has_data: set[Node] = set()
         self.to_loss: set[Node] = set()
         self.to_function: set[Node] = set()
-        self.double = False
+        self.double = self.hidden = False
         self.foreign = 0
         self._edges_into: dict[Node, int] = {}
         self.order = self._visit(roots)
@@ -199,6 +201,8 @@ class Walk:
             name = node.name()
         if "BackwardBackward" in name or "BackwardDataBackward" in name:
             self.double = True
+        if name == "CheckpointFunctionBackward":
+            self.hidden = True
         reach, has_data, to_loss = 0, self.has_data, self.to_loss
         for upstream in nexts:
             reach |= self.reach[upstream]

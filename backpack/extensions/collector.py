@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
-from backpack.core.calls import Edge, Mark, ModuleCall
+from backpack.core.calls import Mark, ModuleCall
 from backpack.core.concern import concerning
 from backpack.core.connect import Connection
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -21,6 +21,7 @@ from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import reading, recorder_of
 from backpack.core.samples import first_axis
+from backpack.core.slots import Edge
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
 from backpack.extensions.flows import GradientFlow

@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.calls import ModuleCall, Slot, recording
+from backpack.core.calls import ModuleCall, recording
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.flow import Use
 from backpack.core.recording import recorder_of
 from backpack.core.samples import first_axis
+from backpack.core.slots import Slot
 from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct

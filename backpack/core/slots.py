@@ -1,0 +1,112 @@
+"""Slot: what a call of a module keeps of one of its tensors."""
+
+from __future__ import annotations
+
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from backpack.utils.errors import OverwrittenError
+
+Edge = tuple[Node, int]
+"""Where a tensor comes from: (graph node, which of its outputs)."""
+
+
+class Slot:
+    """One tensor of a call: kept (detached), or only its shape and a weak reference."""
+
+    # defaults live in the class, since writing seven attributes for each tensor of each call would be felt
+    edge: Edge | None = None
+    base_edge: Edge | None = None
+    kept = True
+    value: Tensor | None = None
+
+    def __init__(self, tensor: Tensor, keep: bool, clone: bool = False) -> None:
+        self.shape, self.origin = tensor.shape, ref(tensor)
+        if keep:
+            self.value = tensor.detach().clone() if clone else tensor.detach()
+            self.version = self.value._version
+        else:
+            self.kept, self._kind = False, (tensor.dtype, tensor.device)
+            self.version = tensor._version
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the tensor."""
+        return self._kind[0] if self.value is None else self.value.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensor."""
+        return self._kind[1] if self.value is None else self.value.device
+
+    def drop(self) -> None:
+        """Keep the tensor no more: it is computed again."""
+        if self.value is not None:
+            self._kind, self.value = (self.value.dtype, self.value.device), None
+
+    def locate(self, tensor: Tensor) -> None:
+        """Note where the tensor comes from; for a view, also where its base does, to which an operation in place would lead.
+
+        Args:
+            tensor: The tensor, which requires a gradient.
+        """
+        node = tensor.grad_fn
+        node = get_gradient_edge(tensor).node if node is None else node
+        self.edge = node, tensor.output_nr
+        base = same_data(tensor)
+        if base is not None and base.grad_fn is not None:
+            self.base_edge = base.grad_fn, base.output_nr
+
+    @property
+    def alive(self) -> Tensor | None:
+        """The tensor that was recorded, part of the graph; ``None`` if nobody holds it any more, or it was changed since."""
+        tensor = self.origin()
+        return tensor if tensor is not None and tensor._version == self.version else None
+
+    def read(self, name: str) -> Tensor | None:
+        """Return the recorded tensor, detached.
+
+        Args:
+            name: Its name, for the error.
+
+        Returns:
+            The tensor; ``None`` if it was not kept, and nobody else holds it as it was.
+
+        Raises:
+            OverwrittenError: If it was changed in place since it was recorded.
+        """
+        tensor = self.value if self.kept else self.origin()
+        if tensor is None or (not self.kept and tensor._version != self.version):
+            return None
+        if tensor._version != self.version:
+            raise OverwrittenError(
+                f"{name} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
+                f"{tensor._version}), but a rule needs its old value. Do the operation out of place."
+            )
+        return tensor if self.kept else tensor.detach()
+
+    def like(self) -> Tensor:
+        """Return a tensor without data that has the recorded shape and dtype.
+
+        Returns:
+            Tensor on the meta device.
+        """
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+
+def same_data(tensor: Tensor) -> Tensor | None:
+    """Return the tensor of which another one is a view with the same entries in the same order.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        The base; ``None`` if there is no such tensor.
+    """
+    if not tensor._is_view():
+        return None
+    base = tensor._base
+    return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None

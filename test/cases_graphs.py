@@ -1,0 +1,84 @@
+"""Rows of the table of cases: graphs in which a weight is not what a module's class suggests, in which samples are routed, or parts run again."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from cases_nets import Net, graph, layers, parameter
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import LayerNorm, Linear, ModuleList, Sequential, Tanh
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
+from torch.utils.checkpoint import checkpoint
+
+CHAIN = ("nested", "other parameters")
+
+
+def doubled(net: Net, x: Tensor) -> Tensor:
+    """Call a layer with twice its weight."""
+    return net.b(functional_call(net.a, {name: 2 * p for name, p in net.a.named_parameters()}, (x,)).tanh())
+
+
+def own_parameters(net: Net, x: Tensor) -> Tensor:
+    """Call a layer with its own parameters."""
+    return net.b(net.tanh(functional_call(net.a, dict(net.a.named_parameters()), (x,))))
+
+
+def experts(net: Net, x: Tensor) -> Tensor:
+    """Send each token to one expert; some get none."""
+    h = net.a(x).flatten(0, 1)
+    weight, chosen = net.gate(h).softmax(1).max(1)
+    out = torch.zeros_like(h)
+    for number, expert in enumerate(net.experts):
+        rows = (chosen == number).nonzero()[:, 0]
+        out = out.index_add(0, rows, expert(h[rows]) * weight[rows, None])
+    return net.b(out.view(x.shape).sum(1))
+
+
+def mixture(gate: list[float]) -> dict:
+    """Make four experts, of which the last one is never chosen where the gate says so."""
+    parts = {"a": Linear(3, 3), "gate": Linear(3, 4), "experts": ModuleList(Sequential(Linear(3, 3), Tanh()) for _ in range(4)), "b": Linear(3, 4)}
+    with torch.no_grad():
+        parts["gate"].bias.copy_(torch.tensor(gate))
+    return parts
+
+
+def checkpointed(net: Net, x: Tensor) -> Tensor:
+    """Run a part again in the backward pass."""
+    return net.b(checkpoint(lambda h: net.tanh(net.inner(h)), net.a(x), use_reentrant=False))
+
+
+def checkpointed_functional(net: Net, x: Tensor) -> Tensor:
+    """Run a part again that is more than modules."""
+    return net.b(checkpoint(lambda h: net.inner(h).tanh() * h * net.scale, net.a(x), use_reentrant=False))
+
+
+graph("weight of functional_call", doubled, layers(3, 3, 4), (3,), *CHAIN, "curved")
+graph("parameters of functional_call", own_parameters, layers(3, 3, 4, tanh=Tanh), (3,), "chain")
+graph("experts without tokens", experts, partial(mixture, [0.0, 0.0, 0.0, -50.0]), (2, 3), *CHAIN, "curved")
+graph("prototypes", lambda net, x: net.b(torch.cdist(net.a(x), net.points)), layers(3, 3, 4, points=parameter(3, 3)), (3,), *CHAIN, "curved")
+graph(
+    "parameter through a layer",
+    lambda net, x: net.b(net.a(x) + net.norm(net.point)),
+    layers(3, 3, 4, norm=lambda: LayerNorm(3), point=parameter(3)),
+    (3,),
+    *CHAIN,
+)
+graph("checkpoint", checkpointed, layers(3, 3, 4, inner=lambda: Linear(3, 3), tanh=Tanh), (3,), "chain")
+graph("checkpoint, functional", checkpointed_functional, layers(3, 3, 4, inner=lambda: Linear(3, 3), scale=parameter(3)), (3,), *CHAIN, "curved")
+graph(
+    "weight norm", lambda net, x: net.b(net.tanh(net.a(x))), lambda: {"a": weight_norm(Linear(3, 3)), "tanh": Tanh(), "b": Linear(3, 4)}, (3,), *CHAIN
+)
+graph(
+    "orthogonal", lambda net, x: net.b(net.tanh(net.a(x))), lambda: {"a": orthogonal(Linear(3, 3)), "tanh": Tanh(), "b": Linear(3, 4)}, (3,), *CHAIN
+)
+graph(
+    "merged update of low rank",
+    lambda net, x: net.b(F.linear(net.a(x), net.w + net.up @ net.down).tanh()),
+    layers(3, 3, 4, w=parameter(3, 3), up=parameter(3, 2), down=parameter(2, 3)),
+    (3,),
+    *CHAIN,
+    "curved",
+)

@@ -1,0 +1,255 @@
+"""Checkpointed parts of a model: every quantity is that of the model without checkpoints, the part runs again once, and memory stays saved."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+import pytest
+import torch
+from cases_nets import Net, layers, parameter
+from oracle import Oracle, Problem
+from table import classify, default_dtype
+from test_extensions import QUANTITIES, collect, run
+from torch import Tensor, nn, randn
+from torch.autograd.graph import save_on_cpu
+from torch.nn import Linear, ModuleList, Sequential, Tanh
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, GraphExecGroup, checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
+
+from backpack import backpack, disable, extend
+from backpack.extensions import BatchGrad, DiagGGNExact
+from backpack.utils.errors import UnsupportedError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+N = 3
+EXACT = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "SqrtGGNExact", "KFAC", "KFLR"]
+
+
+class Sine(torch.autograd.Function):
+    """A function of one's own, with a parameter."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return x.sin() * scale
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale = ctx.saved_tensors
+        return grad * x.cos() * scale, (grad * x.sin()).sum(0)
+
+
+def save_products(_: object, operation: object, *__: object, **___: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation is torch.ops.aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+Run = Callable[..., Tensor]
+selective = partial(create_selective_checkpoint_contexts, save_products)
+PARTS: dict[str, tuple[Callable[[Net, Tensor, Run], Tensor], Callable[[], dict]]] = {
+    "modules": (lambda net, x, run: net.b(run(lambda h: net.tanh(net.inner(h)), net.a(x))), layers(3, 3, 4, inner=lambda: Linear(3, 3), tanh=Tanh)),
+    "first": (lambda net, x, run: net.b(run(lambda h: net.tanh(net.a(h)), x)), layers(3, 3, 4, tanh=Tanh)),
+    "functional": (lambda net, x, run: net.b(run(lambda h: net.inner(h).tanh() * h, net.a(x))), layers(3, 3, 4, inner=lambda: Linear(3, 3))),
+    "no module": (lambda net, x, run: net.b(run(lambda h: F.linear(h, net.w).tanh(), net.a(x))), layers(3, 3, 4, w=parameter(3, 3))),
+    "bare parameter": (lambda net, x, run: net.b(run(lambda h: net.tanh(h) * net.w + net.w, net.a(x))), layers(3, 3, 4, tanh=Tanh, w=parameter(3))),
+    "dropout": (
+        lambda net, x, run: net.b(run(lambda h: F.dropout(net.drop(net.inner(h)), 0.3), net.a(x))),
+        layers(3, 5, 4, inner=lambda: Linear(5, 5), drop=lambda: nn.Dropout(0.3)),
+    ),
+    "in place": (
+        lambda net, x, run: net.b(run(lambda h: net.relu(net.inner(h)), net.a(x))),
+        layers(3, 3, 4, inner=lambda: Linear(3, 3), relu=lambda: nn.ReLU(inplace=True)),
+    ),
+    "module twice": (
+        lambda net, x, run: net.b(run(lambda h: net.tanh(net.inner(h)), run(lambda h: net.tanh(net.inner(net.tanh(net.inner(h)))), net.a(x)))),
+        layers(3, 3, 4, inner=lambda: Linear(3, 3), tanh=Tanh),
+    ),
+    "nested": (
+        lambda net, x, run: net.b(run(lambda h: net.inner(run(lambda g: net.tanh(net.inner(g)) * g, h)) * h, net.a(x))),
+        layers(3, 3, 4, inner=lambda: Linear(3, 3), tanh=Tanh),
+    ),
+    "operation that is probed": (
+        lambda net, x, run: net.b(run(lambda h: net.inner(h)[:, [1, 0, 2]].cumsum(1), net.a(x))),
+        layers(3, 3, 4, inner=lambda: Linear(3, 3)),
+    ),
+    "function of one's own": (
+        lambda net, x, run: net.b(run(lambda h: Sine.apply(net.inner(h), net.w), net.a(x))),
+        layers(3, 3, 4, inner=lambda: Linear(3, 3), w=parameter(3)),
+    ),
+    "functional layers": (
+        lambda net, x, run: net.b(run(lambda h: F.conv1d(F.layer_norm(net.inner(h), (3,), net.g)[:, None], net.w, padding=1).flatten(1), net.a(x))),
+        layers(3, 3, 4, inner=lambda: Linear(3, 3), g=parameter(3), w=parameter(1, 1, 3)),
+    ),
+    "convolutions": (
+        lambda net, x, run: net.b(run(lambda h: net.pool(net.norm(net.conv(h[:, None]))).flatten(1), net.a(x))),
+        layers(3, 5, 4, conv=lambda: nn.Conv1d(1, 2, 2), norm=lambda: nn.GroupNorm(1, 2), pool=lambda: nn.MaxPool1d(2), b=lambda: Linear(4, 4)),
+    ),
+    "attention": (
+        lambda net, x, run: net.b(run(lambda h: net.inner(h, h, h)[0], net.a(x.unflatten(1, (3, 1)).expand(-1, -1, 3)))).sum(1),
+        layers(3, 3, 4, inner=lambda: nn.MultiheadAttention(3, 1, batch_first=True)),
+    ),
+    "recurrent": (
+        lambda net, x, run: net.b(run(lambda h: net.inner(h)[0][:, -1], net.a(x.unflatten(1, (3, 1)).expand(-1, -1, 3)))),
+        layers(3, 3, 4, inner=lambda: nn.GRU(3, 3, batch_first=True)),
+    ),
+}
+HOW: dict[str, dict[str, object]] = {"": {}, "no early stop": {"early_stop": False}, "selective": {"context_fn": selective}}
+
+
+def plain(function: Callable, *args: Tensor) -> Tensor:
+    return function(*args)
+
+
+def problem(name: str, run: Run, batch: int = N) -> Problem:
+    forward, parts = PARTS[name]
+    with torch.random.fork_rng(), default_dtype(torch.float64):
+        torch.manual_seed(0)
+        return classify(Net(partial(forward, run=run), **parts()), randn(batch, 3))
+
+
+# torch itself refuses operations in place in a selective checkpoint, and computes wrong gradients of recurrent layers there
+CELLS = [(name, how) for name in PARTS for how in HOW if how != "selective" or name not in ("in place", "recurrent")]
+
+
+@pytest.mark.parametrize("batch", [1, N])
+@pytest.mark.parametrize("extension", EXACT)
+@pytest.mark.parametrize(("name", "how"), CELLS)
+def test_exact(name: str, how: str, extension: str, batch: int) -> None:
+    quantity, net = QUANTITIES[extension], problem(name, partial(checkpoint, use_reentrant=False, **HOW[how]), batch)
+    run(net, quantity.make())
+    oracle = Oracle(problem(name, plain, batch))
+    quantity.check(oracle, collect(net, quantity.field))
+    for key, p in net.model.named_parameters():
+        torch.testing.assert_close(p.grad, oracle.grad[key])
+
+
+@pytest.mark.parametrize("extension", ["BatchGrad", "Variance", "DiagGGNExact", "KFLR"])
+@pytest.mark.parametrize("segments", [1, 2, 3])
+def test_sequence(extension: str, segments: int) -> None:
+    def forward(net: Net, x: Tensor, run: bool) -> Tensor:
+        h = net.a(x)
+        return net.b(checkpoint_sequential(net.inner, segments, h, use_reentrant=False) if run else net.inner(h))
+
+    PARTS["sequence"] = forward, layers(3, 3, 4, inner=lambda: Sequential(*(part for _ in range(3) for part in (Linear(3, 3), Tanh()))))
+    quantity, net = QUANTITIES[extension], problem("sequence", True)
+    run(net, quantity.make())
+    quantity.check(Oracle(problem("sequence", False)), collect(net, quantity.field))
+
+
+def test_runs_again_once() -> None:
+    """Planning, reading and crossing share the one time that autograd needs anyway; the part need not end where autograd's needs do."""
+    counted: list[str] = []
+
+    def counting(function: Callable, h: Tensor) -> Tensor:
+        def inner(h: Tensor) -> Tensor:
+            counted.append("run")
+            return function(h)
+
+        return checkpoint(inner, h, use_reentrant=False)
+
+    for name in ("operation that is probed", "functional layers", "function of one's own"):
+        net = problem(name, counting)
+        counted.clear()
+        run(net, BatchGrad(), DiagGGNExact())
+        assert len(counted) == 2, name  # forward, and again
+
+
+@pytest.mark.parametrize("name", ["modules", "functional", "nested"])
+@pytest.mark.parametrize("extension", ["BatchGrad", "DiagGGNExact"])
+def test_retained_graph(name: str, extension: str) -> None:
+    """A second pass over the same graph runs the part once more."""
+    quantity, net, oracle = QUANTITIES[extension], problem(name, partial(checkpoint, use_reentrant=False)), Oracle(problem(name, plain))
+    for module in (net.model, *net.losses):
+        extend(module)
+    loss = net.loss(net.outputs())
+    for last in (False, True):
+        with backpack(quantity.make()):
+            loss.backward(retain_graph=not last)
+        quantity.check(oracle, collect(net, quantity.field))
+
+
+def test_group_of_the_user() -> None:
+    net = problem("functional", partial(checkpoint, use_reentrant=False))
+    with GraphExecGroup():
+        run(net, DiagGGNExact())
+    QUANTITIES["DiagGGNExact"].check(Oracle(problem("functional", plain)), collect(net, "diag_ggn_exact"))
+
+
+@contextmanager
+def tensor_bytes() -> Iterator[list[int]]:
+    """Count what Python holds in tensors before and after."""
+    sizes: list[int] = []
+
+    def count() -> int:
+        gc.collect()
+        storages = (t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), Tensor))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    before = count()
+    yield sizes
+    sizes.append(count() - before)
+
+
+def test_memory_stays_saved() -> None:
+    """What the calls inside keep between the passes is nothing; in the backward pass, and after it, too, with a retained graph."""
+    width, depth = 50, 4
+    blocks = extend(ModuleList(Sequential(Linear(width, width), Tanh(), Linear(width, width), nn.GELU()) for _ in range(depth)))
+    x, size = torch.randn(200, width), 200 * width * 4
+    with tensor_bytes() as sizes:
+        h = x
+        for block in blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+    assert sizes[0] <= (depth + 1) * size
+    with tensor_bytes() as sizes, backpack(BatchGrad()):
+        h.sum().backward(retain_graph=True)
+        for p in blocks.parameters():
+            del p.grad_batch, p.grad
+    assert sizes[0] <= size
+
+
+@pytest.mark.parametrize("how", ["modules", "no module"])
+@pytest.mark.parametrize("extension", ["BatchGrad", "Variance", "DiagGGNExact", "KFAC"])
+def test_reentrant_is_refused(extension: str, how: str) -> None:
+    """Its graph is hidden: nothing is known of the parameters inside."""
+    net = problem(how, partial(checkpoint, use_reentrant=True))
+    with pytest.raises(UnsupportedError, match="use_reentrant=False"):
+        run(net, QUANTITIES[extension].make())
+    assert all(not vars(p) and p.grad is None for p in net.model.parameters())
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "extend"])
+def test_changed_between_the_passes(when: str) -> None:
+    """A part that is recorded once only never harms the gradient."""
+    net = problem("modules", partial(checkpoint, use_reentrant=False))
+    if when != "extend":
+        extend(net.model)
+    with disable() if when == "forward" else nullcontext():
+        loss = net.loss(net.outputs())
+    extend(net.model)
+    with disable() if when == "backward" else nullcontext():
+        loss.backward()
+    for name, p in net.model.named_parameters():
+        torch.testing.assert_close(p.grad, Oracle(problem("modules", plain)).grad[name])
+
+
+def test_recorded_tensors_can_be_read() -> None:
+    """After the forward pass, too, for what the rule keeps; the calls that are made again do not take their place."""
+    net = problem("modules", partial(checkpoint, use_reentrant=False))
+    seen = []
+    handle = net.model.inner.register_forward_hook(lambda _, args, __: seen.append(args[0].detach().clone()))
+    extend(net.model)
+    outputs = net.outputs()
+    assert outputs[0].requires_grad
+    assert torch.equal(net.model.inner.input0, seen[0])
+    handle.remove()
+
+
+def test_other_hooks_for_saved_tensors() -> None:
+    """Tensors that autograd moves elsewhere are no checkpoints."""
+    net, oracle = problem("functional", plain), Oracle(problem("functional", plain))
+    with save_on_cpu():
+        run(net, DiagGGNExact())
+    QUANTITIES["DiagGGNExact"].check(oracle, collect(net, "diag_ggn_exact"))
