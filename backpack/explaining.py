@@ -29,7 +29,7 @@ from backpack.extensions.collector import Collector
 from backpack.extensions.combining import Noted
 from backpack.extensions.costs import Costs, gradient, width
 from backpack.extensions.flows import Source, SqrtFlow
-from backpack.extensions.rules import KroneckerState
+from backpack.extensions.kronecker import KroneckerState
 from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import sides_of, units_of
 from backpack.trial import try_rules

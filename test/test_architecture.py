@@ -31,6 +31,8 @@ LAYERS = {
     "backpack.extensions.chains": 4,
     "backpack.extensions.signed_flow": 4,
     "backpack.extensions.rules": 4,
+    "backpack.extensions.kronecker": 4,
+    "backpack.extensions.hook_queue": 4,
     "backpack.extensions.sides": 4,
     "backpack.extensions.positions": 4,
     "backpack.extensions.curvature": 4,

@@ -23,7 +23,7 @@ from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
 from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout, add_rows, blocks, keeps_samples, numel, split, sum_to
+from backpack.core.samples import Layout, add_rows, keeps_samples, split, sum_to
 from backpack.core.slots import Edge
 from backpack.core.starts import LossNode, Start
 from backpack.core.walk import Unit
@@ -291,11 +291,11 @@ class Carry:
                 if parts:
                     columns = {nr: split(c, gap.states[nr]) for nr, c in given.items()}
                     columns |= {nr: value[source] for nr, value in parts.items() if source in value}
-                    self._send(flow, source, gap, wanted, self._call_split(gap, columns), SPLIT)
+                    self._send(flow, source, gap, wanted, gap.call_split(columns), SPLIT)
                     continue
                 self._send_data(flow, source, gap, wanted, given)
                 if any(w and c.way is Way.MASKED for w, c in zip(wanted, gap.crossings, strict=True)):
-                    self._send(flow, source, gap, wanted, self._call_masked(gap, given), Way.MASKED)
+                    self._send(flow, source, gap, wanted, gap.call_masked(given), Way.MASKED)
             grad = grads[0] if not parts else own[0][0] if own and own[0] is not None else None
             born = None if grad is None else flow.at_gap(self._plan.walk, self._concerned[flow], gap, grad)
             for part in born[1] if born is not None else ():
@@ -317,7 +317,7 @@ class Carry:
         usable = [w and c.way is not Way.MASKED for w, c in zip(wanted, gap.crossings, strict=True)]
         if not any(usable):
             return
-        for i, columns in enumerate(call_node(gap.node, self._full(gap, given))):
+        for i, columns in enumerate(gap.call(given)):
             if not usable[i] or columns is None:
                 continue
             self._hand_on(flow, gap.nexts[i], {source: columns}, gap.crossings[i].returned)
@@ -347,39 +347,6 @@ class Carry:
         for upstream, crossing, use, columns in zip(gap.nexts, gap.crossings, wanted, returned, strict=True):
             if use and columns is not None and crossing.way is way:
                 self._deposit(flow, upstream[:2], SPLIT, {source: columns}, None)
-
-    @staticmethod
-    def _full(gap: Gap, columns: dict[int, Tensor]) -> list[Tensor | None]:
-        return [columns.get(nr) for nr in range(gap.outputs)]
-
-    def _call_split(self, gap: Gap, columns: dict[int, Tensor]) -> list[Tensor | None]:
-        """Call a gap node with split columns.
-
-        Args:
-            gap: The gap.
-            columns: Output number to ``[V, N, *shape]``.
-
-        Returns:
-            For each next edge ``[V, N, *shape]``, or ``None``.
-        """
-        lead = next(iter(columns.values())).shape[:2]
-        returned = call_node(gap.node, self._full(gap, {nr: c.flatten(0, 1) for nr, c in columns.items()}))
-        return [None if c is None or n is None else sum_to(c.unflatten(0, lead), n[2], 2) for c, n in zip(returned, gap.nexts, strict=True)]
-
-    def _call_masked(self, gap: Gap, given: dict[int, Tensor]) -> list[Tensor | None]:
-        """Split columns by masks, block of samples by block, and call a gap node with them.
-
-        Args:
-            gap: The gap.
-            given: Output number to ``[V, *shape]``.
-
-        Returns:
-            For each next edge ``[V, N, *shape]``, or ``None``.
-        """
-        samples = next(layout.samples for layout in gap.states.values())
-        size = sum(numel(c.shape) for c in given.values())
-        rows = [self._call_split(gap, {nr: split(c, gap.states[nr], block) for nr, c in given.items()}) for block in blocks(samples, size)]
-        return [None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*rows, strict=True)]
 
     # --------------------------------------------------------------------------------------------------------------- edges
     def _deposit(self, flow: Flow, edge: Edge, way: Way, value: Any, layout: Layout | None) -> None:

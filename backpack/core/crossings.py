@@ -6,10 +6,11 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.graph import LINEAR, call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
-from backpack.core.samples import Layout, decode, keeps_samples, probe, settle
+from backpack.core.samples import Layout, blocks, decode, keeps_samples, numel, probe, settle, split, sum_to
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
 _STATIC = LINEAR - frozenset(
@@ -74,6 +75,44 @@ class Gap:
             self.crossings = [None if n is None else Crossing(SPLIT, None, None) for n in nexts]
         else:
             self.crossings = crossings_of(node, states, tuple(None if n is None else n[2] for n in nexts))
+
+    def call(self, columns: dict[int, Tensor]) -> list[Tensor | None]:
+        """Call the node.
+
+        Args:
+            columns: Output number to ``[V, *shape]``.
+
+        Returns:
+            For each next edge ``[V, *shape]``, or ``None``. Where the input was broadcast, the gradient may still have the shape of the output.
+        """
+        return call_node(self.node, [columns.get(nr) for nr in range(self.outputs)])
+
+    def call_split(self, columns: dict[int, Tensor]) -> list[Tensor | None]:
+        """Call the node with split columns.
+
+        Args:
+            columns: Output number to ``[V, N, *shape]``.
+
+        Returns:
+            For each next edge ``[V, N, *shape]``, or ``None``.
+        """
+        lead = next(iter(columns.values())).shape[:2]
+        returned = self.call({nr: c.flatten(0, 1) for nr, c in columns.items()})
+        return [None if c is None or n is None else sum_to(c.unflatten(0, lead), n[2], 2) for c, n in zip(returned, self.nexts, strict=True)]
+
+    def call_masked(self, given: dict[int, Tensor]) -> list[Tensor | None]:
+        """Split columns by masks, block of samples by block, and call the node with them.
+
+        Args:
+            given: Output number to ``[V, *shape]``.
+
+        Returns:
+            For each next edge ``[V, N, *shape]``, or ``None``.
+        """
+        samples = next(layout.samples for layout in self.states.values())
+        size = sum(numel(c.shape) for c in given.values())
+        rows = [self.call_split({nr: split(c, self.states[nr], block) for nr, c in given.items()}) for block in blocks(samples, size)]
+        return [None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*rows, strict=True)]
 
 
 def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:

@@ -14,11 +14,11 @@ from torch.nn import Parameter
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import operation, saved, sequence_number, shape_of
+from backpack.core.graph import sequence_number, shape_of
 from backpack.core.losses import batch_of, refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
-from backpack.core.refusals import ambiguous, bare, mixing, refuse_second_order, sizes, unequal, unrecorded
+from backpack.core.refusals import ambiguous, bare, mixing, refuse_other_rows, refuse_second_order, refuse_summed, sizes, unequal, unrecorded
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.slots import Edge, Slot
 from backpack.core.starts import Start, refuse_curved, start_at
@@ -127,9 +127,11 @@ class Plan:
             if isinstance(state, Layout):
                 states[nr] = settle(state)
         for mark in marks if SPLIT in states.values() else ():
-            self._check_split_call(node, mark)
+            refuse_summed(self.walk, node, mark, self._samples_at[node])
         if node in self._unsure:
-            self._check_rows(node, states, marks)
+            refuse_other_rows(self.walk, node, states.values())
+            if any(not mark.base for mark in marks):
+                self._unsure.discard(node)
         if not (self._choose_unit(node, states, marks) or self._choose_node(node, states)):
             self._cross(node, states)
 
@@ -183,25 +185,6 @@ class Plan:
         if not states:
             del self.states[node]
 
-    def _check_split_call(self, node: Node, mark: Mark) -> None:
-        """Refuse a module that is called with the mini-batch, but whose output is summed over samples afterwards.
-
-        A module called without the mini-batch, say with position numbers, may well be used by all samples.
-
-        Args:
-            node: Node that made the output.
-            mark: Its mark.
-
-        Raises:
-            mixing: If there is one.
-        """
-        samples = self._samples_at[node]
-        positions = operation(node) == "Embedding" and saved(node, "indices").shape[:1] != (samples,)  # made from the shape of a mini-batch
-        for slot in mark.call.tensor_inputs if samples > 1 and not positions else ():
-            batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
-            if batched and (slot.edge is None or (slot.edge[0] in self.walk.has_data and self.walk.leads(node, slot.edge[0]))):
-                raise mixing(self.walk, node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
-
     def _pass_without_samples(self, node: Node) -> None:
         """Go on above the place where the samples start: between the root and a loss, or along a path that no loss or module covers.
 
@@ -218,25 +201,6 @@ class Plan:
                 self._bare.add(upstream)
                 if curved:
                     self._curved[upstream] = curved
-
-    def _check_rows(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> None:
-        """Refuse to take rows for samples where they turn out to be something else.
-
-        Args:
-            node: A node between a loss, whose rows have been taken for samples, and the output of a module, which will tell.
-            states: States of its outputs.
-            marks: Its marks.
-
-        Raises:
-            UnsupportedError: If the rows do not stay on axis 0.
-        """
-        if any(state is not SPLIT and state != first_axis(state.samples) for state in states.values()):
-            raise UnsupportedError(
-                f"Axis 0 of what a loss takes does not hold the samples: there is no such axis at {self.walk.where(node)}. Compute the loss from "
-                "predictions with the samples on axis 0."
-            )
-        if any(not mark.base for mark in marks):
-            self._unsure.discard(node)
 
     def _choose_unit(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> bool:
         """Choose the outermost call at a node whose rule can stand for its piece of the graph.

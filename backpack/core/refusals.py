@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from backpack.core.calls import Mark
+from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import operation, saved, shape_of
 from backpack.core.owners import owners
-from backpack.core.samples import Layout
+from backpack.core.samples import Layout, first_axis
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
@@ -168,4 +172,43 @@ def refuse_second_order(node: Node, walk: Walk) -> None:
             f"{walk.where(node)} divides gradients by frequencies (scale_grad_by_freq=True), so that they are not derivatives of the loss, and no "
             "second-order quantity is defined. Switch it off, or leave out {exclude}.",
             walk.named(walk.reach[node]),
+        )
+
+
+def refuse_summed(walk: Walk, node: Node, mark: Mark, samples: int) -> None:
+    """Refuse a module that is called with the mini-batch, but whose output is summed over samples afterwards.
+
+    A module called without the mini-batch, say with position numbers, may well be used by all samples.
+
+    Args:
+        walk: The graph.
+        node: Node that made the output.
+        mark: Its mark.
+        samples: Size of the mini-batch.
+
+    Raises:
+        mixing: If it is such a module.
+    """
+    positions = operation(node) == "Embedding" and saved(node, "indices").shape[:1] != (samples,)  # made from the shape of a mini-batch
+    for slot in mark.call.tensor_inputs if samples > 1 and not positions else ():
+        batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
+        if batched and (slot.edge is None or (slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0]))):
+            raise mixing(walk, node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
+
+
+def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
+    """Refuse to take rows for samples where they turn out to be something else.
+
+    Args:
+        walk: The graph.
+        node: A node between a loss, whose rows have been taken for samples, and the output of a module, which will tell.
+        states: States of its outputs.
+
+    Raises:
+        UnsupportedError: If the rows do not stay on axis 0.
+    """
+    if any(state is not SPLIT and state != first_axis(state.samples) for state in states):
+        raise UnsupportedError(
+            f"Axis 0 of what a loss takes does not hold the samples: there is no such axis at {walk.where(node)}. Compute the loss from "
+            "predictions with the samples on axis 0."
         )

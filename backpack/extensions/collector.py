@@ -19,18 +19,19 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.recording import reading, recorder_of
+from backpack.core.recording import reading
 from backpack.core.samples import first_axis
 from backpack.core.slots import Edge
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
 from backpack.extensions.flows import GradientFlow
+from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
 from backpack.extensions.rules import FromGradient, Rule, as_published, find_faster
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
-from backpack.utils.module_classification import is_loss, is_no_op
+from backpack.utils.module_classification import is_loss
 
 
 class Collector(Reader):
@@ -45,7 +46,7 @@ class Collector(Reader):
         debug: bool,
         combines: bool,
     ) -> None:
-        self._plan, self._extensions, self._hook, self._combines = plan, list(extensions), hook, combines
+        self._plan, self._extensions, self._combines = plan, list(extensions), combines
         self._connection, self._debug = connection, debug
         self._of_flow: dict[Flow, list[BackpropExtension]] = {}
         for extension in self._extensions:
@@ -63,7 +64,7 @@ class Collector(Reader):
         self._waiting_for_gradient: dict[int, list[tuple[BackpropExtension, FromGradient]]] = {}
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
-        self._waiting = self._dependencies() if hook is not None else {}
+        self._hooks = None if hook is None else HookQueue(plan, hook, debug)
         samples = set(plan.batches.values()) | {start.layout.samples for start in plan.losses.values()}
         for extension in (extension for group in self._of_flow.values() for extension in group):
             for number in samples:
@@ -207,7 +208,7 @@ class Collector(Reader):
 
     def wants_gradient(self, parameter: Parameter) -> bool:
         # the extension hook may read what modules have recorded, which is given back before the gradient is there
-        if not self._plan.whole or parameter._backward_hooks or self._hook is not None:
+        if not self._plan.whole or parameter._backward_hooks or self._hooks is not None:
             return False
         return any(extension.wants_gradient for extension in self._extensions)
 
@@ -238,6 +239,10 @@ class Collector(Reader):
         owners.carry(parameter, extension.savefield, Note(extension, samples if chosen is None else len(chosen), extra))
         self._written.append((parameter, extension.savefield))
 
+    def _happened(self, event: Any) -> None:
+        if self._hooks is not None:
+            self._hooks.happened(event)
+
     def after_call(self, call: ModuleCall) -> None:
         self._happened(call)
 
@@ -257,9 +262,8 @@ class Collector(Reader):
             some = next(iter(state.values()))
             full = {s: state[s] if s in state else some.new_zeros(v, *some.shape[1:]) for s, v in sources[extension].items()}
             self._write(parameter, extension, extension.finish(full, parameter))
-        for module in sorted(self._waiting, key=lambda m: len(list(m.modules()))):
-            if module in self._waiting:  # its own hook may have run with that of another one
-                self._run_hook(module)
+        if self._hooks is not None:
+            self._hooks.run_all()
         written = {(id(parameter), field) for parameter, field in self._written}
         for extension in (extension for group in self._of_flow.values() for extension in group) if self._plan.complete else ():
             bits = self._concerned[extension]
@@ -377,43 +381,3 @@ class Collector(Reader):
                 with torch.enable_grad():
                     result = undifferentiable(result, parameter, extension.savefield, f"{type(chosen).__name__} gets no graph")  # noqa: PLW2901
             self._values[id(parameter), extension] = result
-
-    # --------------------------------------------------------------------------------------------------------------- hooks
-    def _dependencies(self) -> dict[Module, set]:
-        """Find out what has to happen before the extension hook of each module runs.
-
-        Returns:
-            Module to calls, parameters (by id) and modules below it.
-        """
-        modules = {call.module for call in self._plan.walk.calls if not is_no_op(call.module)}
-        # a module need not be called for its parameters to be used
-        inside = {child for module in modules for child in module.modules()} - modules
-        modules |= {module for module in inside if recorder_of(module) and any(p in self._plan.uses for p in module._parameters.values())}
-        reported = {unit.call for unit in self._plan.units.values()} | {start.call for start in self._plan.losses.values()}
-        waiting: dict[Module, set] = {}
-        for module in modules:
-            waiting[module] = {id(p) for p in module.parameters() if p in self._plan.uses}
-            waiting[module] |= {child for child in module.modules() if child is not module and child in modules}
-        for call in reported:
-            if call.module in waiting:
-                waiting[call.module].add(call)
-        return waiting
-
-    def _happened(self, event: Any) -> None:
-        """Run the hooks of modules that have been waiting for an event.
-
-        Args:
-            event: A call, the id of a parameter, or a module.
-        """
-        for module, events in list(self._waiting.items()):
-            if event in events:
-                events.discard(event)
-                if not events and module in self._waiting:
-                    self._run_hook(module)
-
-    def _run_hook(self, module: Module) -> None:
-        del self._waiting[module]
-        if self._debug:
-            print(f"[DEBUG] Extension hook on {recorder_of(module).path or type(module).__name__}")
-        self._hook(module)
-        self._happened(module)

@@ -25,7 +25,8 @@ from backpack.extensions.chains import AverageFlow
 from backpack.extensions.combining import Combination, Factors, Noted
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import SqrtFlow
-from backpack.extensions.rules import KroneckerRule, Rule, ValueRule, stack
+from backpack.extensions.kronecker import KroneckerRule
+from backpack.extensions.rules import Rule, ValueRule, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.extensions.sides import sides_of

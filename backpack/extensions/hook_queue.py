@@ -1,0 +1,55 @@
+"""When the extension hook runs: on each module once, as soon as everything in it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from backpack.core.plan import Plan
+from backpack.core.recording import recorder_of
+from backpack.utils.module_classification import is_no_op
+
+
+class HookQueue:
+    """Modules that wait for their hook in one backward pass."""
+
+    def __init__(self, plan: Plan, hook: Callable[[Module], None], debug: bool) -> None:
+        self._hook, self._debug = hook, debug
+        modules = {call.module for call in plan.walk.calls if not is_no_op(call.module)}
+        # a module need not be called for its parameters to be used
+        inside = {child for module in modules for child in module.modules()} - modules
+        modules |= {module for module in inside if recorder_of(module) and any(p in plan.uses for p in module._parameters.values())}
+        self._waiting: dict[Module, set] = {}  # for calls, parameters (by id) and modules inside
+        for module in modules:
+            self._waiting[module] = {id(p) for p in module.parameters() if p in plan.uses}
+            self._waiting[module] |= {child for child in module.modules() if child is not module and child in modules}
+        for call in {unit.call for unit in plan.units.values()} | {start.call for start in plan.losses.values()}:
+            if call.module in self._waiting:
+                self._waiting[call.module].add(call)
+
+    def happened(self, event: Any) -> None:
+        """Run the hooks of modules that have been waiting for nothing else.
+
+        Args:
+            event: A call, the id of a parameter, or a module.
+        """
+        for module, events in list(self._waiting.items()):
+            if event in events:
+                events.discard(event)
+                if not events and module in self._waiting:
+                    self._run(module)
+
+    def run_all(self) -> None:
+        """Run the hooks that are left, of containers after those of what is inside."""
+        for module in sorted(self._waiting, key=lambda m: len(list(m.modules()))):
+            if module in self._waiting:  # its own hook may have run with that of another one
+                self._run(module)
+
+    def _run(self, module: Module) -> None:
+        del self._waiting[module]
+        if self._debug:
+            print(f"[DEBUG] Extension hook on {recorder_of(module).path or type(module).__name__}")
+        self._hook(module)
+        self.happened(module)

@@ -1,0 +1,72 @@
+"""What Kronecker factors are made of, at the uses of a parameter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, einsum
+from torch.nn import Parameter
+
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.flow import Columns, Use
+from backpack.core.samples import add_rows
+from backpack.extensions.flows import apply_to_all, repetitions
+from backpack.extensions.rules import Rule, add_columns
+from backpack.utils.precision import wide
+
+
+class KroneckerState:
+    """What Kronecker factors are made of.
+
+    Attributes:
+        inputs: Input-side factor of each group ``[G, K, K]``, ``[1, K]`` if it is diagonal (of a table), or ``None`` for a bias.
+        outputs: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened.
+        rule: Rule of the layer, if it is affine: says how the sides lie in the parameter.
+    """
+
+    __slots__ = ("inputs", "outputs", "rule")
+
+    def __init__(self, inputs: Tensor | None, outputs: Columns, rule: AffineDerivatives | None = None) -> None:
+        self.inputs, self.outputs, self.rule = inputs, outputs, rule
+
+
+class KroneckerRule(Rule):
+    """Input-side factor ``1/N sum_n sum_l x x^T`` and, for each sample, columns at the output summed over positions (Grosse & Martens 2016)."""
+
+    def __init__(self, mean_input: bool) -> None:
+        """Choose the input-side factor.
+
+        Args:
+            mean_input: Use the mean input of the samples instead of each of them.
+        """
+        self._mean_input = mean_input
+
+    def at_call(self, use: Use, name: str) -> KroneckerState:
+        rule, samples = use.call.derivatives, max(use.layout.samples, 1)
+        if isinstance(rule, EmbeddingDerivatives) and not self._mean_input:
+            sums = apply_to_all(use.value, lambda mat: add_rows(rule.sums_over_positions(use.call, mat), use.layout).unsqueeze(2))
+            return KroneckerState(rule.counts(use.call)[None] / samples, sums)
+        if not isinstance(rule, AffineDerivatives):
+            columns = apply_to_all(use.value, lambda mat: rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False))
+            return _without_structure(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
+        outputs = apply_to_all(use.value, lambda mat: add_rows(rule.rows(use.call, mat).sum(-1), use.layout))
+        if name == "bias":
+            return _without_structure(outputs)
+        if not self._mean_input:
+            return KroneckerState(rule.input_moment(use.call) / samples, outputs, rule)
+        x = wide(rule.columns(use.call))
+        turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
+        positions = int(turns.max()) + 1 if len(turns) else 1
+        mean = x.new_zeros(positions, *x.shape[1:]).index_add_(0, turns, x) / samples  # rows of one sample are positions
+        return KroneckerState(einsum("ngkl,ngml->gkm", mean, mean), outputs, rule)
+
+    def at_leaf(self, columns: Columns) -> KroneckerState:
+        return _without_structure(columns)
+
+    def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
+        inputs = None if one.inputs is None else one.inputs + other.inputs
+        return KroneckerState(inputs, add_columns(one.outputs, other.outputs), one.rule)
+
+
+def _without_structure(columns: Columns) -> KroneckerState:
+    return KroneckerState(None, {source: c.flatten(2).unsqueeze(2) if c.dim() > 2 else c[..., None, None] for source, c in columns.items()})
