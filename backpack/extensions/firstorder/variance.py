@@ -37,7 +37,9 @@ class Variance(GradientExtension):
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = state[0][0]
-        return gradients.var(0, correction=0) if len(gradients) else gradients.sum(0)
+        if not len(gradients):
+            return gradients.sum(0)
+        return (gradients - gradients.mean(0)).square_().mean(0)  # Tensor.var over the first axis is ten times slower on a CPU
 
 
 @faster(Variance, AffineDerivatives, "weight")
