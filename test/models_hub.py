@@ -203,7 +203,7 @@ writer("GPTNeo", "slow", "single", sizes=TEXT | {"num_layers": 2, "num_heads": 2
 writer("GPTJ", "slow", "single", sizes=GPT, rotary_dim=2)
 writer("OPT", "slow", ffn_dim=12, word_embed_proj_dim=6, pad_token_id=1)
 writer("Bloom", "slow", sizes=GPT, hidden_size=8)
-writer("Rwkv", "slow", sizes=TEXT, attention_hidden_size=8, context_length=8)
+writer("Rwkv", "slow", "single", sizes=TEXT, attention_hidden_size=8, context_length=8)
 for _name, _kind in {
     "MBart": "ForConditionalGeneration",
     "Pegasus": "ForConditionalGeneration",

@@ -40,7 +40,9 @@ class Variance(GradientExtension):
 
     def finish(self, state: Columns, parameter: Parameter) -> Noted:
         gradients = wide(state[0][0])
-        return Noted(gradients.var(0, correction=0) if len(gradients) else gradients.sum(0), lambda: gradients.sum(0))
+        # Tensor.var over the first axis is ten times slower on a CPU
+        variance = (gradients - gradients.mean(0)).square().mean(0) if len(gradients) else gradients.sum(0)
+        return Noted(variance, lambda: gradients.sum(0))
 
 
 @faster(Variance, AffineDerivatives, "weight")
