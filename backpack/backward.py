@@ -270,8 +270,13 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
         LossValueError: If a second-order quantity is asked for and a root is not a scalar.
         NotRecordedError: If no forward pass of an extended module was recorded.
         UnattributedError: If a parameter is used where nothing has samples.
-        UnsupportedError: If the graph contains derivatives of derivatives, or parameters are complex.
+        UnsupportedError: If the graph contains derivatives of derivatives, parameters are complex, or a CUDA graph is being captured.
     """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "A CUDA graph is being captured, but quantities are computed by Python code that looks at each backward pass anew, and would not run "
+            "when the graph is replayed. Call backward inside of the context outside of the capture."
+        )
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     nodes = [node for node in nodes if node is not None]
     second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)

@@ -17,7 +17,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, operation, refuse_second_order, saved, sequence_number, shape_of
 from backpack.core.losses import batch_of, refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import Composite, read
-from backpack.core.refusals import refuse_ambiguous, refuse_mixing, refuse_sizes, refuse_unrecorded, refuse_use, refuse_uses
+from backpack.core.refusals import refuse_ambiguous, refuse_compiled, refuse_mixing, refuse_sizes, refuse_unrecorded, refuse_use, refuse_uses
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.starts import Start, refuse_curved, start_at
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
@@ -178,6 +178,8 @@ class Plan:
         Args:
             node: The node.
         """
+        if self._second_order or any(upstream in self.walk.leaves for upstream, _ in node.next_functions):
+            refuse_compiled(self.walk, node)
         curved = self._curved.get(node) or (self._second_order and not self.walk.is_linear(node) and node)
         if curved and node in self.walk.to_loss:
             refuse_as_loss(self.walk.marks.get(node, ()))
@@ -314,6 +316,7 @@ class Plan:
         nexts = [(n, nr, shape_of((n, nr))) if n is not None and self.walk.reach.get(n) else None for n, nr in node.next_functions]
         if LEFT_OUT in node.metadata:
             return
+        refuse_compiled(self.walk, node)
         gap = self.gaps[node] = Gap(node, states, nexts)
         self._refuse_uncovered(node)
         if node in self._bare and SPLIT in states.values():

@@ -86,7 +86,7 @@ class Recorder:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
         """
-        if recording.on and torch.is_grad_enabled() and not transformed():
+        if not transformed() and recording.on and torch.is_grad_enabled():
             self.know(module)
             call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
             call.seen = args
@@ -101,7 +101,7 @@ class Recorder:
             kwargs: Its keyword arguments.
             output: What it returned.
         """
-        if recording.open and recording.open[-1].recorder is self:
+        if not transformed() and recording.open and recording.open[-1].recorder is self:
             call = recording.open.pop()
             if output is not None:
                 if args is not call.seen:  # a hook that ran after ours has given the module something else
@@ -110,7 +110,7 @@ class Recorder:
                         call.derivatives = None  # what it was given has been overwritten since
                 call.seen = None
                 call.attach(output)
-                self._last = ref(call)
+                self._remember(module, call)
 
     def at_once(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Record a call when it is over.
@@ -121,13 +121,18 @@ class Recorder:
             kwargs: Its keyword arguments.
             output: What it returned.
         """
-        if not recording.on or transformed() or (isinstance(output, Tensor) and not output.requires_grad):
+        if transformed() or not recording.on or (isinstance(output, Tensor) and not output.requires_grad):
             return
         self.know(module)
         call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
         if vars(module).get("inplace") is True:
             call.derivatives = None  # switched on after extend()
         call.attach(output)
+        self._remember(module, call)
+
+    def _remember(self, module: Module, call: ModuleCall) -> None:
+        if self._last is None:
+            _show_recorded_tensors(type(module))
         self._last = ref(call)
 
     def install(self, module: Module) -> tuple[RemovableHandle, ...]:
@@ -218,5 +223,14 @@ def reading(call: ModuleCall) -> Iterator[None]:
         recording.read_from = before
 
 
-for _name in ("output", *(f"input{i}" for i in range(8))):
-    setattr(Module, _name, _RecordedTensor(_name))
+def _show_recorded_tensors(cls: type[Module]) -> None:
+    """Let modules of a class show recorded tensors, under the names that the class does not use itself.
+
+    Only classes of modules that were extended: on ``torch.nn.Module``, names that cannot be read would break ``torch.compile`` for everybody.
+
+    Args:
+        cls: The class.
+    """
+    for name in ("output", *(f"input{i}" for i in range(8))):
+        if not hasattr(cls, name):
+            setattr(cls, name, _RecordedTensor(name))

@@ -6,12 +6,13 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import Edge
-from backpack.core.graph import shape_of
+from backpack.core.graph import compiled, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError, exclusion
 
+_NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 """Where the classes of sharded modules and of sharded parameters come from."""
 
@@ -46,8 +47,25 @@ def refuse_unrecorded(walk: Walk, node: Node) -> None:
     """
     raise NotRecordedError(
         f"No forward pass of an extended module was recorded for {walk.names(walk.reach[node])}. It ran before extend(), "
-        "under disable() or under no_grad(): run it again after extend()."
+        f"under disable() or under no_grad(), or compiled: run it again after extend(). {_NOT_COMPILED}"
     )
+
+
+def refuse_compiled(walk: Walk, node: Node) -> None:
+    """Refuse to look into a compiled part of the model.
+
+    Args:
+        walk: The graph.
+        node: A node upstream of which parameters lie.
+
+    Raises:
+        UnsupportedError: If the node stands for such a part.
+    """
+    if compiled(node):
+        raise UnsupportedError(
+            f"A part of the model was compiled (torch.compile, or a CUDA graph): for autograd it is the single node {node.name()}, in which neither "
+            f"samples nor uses of {walk.names(walk.reach[node])} can be followed. {_NOT_COMPILED}"
+        )
 
 
 def refuse_sharded(walk: Walk) -> None:
