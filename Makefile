@@ -8,7 +8,7 @@ BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow bench lint format docs examples clean
+.PHONY: help demo test test-slow fuzz bench lint format docs examples clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -21,6 +21,9 @@ test: $(VENV)/test.done  ## run the tests, except the slow ones
 
 test-slow: $(VENV)/test.done  ## run the slow tests
 	$(BIN)/pytest -n $(WORKERS) -m slow test
+
+fuzz: $(VENV)/test.done  ## compare random models with the oracle for FUZZ_MINUTES (10 by default)
+	PYTHONPATH=.:test $(BIN)/python test/fuzz.py
 
 bench: $(VENV)/test.done  ## measure the cost of each quantity in gradients and write docs/benchmarks.md (one thread, a quiet machine)
 	$(BIN)/python test/benchmark/run.py --output docs/benchmarks.md

@@ -30,7 +30,7 @@ from backpack import backpack, clear, extend
 from backpack.utils.errors import OverwrittenError
 
 GROUP = {name: group for group, chosen in GROUPS.items() for name in chosen}
-SAMPLED = {name: group for name, group in zip(["DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "KFAC"], ["first order and GGN"] * 3 + ["Kronecker factors"])}
+SAMPLED = dict.fromkeys(["DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC"], "first order and GGN") | {"KFAC": "Kronecker factors"}
 POOL = sorted(GROUP | SAMPLED)
 SETTINGS = settings(
     max_examples=50,  # models that are drawn before the generator is seeded anew

@@ -6,8 +6,8 @@ does, and gives its tensors back as soon as autograd gives back its own. Nothing
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from copy import copy
 from itertools import count
 from typing import Any, NamedTuple
 from weakref import ref
@@ -20,6 +20,7 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
 from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 from backpack.utils.nested import tensors_in
 
@@ -33,29 +34,6 @@ _ORDER = count()
 RANDOM = RecordedSlopeDerivatives()
 """Rule of element-wise modules that are random."""
 _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
-
-
-class _Recording(threading.local):
-    """What a thread is recording.
-
-    Attributes:
-        on: Whether calls are recorded at all.
-        keep_all: Whether calls keep all tensors, as rules of users may read any of them.
-        read_from: Module to the call whose tensors it shows; ``None`` for the last ones.
-        open: The calls whose forward pass has begun and not ended.
-        connection: Connects recorded tensors to the graph again, in a pass with ``create_graph=True``.
-    """
-
-    on = True
-    keep_all = False
-    connection: Any = None
-    read_from: dict[Module, ModuleCall] | None = None
-
-    def __init__(self) -> None:
-        self.open: list[ModuleCall] = []
-
-
-recording = _Recording()
 
 
 class Slot:
@@ -130,6 +108,16 @@ class Slot:
             return recording.connection.connect(self, name, call, tensor.detach())
         return tensor if self.kept else tensor.detach()
 
+    def without_graph(self) -> Slot:
+        """Copy the record without saying where the tensor comes from.
+
+        Returns:
+            A record that shares the tensor.
+        """
+        other = copy(self)
+        other.edge = other.base_edge = None
+        return other
+
     def like(self) -> Tensor:
         """Return a tensor without data that has the recorded shape and dtype.
 
@@ -183,10 +171,8 @@ class ModuleCall:
         maxima: Positions of the maxima of a max-pooling, set when they are needed.
         versions: How often each parameter and buffer of the module had been changed in place.
         seen: The positional arguments, as long as the module runs.
-        keep: Set where somebody reads the tensors after the backward pass.
     """
 
-    keep: bool = False
     slope: Tensor | None = None
     maxima: Tensor | None = None
     seen: tuple | None = None
@@ -297,16 +283,26 @@ class ModuleCall:
             self.derivatives = RANDOM if isinstance(rule, ElementwiseDerivatives) else None
 
     def _on_executed(self, *_: Any) -> None:
-        if not (self.keep or torch._C._autograd._get_current_graph_task_keep_graph()):
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.release()
 
     def release(self) -> None:
         """Give the recorded tensors back."""
-        if not self.keep:
-            self.maxima = None
-            for slot in (*self.inputs, *self.outputs):
-                if isinstance(slot, Slot):
-                    slot.value = None
+        self.maxima = None
+        for slot in (*self.inputs, *self.outputs):
+            if isinstance(slot, Slot):
+                slot.value = None
+
+    def without_graph(self) -> ModuleCall:
+        """Copy the record for somebody who reads it after the backward pass, maybe on behalf of a parameter, to which the graph leads.
+
+        Returns:
+            A record that shares the tensors, and keeps them when this one gives them back.
+        """
+        other = object.__new__(ModuleCall)
+        other.__dict__ |= vars(self)
+        other.inputs, other.outputs = ([s.without_graph() if isinstance(s, Slot) else s for s in slots] for slots in (self.inputs, self.outputs))
+        return other
 
     @property
     def released(self) -> bool:

@@ -60,7 +60,8 @@ class Carry:
                 handles.append(node.register_prehook(self._hook(self._at_gap, node, gap)))
         for node, leaf in plan.walk.leaves.items():
             if leaf in plan.uses and self._reader.wants_gradient(leaf):
-                handles.append(node.register_prehook(self._hook(self._at_gradient, node, leaf)))
+                # a hook of the tensor comes before all hooks of the node, which may change the gradient
+                handles.append(leaf.register_hook(self._hook(self._at_gradient, node, leaf)))
         return handles
 
     def peek(self, flow: Flow | None, edge: Edge) -> Any:
@@ -76,7 +77,7 @@ class Carry:
         return self._data.get(flow, {}).get(edge)
 
     def _hook(self, run: Callable, node: Node, what: Any) -> Callable:
-        def connected(grads: tuple[Tensor | None, ...]) -> None:
+        def connected(grads: Any) -> None:
             recording.connection = self._connection  # of this thread, which autograd has chosen
             try:
                 run(node, what, grads)
@@ -212,8 +213,8 @@ class Carry:
             for parameter in unit.parameters.values():
                 self._used(parameter)
 
-    def _at_gradient(self, node: Node, parameter: Parameter, grads: tuple[Tensor | None, ...]) -> None:
-        self._reader.at_gradient(parameter, grads[0])
+    def _at_gradient(self, node: Node, parameter: Parameter, grad: Tensor) -> None:
+        self._reader.at_gradient(parameter, grad)
 
     @staticmethod
     def _per_sample(use: Use, name: str, shape: torch.Size) -> Columns:
