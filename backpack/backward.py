@@ -20,7 +20,7 @@ from backpack.core.connect import Connection
 from backpack.core.engine import transformed, unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.refusals import refuse_sharded
+from backpack.core.refusals import refuse_added, refuse_sharded
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
@@ -293,8 +293,14 @@ def _plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: 
             f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
             "`model = extend(model)` before the forward pass."
         )
-    if walk.double or not walk.parameters:
+    if walk.double:
         return None
+    if walk.foreign:
+        refuse_added(walk)
+    if not walk.parameters:
+        return None
+    if meta := [owners[parameter] for parameter in walk.parameters if parameter.is_meta]:
+        raise UnsupportedError(f"{meta[0]} is on the meta device, without numbers: where samples lie can be found out from numbers only.")
     need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
     try:
         plan = Plan(walk, nodes, second_order, need)

@@ -11,7 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core.calls import ModuleCall, recording
@@ -75,7 +75,7 @@ class Recorder:
             module: The module.
         """
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in owners and isinstance(parameter, Parameter):
+            if parameter is not None and parameter not in owners and parameter.is_leaf and not parameter.is_inference():
                 owners.add(parameter, f"{self.path}.{name}" if self.path else name)
 
     def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:

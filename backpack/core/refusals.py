@@ -47,7 +47,8 @@ def refuse_unrecorded(walk: Walk, node: Node) -> None:
     """
     raise NotRecordedError(
         f"No forward pass of an extended module was recorded for {walk.names(walk.reach[node])}. It ran before extend(), "
-        f"under disable() or under no_grad(), or compiled: run it again after extend(). {_NOT_COMPILED}"
+        "under disable(), under no_grad(), with tensors in place of the module's parameters (torch.func.functional_call), or compiled: run it again "
+        f"after extend(). {_NOT_COMPILED}"
     )
 
 
@@ -66,6 +67,25 @@ def refuse_compiled(walk: Walk, node: Node) -> None:
             f"A part of the model was compiled (torch.compile, or a CUDA graph): for autograd it is the single node {node.name()}, in which neither "
             f"samples nor uses of {walk.names(walk.reach[node])} can be followed. {_NOT_COMPILED}"
         )
+
+
+def refuse_added(walk: Walk) -> None:
+    """Refuse parameters that an extended module has got since, and that would carry nothing.
+
+    Args:
+        walk: The graph.
+
+    Raises:
+        NotRecordedError: If there is one, and it was not given to ``unextend``.
+    """
+    foreign = {id(leaf) for leaf in walk.leaves.values() if leaf not in owners and not owners.released(leaf)}
+    for call in walk.calls:
+        for name, parameter in call.module.named_parameters() if call.root else ():
+            if id(parameter) in foreign:
+                raise NotRecordedError(
+                    f"{name} of {call.path or type(call.module).__name__} belongs to a module that was added after extend(): write `extend(model)` "
+                    "again, before the forward pass; or unextend() that module, if it is to carry no quantities."
+                )
 
 
 def refuse_sharded(walk: Walk) -> None:
