@@ -51,7 +51,7 @@ class Slot:
             self.value = tensor.detach().clone() if clone else tensor.detach()
         else:
             self.kept, self._kind = False, (tensor.dtype, tensor.device)
-        self.version = version_of(tensor)
+        self.version = _version_of(tensor)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -80,7 +80,7 @@ class Slot:
     def alive(self) -> Tensor | None:
         """The tensor that was recorded, part of the graph; ``None`` if nobody holds it any more, or it was changed since."""
         tensor = self.origin()
-        return tensor if tensor is not None and version_of(tensor) == self.version else None
+        return tensor if tensor is not None and _version_of(tensor) == self.version else None
 
     def read(self, name: str, call: ModuleCall) -> Tensor | None:
         """Return the recorded tensor, detached unless the pass is to be differentiated.
@@ -98,10 +98,10 @@ class Slot:
         tensor = self.value if self.kept else self.origin()
         if tensor is None:
             return None
-        if version_of(tensor) != self.version:
+        if _version_of(tensor) != self.version:
             raise OverwrittenError(
                 f"{name} of module {call.path} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
-                f"{version_of(tensor)}), but a rule needs its old value. Do the operation out of place."
+                f"{_version_of(tensor)}), but a rule needs its old value. Do the operation out of place."
             )
         if recording.connection is not None:
             return recording.connection.connect(self, name, call, tensor.detach())
@@ -141,13 +141,12 @@ def same_data(tensor: Tensor) -> Tensor | None:
     return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
 
 
-def version_of(tensor: Tensor) -> int:
-    """Say how often a tensor was changed in place; tensors made in inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # tensors of inference mode do not count
 
 
 def _versions(module: Module) -> list[int]:
-    return [version_of(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    return [_version_of(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 class Mark(NamedTuple):
