@@ -9,7 +9,7 @@ PIP     := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 AGAINST := $(VENV)/against
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow bench lint format docs examples clean
+.PHONY: help demo test test-slow fuzz bench lint format docs examples clean
 
 help:  ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,6 +22,9 @@ test: $(VENV)/test.done  ## run the tests, except the slow ones
 
 test-slow: $(VENV)/test.done  ## run the slow tests
 	$(BIN)/pytest -n $(WORKERS) -m slow test
+
+fuzz: $(VENV)/test.done  ## compare random models with the oracle for FUZZ_MINUTES (10 by default)
+	PYTHONPATH=.:test $(BIN)/python test/fuzz.py
 
 bench: $(VENV)/examples.done $(AGAINST)/done  ## measure what each quantity costs, here and elsewhere, and write docs/benchmarks.md (on a quiet machine)
 	$(BIN)/python test/benchmark/run.py --against torch.func,opacus,backpack,curvlinops --python $(AGAINST)/bin/python $(BENCH)

@@ -14,14 +14,15 @@ from torch.nn import Module
 import backpack.core.node_layers  # noqa: F401  (layers that it reads off graph nodes)
 from backpack.accumulation import Earlier, combination_of
 from backpack.context import CTX
-from backpack.core.calls import Mark, recording
+from backpack.core.calls import Mark
 from backpack.core.carry import Carry
 from backpack.core.checkpoints import once
 from backpack.core.connect import Connection
 from backpack.core.engine import transformed, unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.refusals import refuse_sharded
+from backpack.core.refusals import refuse_added, refuse_sharded
+from backpack.core.state import recording
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
@@ -273,8 +274,13 @@ def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], retur
         LossValueError: If a second-order quantity is asked for and a root is not a scalar.
         NotRecordedError: If no forward pass of an extended module was recorded.
         UnattributedError: If a parameter is used where nothing has samples.
-        UnsupportedError: If the graph contains derivatives of derivatives, or parameters are complex.
+        UnsupportedError: If the graph contains derivatives of derivatives, parameters are complex, or a CUDA graph is being captured.
     """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "A CUDA graph is being captured, but quantities are computed by Python code that looks at each backward pass anew, and would not run "
+            "when the graph is replayed. Call backward inside of the context outside of the capture."
+        )
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     nodes = [node for node in nodes if node is not None]
     second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
@@ -299,8 +305,14 @@ def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], retur
             f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
             "`model = extend(model)` before the forward pass."
         )
-    if walk.double or not walk.parameters:
+    if walk.double:
         return None
+    if walk.foreign:
+        refuse_added(walk)
+    if not walk.parameters:
+        return None
+    if meta := [owners[parameter] for parameter in walk.parameters if parameter.is_meta]:
+        raise UnsupportedError(f"{meta[0]} is on the meta device, without numbers: where samples lie can be found out from numbers only.")
     need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
     try:
         plan = Plan(walk, nodes, second_order, need)

@@ -9,8 +9,8 @@ from weakref import WeakSet
 
 from torch.nn import Module
 
-from backpack.core.calls import recording
 from backpack.core.recording import recorder_of
+from backpack.core.state import recording
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.hooks import no_op
 

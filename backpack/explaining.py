@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.backward import backpack, make_plan
-from backpack.core.calls import ModuleCall, recording
+from backpack.core.calls import ModuleCall
 from backpack.core.carry import Carry
 from backpack.core.crossings import SPLIT, Way
 from backpack.core.graph import operation
@@ -21,6 +21,7 @@ from backpack.core.node_calls import NodeCall
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import recorder_of
+from backpack.core.state import recording
 from backpack.core.walk import GENERIC, Unit, Walk
 from backpack.explanation import Explanation, Quantity, Row, Verdict
 from backpack.extending import FLAG, extend

@@ -22,9 +22,9 @@ from torch.utils.data import default_collate
 
 import backpack as package
 from backpack import CTX, backpack, clear, disable, extend, extensions, memory_cleanup, results, unextend
-from backpack.core.calls import recording
 from backpack.core.owners import owners
 from backpack.core.recording import recorder_of
+from backpack.core.state import recording
 from backpack.extensions import HBP, HMP, KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, SqrtGGNExact, SumGradSquared, Variance
 from backpack.extensions.secondorder.hbp import BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
 from backpack.hessianfree.hvp import hessian_vector_product

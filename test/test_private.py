@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
 from backpack.core.checkpoints import checkpointed
-from backpack.core.graph import call_node, outputs_of, saved, saved_maxima, sequence_number, shape_of
+from backpack.core.graph import call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, shape_of
 from backpack.extensions import BatchGrad
 
 
@@ -166,3 +166,36 @@ def test_what_nodes_have_saved(output: torch.Tensor, operation: str, names: tupl
     for name, value in zip(names, values, strict=True):
         found = saved(node, name)
         assert torch.allclose(found.reshape(value.shape), value) if isinstance(value, torch.Tensor) else found == value
+
+
+def test_class_of_the_forward_pass_is_known_to_nodes_of_custom_functions() -> None:
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx: object, grad: Tensor) -> Tensor:
+            return 2 * grad
+
+    node = Double.apply(torch.rand(3, requires_grad=True)).grad_fn
+    assert type(node)._forward_cls is Double
+    assert not compiled(node)
+
+
+def test_tensors_of_inference_mode_have_no_version() -> None:
+    with torch.inference_mode():
+        x = torch.rand(3)
+    assert x.is_inference()
+    with pytest.raises(RuntimeError, match="version"):
+        x._version  # noqa: B018
+
+
+def test_hooks_of_a_leaf_run_before_those_of_its_node() -> None:
+    """Also if they were registered later: gradients are read there, before anybody changes them."""
+    seen, leaf = [], torch.rand(3, requires_grad=True)
+    node = leaf.view_as(leaf).grad_fn.next_functions[0][0]
+    handles = [node.register_prehook(lambda grads: seen.append("node")), leaf.register_hook(lambda grad: seen.append("leaf"))]
+    leaf.sum().backward()
+    assert seen == ["leaf", "node"]
+    assert len(handles) == 2

@@ -6,7 +6,6 @@ does, and gives its tensors back as soon as autograd gives back its own. Nothing
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from itertools import count
 from typing import Any, NamedTuple
@@ -19,7 +18,8 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
 from backpack.core.derivatives.registry import derivatives_for
-from backpack.core.slots import Slot, same_data
+from backpack.core.slots import Slot, same_data, version_of
+from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 from backpack.utils.nested import tensors_in
 
@@ -32,31 +32,8 @@ RANDOM = RecordedSlopeDerivatives()
 _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
 
 
-class _Recording(threading.local):
-    """What a thread is recording.
-
-    Attributes:
-        on: Whether calls are recorded at all.
-        keep_all: Whether calls keep all tensors, as rules of users may read any of them.
-        read_from: Module to the call whose tensors it shows; ``None`` for the last ones.
-        open: The calls whose forward pass has begun and not ended.
-        connection: Connects recorded tensors to the graph again, in a pass with ``create_graph=True``.
-    """
-
-    on = True
-    keep_all = False
-    connection: Any = None
-    read_from: dict[Module, ModuleCall] | None = None
-
-    def __init__(self) -> None:
-        self.open: list[ModuleCall] = []
-
-
-recording = _Recording()
-
-
 def _versions(module: Module) -> list[int]:
-    return [t._version for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    return [version_of(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 class Mark(NamedTuple):
@@ -86,10 +63,8 @@ class ModuleCall:
         seen: The positional arguments, as long as the module runs.
         origin: The checkpointed part in which the call lies.
         part: The same, as long as its tensors are yet to be computed again.
-        keep: Set where somebody reads the tensors after the backward pass.
     """
 
-    keep: bool = False
     slope: Tensor | None = None
     maxima: Tensor | None = None
     seen: tuple | None = None
@@ -209,9 +184,9 @@ class ModuleCall:
             self.derivatives = RANDOM if isinstance(rule, ElementwiseDerivatives) else None
 
     def _on_executed(self, *_: Any) -> None:
-        if not (self.keep or torch._C._autograd._get_current_graph_task_keep_graph()):
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.release()
-        elif not self.keep and self.origin is not None:
+        elif self.origin is not None:
             self.defer(self.origin)
 
     def defer(self, part: Any) -> None:
@@ -226,10 +201,22 @@ class ModuleCall:
 
     def release(self) -> None:
         """Give the recorded tensors back."""
-        if not self.keep:
-            self.maxima = self.part = None
-            for slot in self.slots:
-                slot.value = None
+        self.maxima = self.part = None
+        for slot in self.slots:
+            slot.value = None
+
+    def without_graph(self) -> ModuleCall:
+        """Copy the record for somebody who reads it after the backward pass, maybe on behalf of a parameter, to which the graph leads.
+
+        Returns:
+            A record that shares the tensors, and keeps them when this one gives them back.
+        """
+        if self.part is not None:
+            self.part.restore(self)
+        other = object.__new__(ModuleCall)
+        other.__dict__ |= vars(self)
+        other.inputs, other.outputs = ([s.without_graph() if isinstance(s, Slot) else s for s in slots] for slots in (self.inputs, self.outputs))
+        return other
 
     @property
     def released(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import RANDOM, ModuleCall, recording
+from backpack.core.calls import RANDOM, ModuleCall
 from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
@@ -26,6 +26,7 @@ from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, keeps_samples, split, sum_to
 from backpack.core.slots import Edge
 from backpack.core.starts import LossNode, Start
+from backpack.core.state import recording
 from backpack.core.walk import Unit
 from backpack.utils.errors import NotRecordedError
 
@@ -60,7 +61,8 @@ class Carry:
             handles.append(gap.node.register_prehook(self._hook(self._at_gap, gap.node, gap)))
         for node, leaf in plan.walk.leaves.items():
             if leaf in plan.uses and self._reader.wants_gradient(leaf):
-                handles.append(node.register_prehook(self._hook(self._at_gradient, node, leaf)))
+                # a hook of the tensor comes before all hooks of the node, which may change the gradient
+                handles.append(leaf.register_hook(self._hook(self._at_gradient, node, leaf)))
         return handles
 
     def crossed(self) -> list[Gap]:
@@ -85,7 +87,7 @@ class Carry:
         return self._data.get(flow, {}).get(edge)
 
     def _hook(self, run: Callable, node: Node, what: Any) -> Callable:
-        def connected(grads: tuple[Tensor | None, ...]) -> None:
+        def connected(grads: Any) -> None:
             recording.connection = self._connection  # of this thread, which autograd has chosen
             try:
                 run(node, what, grads)
@@ -232,8 +234,8 @@ class Carry:
         for edge, _ in composite.below:
             self._used_below(edge)
 
-    def _at_gradient(self, node: Node, parameter: Parameter, grads: tuple[Tensor | None, ...]) -> None:
-        self._reader.at_gradient(parameter, grads[0])
+    def _at_gradient(self, node: Node, parameter: Parameter, grad: Tensor) -> None:
+        self._reader.at_gradient(parameter, grad)
 
     @staticmethod
     def _per_sample(use: Use, name: str, shape: torch.Size) -> Columns:

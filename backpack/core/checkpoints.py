@@ -22,7 +22,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils import checkpoint
 
-from backpack.core.calls import ModuleCall, recording
+from backpack.core.calls import ModuleCall
+from backpack.core.state import recording
 from backpack.utils.errors import UnsupportedError
 
 

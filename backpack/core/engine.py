@@ -16,7 +16,21 @@ class _WatchedEngine:
     def __init__(self, engine: Any, handler: Callable[[Callable[[], Any], tuple, bool, bool, bool, bool], Any]) -> None:
         self._engine, self._handler = engine, handler
 
-    def run_backward(self, roots: tuple, grads: tuple, keep_graph: bool, create_graph: bool, inputs: tuple, *args: Any, **kwargs: Any) -> Any:
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand a call over to the handler, not compiled, even if the compiler is at work: it would trace the handler with what it knows then.
+
+        Args:
+            *args: Arguments of the engine.
+            **kwargs: More of them.
+
+        Returns:
+            What the engine returns.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return torch.compiler.disable(self._run_backward)(*args, **kwargs)
+        return self._run_backward(*args, **kwargs)
+
+    def _run_backward(self, roots: tuple, grads: tuple, keep_graph: bool, create_graph: bool, inputs: tuple, *args: Any, **kwargs: Any) -> Any:
         """Hand a call over to the handler.
 
         Args:
@@ -77,4 +91,4 @@ def transformed() -> bool:
     Returns:
         Whether to record nothing.
     """
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.compiler.is_dynamo_compiling()
+    return torch.compiler.is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is not None

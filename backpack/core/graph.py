@@ -31,6 +31,7 @@ LINEAR = frozenset(
 """Operations that are linear."""
 _AS_IT_IS = frozenset({"Expand", "_DDPSink"})
 """Nodes that are not called: a sum over samples would be in the way, or DistributedDataParallel would take it for the backward pass."""
+_COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
 _MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
     """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
@@ -239,6 +240,18 @@ def saved_maxima(nodes: Iterable[Node]) -> Tensor | None:
         if operation(node) in _MAX_POOLS and not checkpointed(node):
             return node._saved_result1
     return None
+
+
+def compiled(node: Node) -> bool:
+    """Say whether a node stands for a whole part of the model, made by ``torch.compile`` or replayed as a CUDA graph.
+
+    Args:
+        node: A graph node.
+
+    Returns:
+        Whether it does.
+    """
+    return isinstance(node, BackwardCFunction) and type(node)._forward_cls.__module__.startswith(_COMPILERS)
 
 
 @cache

@@ -14,6 +14,7 @@ class _Owners:
     """Parameters of extended modules, held weakly, and their names in the module on which ``extend`` was called."""
 
     def __init__(self) -> None:
+        self._released: dict[int, ref] = {}
         self._names: dict[int, tuple[ref, list[str]]] = {}
         self._carriers: dict[int, tuple[ref, dict[str, Any]]] = {}
 
@@ -31,12 +32,26 @@ class _Owners:
             self._names[key][1].append(name)
 
     def remove(self, parameter: Parameter) -> None:
-        """Track a parameter no more.
+        """Track a parameter no more, on demand.
 
         Args:
             parameter: The parameter.
         """
-        self._names.pop(id(parameter), None)
+        key = id(parameter)
+        self._names.pop(key, None)
+        self._released[key] = ref(parameter, lambda _: self._released.pop(key, None))
+
+    def released(self, parameter: Parameter) -> bool:
+        """Say whether a parameter is not tracked because somebody wanted it so.
+
+        Args:
+            parameter: The parameter.
+
+        Returns:
+            Whether it was given to ``unextend``.
+        """
+        entry = self._released.get(id(parameter))
+        return entry is not None and entry() is parameter
 
     def names(self, parameters: Iterable[Parameter]) -> dict[Parameter, list[str]]:
         """Look up what parameters are called.

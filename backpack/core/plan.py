@@ -18,7 +18,18 @@ from backpack.core.graph import sequence_number, shape_of
 from backpack.core.losses import batch_of, refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
-from backpack.core.refusals import ambiguous, bare, mixing, refuse_other_rows, refuse_second_order, refuse_summed, sizes, unequal, unrecorded
+from backpack.core.refusals import (
+    ambiguous,
+    bare,
+    mixing,
+    refuse_compiled,
+    refuse_other_rows,
+    refuse_second_order,
+    refuse_summed,
+    sizes,
+    unequal,
+    unrecorded,
+)
 from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
 from backpack.core.slots import Edge, Slot
 from backpack.core.starts import Start, refuse_curved, start_at
@@ -191,6 +202,8 @@ class Plan:
         Args:
             node: The node.
         """
+        if self._second_order or any(upstream in self.walk.leaves for upstream, _ in node.next_functions):
+            refuse_compiled(self.walk, node)
         curved = self._curved.get(node) or (self._second_order and not self.walk.is_linear(node) and node)
         if curved and node in self.walk.to_loss:
             refuse_as_loss(self.walk.marks.get(node, ()))
@@ -288,9 +301,6 @@ class Plan:
     def _rule(self, call: ModuleCall) -> BaseDerivatives | None:
         """Return the rule of a call, or the generic one where the graph's own nodes do not suffice.
 
-        Args:
-            call: The call.
-
         Returns:
             The rule; ``None`` where the graph is to be crossed node by node.
         """
@@ -310,6 +320,7 @@ class Plan:
         nexts = [(n, nr, shape_of((n, nr))) if n is not None and self.walk.reach.get(n) else None for n, nr in node.next_functions]
         if LEFT_OUT in node.metadata:
             return
+        refuse_compiled(self.walk, node)
         gap = self.gaps[node] = Gap(node, states, nexts)
         self._refuse_uncovered(node)
         if node in self._bare and SPLIT in states.values():

@@ -11,13 +11,14 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.calls import ModuleCall, recording
+from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import pass_on
 from backpack.core.engine import transformed
 from backpack.core.owners import owners
+from backpack.core.state import recording
 
 
 @cache
@@ -76,7 +77,7 @@ class Recorder:
             module: The module.
         """
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in owners and isinstance(parameter, Parameter):
+            if parameter is not None and parameter not in owners and parameter.is_leaf and not parameter.is_inference():
                 owners.add(parameter, f"{self.path}.{name}" if self.path else name)
 
     def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -87,7 +88,7 @@ class Recorder:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
         """
-        if recording.on and torch.is_grad_enabled() and not transformed():
+        if not transformed() and recording.on and torch.is_grad_enabled():
             self.know(module)
             call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
             call.seen = args
@@ -102,7 +103,7 @@ class Recorder:
             kwargs: Its keyword arguments.
             output: What it returned.
         """
-        if recording.open and recording.open[-1].recorder is self:
+        if not transformed() and recording.open and recording.open[-1].recorder is self:
             call = recording.open.pop()
             if output is not None:
                 if args is not call.seen:  # a hook that ran after ours has given the module something else
@@ -110,7 +111,7 @@ class Recorder:
                     if vars(module).get("inplace") is True:
                         call.derivatives = None  # what it was given has been overwritten since
                 call.seen = None
-                self._end(call, output)
+                self._end(module, call, output)
 
     def at_once(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Record a call when it is over.
@@ -121,18 +122,21 @@ class Recorder:
             kwargs: Its keyword arguments.
             output: What it returned.
         """
-        if not recording.on or transformed() or (isinstance(output, Tensor) and not output.requires_grad):
+        if transformed() or not recording.on or (isinstance(output, Tensor) and not output.requires_grad):
             return
         self.know(module)
         call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
         if vars(module).get("inplace") is True:
             call.derivatives = None  # switched on after extend()
-        self._end(call, output)
+        self._end(module, call, output)
 
-    def _end(self, call: ModuleCall, output: Any) -> None:
+    def _end(self, module: Module, call: ModuleCall, output: Any) -> None:
         call.attach(output)
-        if not pass_on(call):
-            self._last = ref(call)
+        if pass_on(call):
+            return
+        if self._last is None:
+            _show_recorded_tensors(type(module))
+        self._last = ref(call)
 
     def install(self, module: Module) -> tuple[RemovableHandle, ...]:
         """Install the hooks.
@@ -222,5 +226,14 @@ def reading(call: ModuleCall) -> Iterator[None]:
         recording.read_from = before
 
 
-for _name in ("output", *(f"input{i}" for i in range(8))):
-    setattr(Module, _name, _RecordedTensor(_name))
+def _show_recorded_tensors(cls: type[Module]) -> None:
+    """Let modules of a class show recorded tensors, under the names that the class does not use itself.
+
+    Only classes of modules that were extended: on ``torch.nn.Module``, names that cannot be read would break ``torch.compile`` for everybody.
+
+    Args:
+        cls: The class.
+    """
+    for name in ("output", *(f"input{i}" for i in range(8))):
+        if not hasattr(cls, name):
+            setattr(cls, name, _RecordedTensor(name))

@@ -9,13 +9,14 @@ from torch.nn import Parameter
 
 from backpack.core.calls import Mark
 from backpack.core.crossings import SPLIT, State
-from backpack.core.graph import operation, saved, shape_of
+from backpack.core.graph import compiled, operation, saved, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
 
+_NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 """Where the classes of sharded modules and of sharded parameters come from."""
 
@@ -51,9 +52,47 @@ def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
     """
     return NotRecordedError(
         "No forward pass of an extended module was recorded for {names}. It ran before extend(), "
-        "under disable() or under no_grad(): run it again after extend().",
+        "under disable(), under no_grad(), with tensors in place of the module's parameters (torch.func.functional_call), or compiled: run it again "
+        f"after extend(). {_NOT_COMPILED}",
         walk.named(walk.reach[node]),
     )
+
+
+def refuse_compiled(walk: Walk, node: Node) -> None:
+    """Refuse to look into a compiled part of the model.
+
+    Args:
+        walk: The graph.
+        node: A node upstream of which parameters lie.
+
+    Raises:
+        UnsupportedError: If the node stands for such a part.
+    """
+    if compiled(node):
+        raise UnsupportedError(
+            f"A part of the model was compiled (torch.compile, or a CUDA graph): for autograd it is the single node {node.name()}, in which neither "
+            f"samples nor uses of {{names}} can be followed. {_NOT_COMPILED}",
+            walk.named(walk.reach[node]),
+        )
+
+
+def refuse_added(walk: Walk) -> None:
+    """Refuse parameters that an extended module has got since, and that would carry nothing.
+
+    Args:
+        walk: The graph.
+
+    Raises:
+        NotRecordedError: If there is one, and it was not given to ``unextend``.
+    """
+    foreign = {id(leaf) for leaf in walk.leaves.values() if leaf not in owners and not owners.released(leaf)}
+    for call in walk.calls:
+        for name, parameter in call.module.named_parameters() if call.root else ():
+            if id(parameter) in foreign:
+                raise NotRecordedError(
+                    f"{name} of {call.path or type(call.module).__name__} belongs to a module that was added after extend(): write `extend(model)` "
+                    "again, before the forward pass; or unextend() that module, if it is to carry no quantities."
+                )
 
 
 def refuse_sharded(walk: Walk) -> None:

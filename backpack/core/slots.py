@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from weakref import ref
 
 import torch
@@ -27,10 +28,10 @@ class Slot:
         self.shape, self.origin = tensor.shape, ref(tensor)
         if keep:
             self.value = tensor.detach().clone() if clone else tensor.detach()
-            self.version = self.value._version
+            tensor = self.value
         else:
             self.kept, self._kind = False, (tensor.dtype, tensor.device)
-            self.version = tensor._version
+        self.version = version_of(tensor)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,7 +65,7 @@ class Slot:
     def alive(self) -> Tensor | None:
         """The tensor that was recorded, part of the graph; ``None`` if nobody holds it any more, or it was changed since."""
         tensor = self.origin()
-        return tensor if tensor is not None and tensor._version == self.version else None
+        return tensor if tensor is not None and version_of(tensor) == self.version else None
 
     def read(self, name: str) -> Tensor | None:
         """Return the recorded tensor, detached.
@@ -79,14 +80,24 @@ class Slot:
             OverwrittenError: If it was changed in place since it was recorded.
         """
         tensor = self.value if self.kept else self.origin()
-        if tensor is None or (not self.kept and tensor._version != self.version):
+        if tensor is None or (not self.kept and version_of(tensor) != self.version):
             return None
-        if tensor._version != self.version:
+        if version_of(tensor) != self.version:
             raise OverwrittenError(
                 f"{name} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
-                f"{tensor._version}), but a rule needs its old value. Do the operation out of place."
+                f"{version_of(tensor)}), but a rule needs its old value. Do the operation out of place."
             )
         return tensor if self.kept else tensor.detach()
+
+    def without_graph(self) -> Slot:
+        """Copy the record without saying where the tensor comes from.
+
+        Returns:
+            A record that shares the tensor.
+        """
+        other = copy(self)
+        other.edge = other.base_edge = None
+        return other
 
     def like(self) -> Tensor:
         """Return a tensor without data that has the recorded shape and dtype.
@@ -110,3 +121,15 @@ def same_data(tensor: Tensor) -> Tensor | None:
         return None
     base = tensor._base
     return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count how often a tensor was changed in place.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        Number of changes; 0 for tensors of inference mode, which do not count.
+    """
+    return 0 if tensor.is_inference() else tensor._version

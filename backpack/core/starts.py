@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from backpack.core.calls import Mark, ModuleCall, recording
+from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
@@ -21,6 +21,7 @@ from backpack.core.graph import call_node, operation, outputs_of, saved, shape_o
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, batch_of, has_samples
 from backpack.core.samples import Layout, first_axis, layout_of
 from backpack.core.slots import Edge, Slot
+from backpack.core.state import recording
 from backpack.core.walk import Walk
 from backpack.utils.errors import LossValueError, UnsupportedError
 
@@ -48,7 +49,7 @@ class LossNode:
         incoming: Gradient that has arrived at log-probabilities ``[[N, C, *]]``.
     """
 
-    is_loss, released, keep, order = True, False, False, 0
+    is_loss, released, order = True, False, 0
     incoming: Tensor | None = None
 
     def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...] | None) -> None:

@@ -154,16 +154,12 @@ class MatProdFlow(ChainFlow):
     def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Product:
         weights = position_weights(call, grad)
         Curvature.check_loss(call, grad if weights is None else weights, self.curvature)
-        call.keep = True
         product = call.derivatives._make_hessian_mat_prod(call, None, (grad,))
         return product if weights is None else lambda mat: product(mat) * weights
 
     def through(self, call: ModuleCall, value: Product, grad: Tensor, layout: Layout) -> Product:
-        rule = call.derivatives
-        call.keep = True
-        residual: Product | None = None
-        if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call):
-            residual = self._residual(call, grad)
+        rule, call = call.derivatives, call.without_graph()
+        residual = self._residual(call, grad) if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call) else None
 
         def product(mat: Tensor) -> Tensor:
             call.refuse_changed()

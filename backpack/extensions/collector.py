@@ -61,6 +61,7 @@ class Collector(Reader):
         self._states: dict[tuple[int, Any], Any] = {}
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
+        self._wants_gradient: dict[int, bool] = {}
         self._waiting_for_gradient: dict[int, list[tuple[BackpropExtension, FromGradient]]] = {}
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
@@ -208,9 +209,10 @@ class Collector(Reader):
 
     def wants_gradient(self, parameter: Parameter) -> bool:
         # the extension hook may read what modules have recorded, which is given back before the gradient is there
-        if not self._plan.whole or parameter._backward_hooks or self._hooks is not None:
-            return False
-        return any(extension.wants_gradient for extension in self._extensions)
+        if id(parameter) not in self._wants_gradient:  # asked before there is a hook of our own
+            plain = self._plan.whole and not parameter._backward_hooks and self._hooks is None
+            self._wants_gradient[id(parameter)] = plain and any(extension.wants_gradient for extension in self._extensions)
+        return self._wants_gradient[id(parameter)]
 
     def at_gradient(self, parameter: Parameter, grad: Tensor) -> None:
         waiting = self._waiting_for_gradient.pop(id(parameter), ())

@@ -14,12 +14,13 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.calls import ModuleCall, recording
+from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.flow import Use
-from backpack.core.recording import recorder_of
+from backpack.core.recording import reading, recorder_of
 from backpack.core.samples import first_axis
 from backpack.core.slots import Slot
+from backpack.core.state import recording
 from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
@@ -43,14 +44,13 @@ class _Execution:
     def __init__(self, call: ModuleCall, derivatives: BaseDerivatives) -> None:
         self._call, self.derivatives = call, derivatives
 
-    @property
-    def keep(self) -> bool:
-        """Whether somebody reads the tensors after the backward pass."""
-        return self._call.keep
+    def without_graph(self) -> _Execution:
+        """Copy the record, see ``ModuleCall.without_graph``.
 
-    @keep.setter
-    def keep(self, value: bool) -> None:
-        self._call.keep = value
+        Returns:
+            A record that shares the tensors.
+        """
+        return _Execution(self._call.without_graph(), self.derivatives)
 
     def __getattr__(self, name: str) -> Any:
         if name.rstrip("0123456789") not in {"input", "output"}:
@@ -58,7 +58,8 @@ class _Execution:
         slots = self._call.outputs if name == "output" else self._call.inputs[int(name[5:]) :]
         if slots and isinstance(slots[0], Slot) and name.rstrip("0123456789") not in self.derivatives.keeps:
             return slots[0].like()
-        return getattr(self._call.module, name)
+        with reading(self._call):
+            return getattr(self._call.module, name)
 
 
 def _execution(module: Module, derivatives: BaseDerivatives) -> Any:

@@ -66,15 +66,14 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
 
     def finish(self, state: tuple[Use, str], parameter: Parameter) -> Callable[[Tensor], Tensor]:
         use, name = state
-        rule, call, output_product = use.call.derivatives, use.call, use.value
-        call.keep = True
+        rule, call, grad, output_product = use.call.derivatives, use.call.without_graph(), use.grad, use.value
         generic = isinstance(rule, GenericDerivatives)
         jacobian = partial(rule.param_jac_mat_prod, name) if generic else getattr(rule, f"_{name}_jac_mat_prod")
 
         def product(mat: Tensor) -> Tensor:
             call.refuse_changed()
-            columns = output_product(jacobian(call, None, (use.grad,), mat))
-            return rule._param_mjp(name, call, None, (use.grad,), columns)
+            columns = output_product(jacobian(call, None, (grad,), mat))
+            return rule._param_mjp(name, call, None, (grad,), columns)
 
         shape = tuple(parameter.shape)
         return lambda mat: apply_checked(product, mat, shape, shape, f"{self.savefield} of {call.path}.{name}")

@@ -1,0 +1,249 @@
+"""A long campaign of random models, run by ``make fuzz``: random steps, extensions, precisions, memory layouts and calls of autograd.
+
+Every quantity is that of the oracle, or it is refused. ``FUZZ_MINUTES`` says for how long (10 by default), ``FUZZ_SEED`` where to begin; the
+report tells how many models were tried, and a failure prints the trial, smallest first: ``check(Trial(...), Counter())`` repeats it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from itertools import count
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import test_extensions
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from oracle import Oracle, Problem
+from random_nets import Drawn, build, kinds, nets
+from test_extensions import QUANTITIES, collect
+from test_random import GROUPS, compare, must_be_exact
+from torch import Tensor
+
+from backpack import backpack, clear, extend
+from backpack.utils.errors import OverwrittenError
+
+GROUP = {name: group for group, chosen in GROUPS.items() for name in chosen}
+SAMPLED = dict.fromkeys(["DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC"], "first order and GGN") | {"KFAC": "Kronecker factors"}
+POOL = sorted(GROUP | SAMPLED)
+SETTINGS = settings(
+    max_examples=50,  # models that are drawn before the generator is seeded anew
+    phases=[Phase.generate, Phase.shrink],
+    suppress_health_check=list(HealthCheck),
+    report_multiple_bugs=False,
+    database=None,
+    deadline=None,
+)
+
+
+class Trial(NamedTuple):
+    """A model, and everything that is done with it.
+
+    Attributes:
+        drawn: Model, data and losses.
+        names: The extensions, all active in one pass.
+        single: Whether everything is in single precision.
+        layout: How the data lie in memory.
+        door: How autograd is called.
+        frozen: Which parameters are frozen, counted modulo their number.
+    """
+
+    drawn: Drawn
+    names: tuple[str, ...]
+    single: bool
+    layout: str
+    door: str
+    frozen: tuple[int, ...]
+
+
+def trainable(problem: Problem) -> list[Tensor]:
+    """List the parameters that are not frozen."""
+    return [p for p in problem.model.parameters() if p.requires_grad]
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda x: x,
+    "strided": lambda x: torch.stack([x, -x], -1)[..., 0],
+    "samples last": lambda x: x.movedim(0, -1).contiguous().movedim(-1, 0),
+    "channels last": lambda x: x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x,
+}
+DOORS: dict[str, Callable[[Tensor, Problem], Any]] = {
+    "backward": lambda loss, _: loss.backward(),
+    "grad": lambda loss, problem: torch.autograd.grad(loss, trainable(problem), allow_unused=True),
+    "twice": lambda loss, _: (loss.backward(retain_graph=True), loss.backward()),
+    "inputs": lambda loss, problem: loss.backward(inputs=trainable(problem)),
+}
+
+
+@st.composite
+def trials(draw: st.DrawFn) -> Trial:
+    """Draw a trial."""
+    names = draw(st.lists(st.sampled_from(POOL), min_size=1, max_size=5, unique=True))
+    layout, door = draw(st.sampled_from(sorted(LAYOUTS))), draw(st.sampled_from(sorted(DOORS)))
+    frozen = draw(st.lists(st.integers(0, 9), max_size=2))
+    return Trial(draw(nets(batches=(1, 2, 3, 4))), tuple(names), draw(st.sampled_from([False, False, True])), layout, door, tuple(frozen))
+
+
+def make(trial: Trial) -> Problem:
+    """Build the model of a trial, in double precision."""
+    problem = build(trial.drawn)
+    params = list(problem.model.parameters())
+    for number in trial.frozen if params else ():
+        params[number % len(params)].requires_grad_(False)
+    if trial.layout != "channels last" or "group norm" not in kinds(trial.drawn[3]):  # torch 2.13 crashes if the norm's weight is frozen
+        problem.x = LAYOUTS[trial.layout](problem.x)
+    return problem
+
+
+def lower(problem: Problem) -> Problem:
+    """Convert everything to single precision."""
+    problem.model.float()
+    problem.x = problem.x.float()
+    for term in problem.terms:
+        term.module.float()
+        term.scale = term.scale.float() if isinstance(term.scale, Tensor) else term.scale
+        term.target = term.target.float() if term.target.is_floating_point() else term.target
+    return problem
+
+
+def gradients(problem: Problem) -> list[Tensor]:
+    """Compute the gradients of a model that is not extended."""
+    problem.loss(problem.outputs()).backward()
+    return [p.grad for p in problem.model.parameters() if p.grad is not None]
+
+
+def close_in_single(actual: Tensor, expected: Tensor) -> None:
+    """Compare in the precision of the trial; rounding may be relative to something larger than the result."""
+    assert actual.shape == expected.shape
+    assert not actual.requires_grad
+    assert (actual - expected).abs().amax() <= 1e-3 * expected.abs().amax() + 1e-3
+
+
+def check(trial: Trial, tally: Counter[str]) -> None:
+    """Compare all quantities of a trial with the oracle, and count what came of it."""
+    try:
+        right = gradients(make(trial))
+        rough = gradients(lower(make(trial))) if trial.single else right
+    except RuntimeError as error:
+        assert any(text in str(error) for text in ("inplace", "in-place", "written-to", "does not require grad")), error
+        tally["torch refuses the model"] += 1
+        return
+    if not right:
+        tally["nothing to differentiate"] += 1
+        return
+    if trial.single and any((a - b).abs().amax() > 1e-5 * (1 + b.abs().amax()) or b.abs().amax() > 1e2 for a, b in zip(rough, right, strict=True)):
+        tally["too much rounding"] += 1
+        return
+    steps = set(kinds(trial.drawn[3]))
+    factors = not (steps & {"detached", "functional conv", "pairs"})  # see test_random.py
+    names = [name for name in trial.names if factors or name not in ("KFAC", "KFLR")]
+    problem = lower(make(trial)) if trial.single else make(trial)
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    loss = problem.loss(problem.outputs())
+    try:
+        with backpack(*(QUANTITIES[name].make() for name in names)):
+            DOORS[trial.door](loss, problem)
+        values = {name: collect(problem, QUANTITIES[name].field) for name in names}
+        products = {name: value for name, value in values.items() if name in ("HMP", "GGNMP")}
+        for name in products:
+            for parameter, product in values[name].items():
+                product(torch.ones_like(problem.model.get_parameter(parameter)))
+    except (NotImplementedError, OverwrittenError) as refusal:
+        special = len(trial.drawn[5]) > 1 or trial.drawn[5][0][2] == "none"
+        may = [name for name in names if not must_be_exact(GROUP.get(name) or SAMPLED[name], steps) or (name in ("HMP", "GGNMP") and special)]
+        assert may, f"refused: {refusal}"
+        tally["refused"] += 1
+        return
+    oracle = Oracle(make(trial))
+    with patch.object(test_extensions, "close", close_in_single) if trial.single else nullcontext():
+        for name in names:
+            if trial.single and name in ("HMP", "GGNMP", "SqrtGGNMC", "DiagGGNMC", "BatchDiagGGNMC", "KFAC"):
+                continue  # their checks draw in double precision
+            if name.startswith("Sqrt") and trial.frozen and len(trial.drawn[5]) > 1:
+                continue  # a loss that no trainable parameter reaches has no columns
+            if trial.door == "twice" and (name in SAMPLED or name in ("HMP", "GGNMP")):
+                continue  # the second pass draws anew
+            compare(name, oracle, values[name], steps)
+            tally[name] += 1
+    tally["exact"] += 1
+    clear(problem.model)
+
+
+def one_round(number: int, end: float) -> tuple[Counter[str], str | None]:
+    """Try some models.
+
+    Args:
+        number: The seed.
+        end: When to stop, unless something was found.
+
+    Returns:
+        What came of the models; the smallest trial that failed, and how, ``None`` if none did.
+    """
+    tally: Counter[str] = Counter()
+    failed: list[Trial] = []
+
+    @seed(number)
+    @settings(SETTINGS)
+    @given(trials())
+    def run(trial: Trial) -> None:
+        if time.monotonic() > end and not failed:
+            return
+        tally["models"] += 1
+        try:
+            check(trial, tally)
+        except Exception:
+            failed[:] = [trial]
+            raise
+
+    try:
+        run()
+    except Exception as failure:  # noqa: BLE001
+        return tally, f"seed {number}: {failed}\n" + "".join(traceback.format_exception(failure)[-4:])
+    return tally, None
+
+
+def campaign(minutes: float, first: int) -> tuple[Counter[str], list[str]]:
+    """Try models until the time is over, in another process, since a model can make torch crash.
+
+    Args:
+        minutes: How long.
+        first: The first seed.
+
+    Returns:
+        What came of the models, and a text for each round with a failure.
+    """
+    end, tally, failures = time.monotonic() + 60 * minutes, Counter(), []
+    pool = ProcessPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+    for number in count(first):
+        if time.monotonic() > end:
+            break
+        try:
+            some, failure = pool.submit(one_round, number, end).result()
+            tally += some
+        except BrokenProcessPool:
+            pool, failure = ProcessPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)), f"seed {number}: the process died"
+        if failure is not None:
+            failures.append(failure)
+            print(failure, flush=True)
+    pool.shutdown()
+    return tally, failures
+
+
+if __name__ == "__main__":
+    minutes, first = float(os.environ.get("FUZZ_MINUTES", "10")), int(os.environ.get("FUZZ_SEED", str(int(time.time()))))
+    print(f"fuzzing for {minutes:g} minutes from seed {first}", flush=True)
+    tally, failures = campaign(minutes, first)
+    print(f"{tally['models']} models, {len(failures)} rounds with a failure")
+    for what, count in sorted(tally.items()):
+        print(f"  {what}: {count}")
+    sys.exit(bool(failures))

@@ -1,0 +1,466 @@
+"""The life of an extended model: conversions, copies, surgery, threads, processes, and thousands of steps."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from time import process_time
+from typing import Any
+
+import pytest
+import torch
+from oracle import Oracle, Problem, Term
+from test_extensions import close
+from test_front_door import FIELDS, Net, build, chain, check, check_step, extended, hook_counts, loss_of, values
+from test_memory import census
+from torch import Tensor, nn
+from torch.nn import CrossEntropyLoss, Flatten, Linear, Module, Parameter, Sequential, Tanh
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.data import DataLoader, Dataset
+
+from backpack import CTX, backpack, clear, extend, results, unextend
+from backpack.core.state import recording
+from backpack.extensions import GGNMP, HMP, KFAC, PCHMP, BatchGrad, DiagGGNExact, SumGradSquared, Variance
+from backpack.utils.errors import BackpackError
+
+# --- conversions and copies -------------------------------------------------------------------------------------------------------------------
+
+
+def restore(problem: Problem, make: Callable[[], Module] = chain) -> None:
+    """Bring the numbers of the fresh model back."""
+    problem.model.load_state_dict(build(make).model.state_dict())
+
+
+CONVERSIONS: dict[str, Callable[[Module], Any]] = {
+    "single and double": lambda model: model.float().double(),
+    "half": lambda model: model.half().double(),
+    "bfloat16": lambda model: model.to(torch.bfloat16).to(torch.float64),
+    "meta and back": lambda model: model.to("meta").to_empty(device="cpu"),
+    "train and eval": lambda model: model.eval().train(),
+    "share memory": lambda model: model.share_memory(),
+    "frozen and back": lambda model: model.requires_grad_(False).requires_grad_(True),
+    "assigned": lambda model: model.load_state_dict({name: p.clone() for name, p in model.state_dict().items()}, assign=True),
+}
+
+
+@pytest.mark.parametrize("make", [chain, Net])
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "after a pass"])
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_conversions(conversion: str, used: bool, make: Callable[[], Module]) -> None:
+    problem = extended(make)
+    names, counts = list(problem.model.state_dict()), hook_counts(problem.model)
+    if used:
+        check_step(problem, make)
+    CONVERSIONS[conversion](problem.model)
+    restore(problem, make)
+    assert list(problem.model.state_dict()) == names
+    assert hook_counts(problem.model) == counts
+    check_step(problem, make)
+
+
+def test_meta_is_refused_by_name() -> None:
+    problem = extended()
+    problem.model.to("meta")
+    with pytest.raises(NotImplementedError, match="weight is on the meta device|bias is on the meta device"), backpack(BatchGrad()):
+        problem.losses[0](problem.model(problem.x.to("meta")), problem.terms[0].target.to("meta")).backward()
+    assert results(problem.model) == {}
+
+
+def test_swapped_parameters() -> None:
+    """Torch refuses to swap tensors that somebody refers to weakly; without ``extend`` it does, and a model can be extended afterwards."""
+    problem = extended()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with pytest.raises(RuntimeError, match="swap"):
+            problem.model.to(torch.float32)
+        plain = build()
+        plain.model.to(torch.float32).to(torch.float64)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    restore(plain)
+    extend(plain.model)
+    extend(plain.losses[0])
+    check_step(plain)
+
+
+def test_results_travel_with_a_pickle_and_not_with_a_copy() -> None:
+    problem = extended()
+    with backpack(BatchGrad(), KFAC()):
+        loss_of(problem).backward()
+    found = results(pickle.loads(pickle.dumps(problem.model)))
+    for name, fields in results(problem.model).items():
+        assert torch.equal(found[name]["grad_batch"], fields["grad_batch"])
+    assert results(copy.deepcopy(problem.model)) == {}
+    assert all("grad_batch" not in vars(p) for p in problem.model.state_dict().values())
+    with backpack(HMP()):
+        loss_of(problem).backward()
+    assert results(copy.deepcopy(problem.model)) == {}
+    clear(problem.model)  # a function cannot be pickled
+    pickle.dumps(problem.model)
+
+
+# --- surgery ----------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_added_module() -> None:
+    """A layer that came after ``extend`` is refused by name, rather than left without quantities; then it is extended, or left alone."""
+    for replace in (False, True):
+        source, problem = build(), build()
+        extend(problem.model if replace else problem.model[:2])
+        problem.model = extend(problem.model[:2]) if not replace else problem.model
+        extend(problem.losses[0])
+        if replace:
+            problem.model[2] = source.model[2]
+        else:
+            problem.model.append(source.model[2])
+        restore(problem)
+        for extension in (BatchGrad(), DiagGGNExact()):
+            with pytest.raises(AttributeError, match=r"2\.(weight|bias).*added after extend"), backpack(extension):
+                loss_of(problem).backward()
+        assert results(problem.model) == {}
+        assert all(p.grad is None for p in problem.model.parameters())
+        unextend(problem.model[2])
+        with backpack(BatchGrad()):
+            loss_of(problem).backward()
+        assert list(values(problem.model, "grad_batch")) == ["0.weight", "0.bias"]
+        extend(problem.model)
+        check_step(problem)
+
+
+def test_every_layer_replaced() -> None:
+    """Even if no tracked parameter is left in the graph."""
+    problem, source = extended(), build()
+    problem.model[0], problem.model[2] = source.model[0], source.model[2]
+    with pytest.raises(AttributeError, match=r"extend\(model\)"), backpack(BatchGrad()):
+        loss_of(problem).backward()
+    extend(problem.model)
+    check_step(problem)
+
+
+def test_parametrization_added_after_extend() -> None:
+    """``parametrize`` makes modules and replaces parameters: refused, or exact, before and after extending again."""
+
+    def make() -> Module:
+        return Sequential(parametrizations.weight_norm(Linear(4, 5)), Tanh(), Linear(5, 3))
+
+    problem = extended()
+    parametrizations.weight_norm(problem.model[0])
+    restore(problem, make)
+    try:
+        with backpack(BatchGrad()):
+            loss_of(problem).backward()
+    except BackpackError as refusal:
+        assert "extend(model)" in str(refusal)
+        assert results(problem.model) == {}
+    else:
+        check(problem.model, "grad_batch", make=make)
+    extend(problem.model)
+    check_step(problem, make)
+    with torch.no_grad():
+        expected = problem.model[0].weight.clone()
+    parametrize.remove_parametrizations(problem.model[0], "weight")
+    extend(problem.model)
+    assert torch.equal(problem.model[0].weight, expected)
+    with backpack(BatchGrad()):
+        loss_of(problem).backward()
+    plain = build()
+    plain.model.load_state_dict(problem.model.state_dict())
+    for name, value in Oracle(plain).grad_batch.items():
+        close(problem.model.get_parameter(name).grad_batch, value)
+
+
+def test_only_a_part_is_extended() -> None:
+    """What lies in front of an extended head carries nothing; the head is exact."""
+    problem = build(Net)
+    extend(problem.model.head)
+    extend(problem.losses[0])
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss_of(problem).backward()
+    for field in ("grad_batch", "diag_ggn_exact"):
+        found = values(problem.model, field)
+        assert list(found) == ["head.weight", "head.bias"]
+        for name, value in found.items():
+            close(value, FIELDS[field](Oracle(build(Net)))[name])
+
+
+# --- other tensors ----------------------------------------------------------------------------------------------------------------------------
+
+
+class Marked(Tensor):
+    """A subclass that does nothing."""
+
+
+def test_subclass_of_tensor_as_input() -> None:
+    problem = extended(Net)
+    problem.x = problem.x.as_subclass(Marked)
+    with backpack(BatchGrad(), Variance(), DiagGGNExact()):
+        loss_of(problem).backward()
+    check(problem.model, "grad_batch", "variance", "diag_ggn_exact", make=Net)
+
+
+class Shift(Module):
+    """The first parameter is added: the input is not saved for the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.offset, self.head = Flatten(), Parameter(torch.ones(4)), Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.flat(x) + self.offset)
+
+
+def test_inference_mode() -> None:
+    """Nothing is recorded in it; a tensor made in it can be an input wherever torch accepts it."""
+    problem = extended(Shift)
+    with torch.inference_mode():
+        assert not problem.model(problem.x).requires_grad
+        problem.x = problem.x.clone()
+    assert not hasattr(problem.model, "output")
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss_of(problem).backward()
+    check(problem.model, "grad_batch", "diag_ggn_exact", make=Shift)
+    with backpack(BatchGrad()), pytest.raises(RuntimeError, match="Inference tensors"):
+        extend(Linear(4, 3).double())(problem.x)
+
+
+# --- several threads and processes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("multithreading", [False, True])
+def test_threads_at_full_speed(multithreading: bool) -> None:
+    """Four threads train, each with extensions of its own, one without; nobody waits for anybody."""
+    chosen = [(BatchGrad(),), (DiagGGNExact(), Variance()), (), (Variance(), BatchGrad())]
+    problems, failures = [extended((chain, Net)[i % 2]) for i in range(4)], []
+    for i in range(4):
+        Oracle(build((chain, Net)[i % 2]))
+
+    def work(i: int) -> None:
+        problem, make = problems[i], (chain, Net)[i % 2]
+        try:
+            with torch.autograd.set_multithreading_enabled(multithreading):
+                for _ in range(30):
+                    with backpack(*chosen[i]):
+                        loss_of(problem).backward()
+                    fields = {field for found in results(problem.model).values() for field in found}
+                    assert fields == {extension.savefield for extension in chosen[i]}
+            check(problem.model, *(extension.savefield for extension in chosen[i]), make=make)
+        except Exception as failure:  # noqa: BLE001
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert not failures
+    assert type(torch.autograd.Variable._execution_engine).__name__ != "_WatchedEngine"
+
+
+def test_backward_in_another_thread_than_forward() -> None:
+    problem = extended()
+    loss, failures = loss_of(problem), []
+
+    def work() -> None:
+        try:
+            with backpack(BatchGrad(), DiagGGNExact()):
+                loss.backward()
+        except Exception as failure:  # noqa: BLE001
+            failures.append(failure)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not failures
+    check(problem.model, "grad_batch", "diag_ggn_exact")
+
+
+class Rows(Dataset):
+    """Data that an extended model has made, in the worker process."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def __len__(self) -> int:
+        return len(self.problem.x)
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor, Tensor]:
+        problem = self.problem
+        with backpack(SumGradSquared()):
+            problem.losses[0](problem.model(problem.x[n : n + 1]), problem.terms[0].target[n : n + 1]).backward()
+        return problem.x[n], problem.terms[0].target[n], problem.model[0].bias.sum_grad_squared
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_a_data_loader(method: str) -> None:
+    """A process that begins in the middle of training, by fork or with a pickled model, computes what the first one does."""
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip("no such way to start a process here")
+    problem = extended()
+    check_step(problem)
+    clear(problem.model)
+    loader = DataLoader(Rows(problem), batch_size=None, num_workers=1, multiprocessing_context=method)
+    with backpack(BatchGrad()):
+        rows = list(loader)
+        loss_of(problem).backward()
+    check(problem.model, "grad_batch")
+    scale = len(problem.x)
+    for n, (_, _, squared) in enumerate(rows):
+        close(squared, (scale * problem.model[0].bias.grad_batch[n]).square())
+
+
+# --- long runs --------------------------------------------------------------------------------------------------------------------------------
+
+
+def small() -> tuple[Problem, torch.optim.Optimizer]:
+    problem = extended(Net)
+    return problem, torch.optim.SGD(problem.model.parameters(), lr=1e-3)
+
+
+def train(problem: Problem, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with backpack(Variance(), DiagGGNExact(), KFAC()):
+            loss_of(problem).backward()
+        optimizer.step()
+
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()
+
+
+def check_flat(problem: Problem, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Neither tensors, nor calls, nor hooks, nor any objects that the collector leaves, grow in number."""
+    train(problem, optimizer, 10)
+    counts = []
+    for _ in range(2):
+        gc.collect()
+        counts.append((census(), hook_counts(problem.model)))
+        train(problem, optimizer, steps)
+    (before, hooks), (after, hooks_after) = counts
+    assert hooks_after == hooks
+    assert {key: after[key] for key in ("tensors", "calls", "tracked", "open")} == {
+        key: before[key] for key in ("tensors", "calls", "tracked", "open")
+    }
+    assert after["all"] - before["all"] <= steps // 20 + 5
+
+
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_some_steps_leave_no_object() -> None:
+    check_flat(*small(), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ten_thousand_steps() -> None:
+    """Memory is flat, and the last thousand steps take as long as the second thousand."""
+    problem, optimizer = small()
+    times = []
+    for _ in range(10):
+        start = process_time()
+        check_flat(problem, optimizer, 490)
+        times.append(process_time() - start)
+    assert min(times[-3:]) <= 1.5 * min(times[1:4])
+    clear(problem.model)
+    restore(problem, Net)
+    check_step(problem, Net)
+
+
+@pytest.mark.parametrize("extension", [HMP, GGNMP, PCHMP])
+@pytest.mark.parametrize("functional", [False, True])
+def test_functions_do_not_keep_a_model_alive(extension: type, functional: bool) -> None:
+    """Products are attributes of parameters: with a graph in them, which leads to the parameter, both would live for ever."""
+
+    def step() -> None:
+        problem = extended()
+        lossfunc = F.cross_entropy if functional else problem.losses[0]
+        with backpack(extension()):
+            lossfunc(problem.model(problem.x), problem.terms[0].target).backward()
+        for parameter in problem.model.parameters():
+            getattr(parameter, extension().savefield)(torch.ones_like(parameter))
+
+    step()
+    gc.collect()
+    before = census()
+    step()
+    gc.collect()
+    after = census()
+    assert (after["tensors"], after["calls"]) == (before["tensors"], before["calls"])
+
+
+class Product(Module):
+    """A model that interrupts its own backward pass when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.stage = Linear(4, 5), Linear(5, 3), ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.stage == "backward":
+            hidden.register_hook(lambda _: signal.raise_signal(signal.SIGINT))
+        if self.stage == "forward":
+            signal.raise_signal(signal.SIGINT)
+        return self.last(torch.tanh(hidden))
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward", "extension hook", "loss"])
+def test_interrupted_by_a_key(stage: str) -> None:
+    """Ctrl-C at any time: nothing is left on parameters, no context is open, and the next step is right."""
+    problem = extended(Product)
+    counts, engine = hook_counts(problem.model), torch.autograd.Variable._execution_engine
+
+    class Interrupting(CrossEntropyLoss):
+        def forward(self, *_: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+    def hook(_: Module) -> None:
+        raise KeyboardInterrupt
+
+    problem.model.stage = stage
+    if stage == "loss":
+        problem.terms[0] = Term(extend(Interrupting()), problem.terms[0].target)
+    with pytest.raises(KeyboardInterrupt), backpack(BatchGrad(), KFAC(), extension_hook=hook if stage == "extension hook" else None):
+        loss_of(problem).backward()
+    problem.model.stage = ""
+    problem.terms[0] = Term(extend(CrossEntropyLoss()), problem.terms[0].target)
+    assert results(problem.model) == {}
+    assert hook_counts(problem.model) == counts
+    assert not CTX.get_active_exts()
+    assert torch.autograd.Variable._execution_engine is engine
+    check_step(problem, Product)
+    assert not recording.open
+
+
+@pytest.mark.parametrize("context", [nullcontext, lambda: backpack(Variance())])
+def test_names_that_modules_share_with_recorded_tensors(context: Callable[[], Any]) -> None:
+    """Attributes of a class are never covered, also if the class is used by a module that was extended before."""
+
+    class Titled(Linear):
+        input1 = "a title"
+
+        @property
+        def output(self) -> str:
+            return "a property"
+
+    model = extend(Sequential(Titled(4, 5), nn.Tanh(), Linear(5, 3)))
+    with context():
+        kept = model(torch.rand(2, 4))
+    assert (model[0].input1, model[0].output) == ("a title", "a property")
+    assert model[0].input0.shape == (2, 4)
+    assert model[2].output.shape == (2, 3)
+    assert not hasattr(Module(), "input0")
+    kept.sum().backward()

@@ -1,0 +1,272 @@
+"""Other doors of autograd, and hooks that change gradients: what quantities are then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import Oracle, Problem
+from test_extensions import close
+from test_front_door import FIELDS, N, Net, Tied, build, chain, check, check_step, extended, loss_of, results, values
+from torch import Tensor, nn
+from torch.nn import Linear, Module, Parameter, Sequential
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from backpack import backpack, clear
+from backpack.extensions import HMP, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
+from backpack.utils.errors import BackpackError
+
+EXACT = ("grad_batch", "batch_l2", "variance", "diag_ggn_exact")
+
+
+class Functional(Module):
+    """A matrix used twice, once turned around, a norm, and an operation that nothing but the graph knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix, self.norm, self.head = Parameter(torch.randn(4, 4)), nn.LayerNorm(4), Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(F.linear(torch.tanh(x @ self.matrix), self.matrix) + x.sin()))
+
+
+# --- what autograd saves ----------------------------------------------------------------------------------------------------------------------
+
+SAVING: dict[str, Callable[[], Any]] = {
+    "on the CPU": torch.autograd.graph.save_on_cpu,
+    "hooks": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: (t.clone(),), lambda packed: packed[0]),
+    "mutation allowed": torch.autograd.graph.allow_mutation_on_saved_tensors,
+}
+
+
+@pytest.mark.parametrize("make", [chain, Net, Tied, Functional])
+@pytest.mark.parametrize("saving", SAVING)
+@pytest.mark.parametrize("around", ["forward", "both"])
+def test_hooks_on_saved_tensors(saving: str, make: Callable[[], Module], around: str) -> None:
+    problem = extended(make)
+    exts = (BatchGrad(), BatchL2Grad(), Variance(), DiagGGNExact())
+    with SAVING[saving]():
+        loss = loss_of(problem)
+        if around == "both":
+            with backpack(*exts):
+                loss.backward()
+    if around == "forward":
+        if saving == "mutation allowed":
+            return  # torch gives the tensors back at the end of this context
+        with backpack(*exts):
+            loss.backward()
+    check(problem.model, *EXACT, make=make)
+
+
+# --- several passes ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [chain, Net, Tied, Functional])
+def test_several_forward_passes_before_one_backward_pass(make: Callable[[], Module]) -> None:
+    """Each graph has its own records: the first is not that of the last forward pass, whatever was called in between."""
+    problem, other = extended(make), torch.randn(2 * N, 4, dtype=torch.float64)
+    first = loss_of(problem)
+    unused = problem.losses[0](problem.model(other), torch.zeros(2 * N, dtype=torch.int64))
+    with torch.no_grad():
+        problem.model(other)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        first.backward()
+    check(problem.model, "grad_batch", "diag_ggn_exact", make=make)
+    del unused
+
+
+@pytest.mark.parametrize("make", [chain, Net])
+def test_sum_of_losses_of_two_forward_passes(make: Callable[[], Module]) -> None:
+    """Equally large mini-batches in one backward pass: samples are added in pairs, for which .grad is the witness; uneven ones are refused."""
+    problem = extended(make)
+    with backpack(BatchGrad()):
+        (loss_of(problem) + loss_of(problem)).backward()
+    for name, value in values(problem.model, "grad_batch").items():
+        close(value, 2 * FIELDS["grad_batch"](Oracle(build(make)))[name])
+        close(value.sum(0), problem.model.get_parameter(name).grad)
+    clear(problem.model)
+    problem.model.zero_grad()
+    few = problem.losses[0](problem.model(problem.x[:2]), problem.terms[0].target[:2])
+    with pytest.raises(NotImplementedError, match=f"mini-batches of ({N} and of 2|2 and of {N}) samples"), backpack(BatchGrad()):
+        (loss_of(problem) + few).backward()
+    assert results(problem.model) == {}
+    check_step(problem, make)
+
+
+# --- parameters that are not the model's own --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda p: p.detach().clone().requires_grad_(), lambda p: Parameter(p.detach().clone())], ids=["tensor", "Parameter"]
+)
+@pytest.mark.parametrize("extension", [BatchGrad, Variance, DiagGGNExact, KFLR, HMP])
+def test_functional_call_with_other_leaves(extension: type, wrap: Callable[[Tensor], Tensor]) -> None:
+    """They are no parameters of an extended model: refused, in words, not left without quantities."""
+    problem = extended()
+    others = {name: wrap(p.detach().clone()) for name, p in problem.model.named_parameters()}
+    loss = problem.losses[0](torch.func.functional_call(problem.model, others, (problem.x,)), problem.terms[0].target)
+    with pytest.raises(BackpackError, match="functional_call"), backpack(extension()):
+        loss.backward()
+    assert results(problem.model) == {}
+    assert all(not vars(other) and other.grad is None for other in others.values())
+    check_step(problem)
+
+
+def test_functional_call_with_functions_of_parameters() -> None:
+    """Then it is the model's own parameters that matter."""
+    problem = extended()
+    same = {name: p * 1 for name, p in problem.model.named_parameters()}
+    loss = problem.losses[0](torch.func.functional_call(problem.model, same, (problem.x,)), problem.terms[0].target)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss.backward()
+    check(problem.model, "grad_batch", "diag_ggn_exact")
+
+
+def test_functional_call_without_gradients() -> None:
+    problem = extended()
+    constant = {name: p.detach() for name, p in problem.model.named_parameters()}
+    x = problem.x.clone().requires_grad_()
+    with backpack(BatchGrad()):
+        problem.losses[0](torch.func.functional_call(problem.model, constant, (x,)), problem.terms[0].target).backward()
+    assert results(problem.model) == {}
+    assert x.grad is not None
+
+
+# --- hooks that change gradients --------------------------------------------------------------------------------------------------------------
+
+
+def on_output(change: Callable[[Tensor], Tensor]) -> Callable[[Module], Any]:
+    return lambda model: model[1].register_forward_hook(lambda m, args, out: out.register_hook(change) and None)
+
+
+INNER: dict[str, Callable[[Module], Any]] = {
+    "tensor": on_output(lambda g: 3 * g),
+    "tensor, each sample clipped": on_output(lambda g: g / g.norm(dim=1, keepdim=True).clamp_min(0.01)),
+    "reversed": on_output(torch.neg),
+    "module": lambda model: model[1].register_full_backward_hook(lambda m, g_inp, g_out: (2 * g_inp[0],)),
+    "module, before": lambda model: model[1].register_full_backward_pre_hook(lambda m, g_out: (g_out[0].clamp(-0.01, 0.01),)),
+    "node": lambda model: model[1].register_forward_hook(lambda m, args, out: out.grad_fn.register_prehook(lambda g: (3 * g[0],)) and None),
+}
+
+
+@pytest.mark.parametrize("change", INNER)
+def test_hooks_inside_change_first_order_and_no_curvature(change: str) -> None:
+    """First-order quantities are those of .grad, hooks included; curvature is that of the function the forward pass has computed."""
+    problem = extended()
+    INNER[change](problem.model)
+    with backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance(), DiagGGNExact(), DiagHessian()):
+        loss_of(problem).backward()
+    diagonal = Oracle(build()).diag_h_batch
+    for name, p in problem.model.named_parameters():
+        close(p.grad_batch.sum(0), p.grad)
+        close(p.batch_l2, p.grad_batch.flatten(1).square().sum(1))
+        close(p.sum_grad_squared, p.grad_batch.square().sum(0))
+        close(p.variance, p.grad_batch.var(0, correction=0), 1e-8)
+        assert p.diag_h.shape == diagonal[name].sum(0).shape
+    check(problem.model, "diag_ggn_exact")
+
+
+def accumulate_node(parameter: Parameter) -> Any:
+    return parameter.view_as(parameter).grad_fn.next_functions[0][0]
+
+
+def _times_five(parameter: Parameter) -> None:
+    parameter.grad.mul_(5)
+
+
+kept: list[Any] = []
+AT_PARAMETERS: dict[str, Callable[[Parameter], Any]] = {
+    "tensor": lambda p: p.register_hook(lambda g: 5 * g),
+    "after accumulation": lambda p: p.register_post_accumulate_grad_hook(_times_five),
+    "node, before": lambda p: kept.append(accumulate_node(p)) or kept[-1].register_prehook(lambda g: (5 * g[0],)),
+}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("where", AT_PARAMETERS)
+def test_hooks_of_parameters_change_nothing_but_grad(where: str, alone: bool) -> None:
+    """They act on a sum over samples, of which quantities are taken before."""
+    problem = extended()
+    for p in problem.model.parameters():
+        AT_PARAMETERS[where](p)
+    with backpack(Variance()) if alone else backpack(BatchGrad(), BatchL2Grad(), Variance(), DiagGGNExact()):
+        loss_of(problem).backward()
+    check(problem.model, *(("variance",) if alone else EXACT))
+    for name, p in problem.model.named_parameters():
+        close(p.grad, 5 * Oracle(build()).grad[name])
+    kept.clear()
+
+
+class Doubled(Module):
+    """A parametrization, with a hook on the tensor that it makes."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        weight = 2 * weight
+        if weight.requires_grad:
+            weight.register_hook(lambda g: 5 * g)
+        return weight
+
+
+def test_hooks_between_a_parameter_and_its_layer_count_as_the_parameters() -> None:
+    """What is computed from parameters alone has no samples: hooks there see a sum, too."""
+
+    def make() -> Module:
+        model = Sequential(Linear(4, 5), nn.Tanh(), Linear(5, 3))
+        parametrize.register_parametrization(model[0], "weight", Doubled())
+        return model
+
+    def problem_without_hook() -> Problem:
+        problem = build(make)
+        problem.model[0].parametrizations.weight[0].forward = lambda weight: 2 * weight
+        return problem
+
+    problem = extended(make)
+    with backpack(BatchGrad(), Variance(), DiagGGNExact()):
+        loss_of(problem).backward()
+    oracle, name = Oracle(problem_without_hook()), "0.parametrizations.weight.original"
+    for field in ("grad_batch", "variance", "diag_ggn_exact"):
+        close(getattr(problem.model.get_parameter(name), field), FIELDS[field](oracle)[name])
+    close(problem.model.get_parameter(name).grad, 5 * oracle.grad[name])
+
+
+# --- vectors in place of a loss ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weights", [[1.0] * N, [0.0, 2.0, -1.0, 0.5, 3.0, 1.0]])
+@pytest.mark.parametrize("make", [chain, Net, Functional])
+def test_gradient_of_a_vector(make: Callable[[], Module], weights: list[float]) -> None:
+    """``backward(gradient=...)`` of one loss a sample: first order, each sample with its weight, also negative ones and zero."""
+    problem, vector = extended(make), torch.tensor(weights, dtype=torch.float64)
+    losses = F.cross_entropy(problem.model(problem.x), problem.terms[0].target, reduction="none")
+    with backpack(BatchGrad(), Variance()):
+        losses.backward(gradient=vector)
+    for name, expected in FIELDS["grad_batch"](Oracle(build(make))).items():
+        value = problem.model.get_parameter(name)
+        rows = N * expected * vector.reshape(-1, *[1] * (expected.dim() - 1))  # the oracle's is the mean
+        close(value.grad_batch, rows)
+        assert (value.variance - rows.var(0, correction=0)).abs().amax() <= 1e-9 * rows.square().mean(0).amax() + 1e-14
+        close(value.grad_batch.sum(0), value.grad)
+
+
+def test_several_roots() -> None:
+    """``torch.autograd.backward`` of two tensors at once is that of their sum."""
+    problem = extended(Net)
+    output = problem.model(problem.x)
+    with backpack(BatchGrad()):
+        torch.autograd.backward([output[:, 0].sum(), output[:, 1]], [None, torch.full((N,), 2.0, dtype=torch.float64)])
+    oracle = Oracle(build(Net))
+    for name, value in values(problem.model, "grad_batch").items():
+        close(value.flatten(1), oracle.jac[name][:, 0] + 2 * oracle.jac[name][:, 1])
+
+
+def test_root_as_an_edge_of_the_graph() -> None:
+    """Torch differentiates from where a tensor comes from, without the tensor; so do we."""
+    problem = extended()
+    loss = loss_of(problem)
+    edge = torch.autograd.graph.get_gradient_edge(loss)
+    with backpack(BatchGrad()):
+        torch.autograd.grad(edge, list(problem.model.parameters()), torch.ones_like(loss))
+    check(problem.model, "grad_batch")
