@@ -270,3 +270,39 @@ def test_root_as_an_edge_of_the_graph() -> None:
     with backpack(BatchGrad()):
         torch.autograd.grad(edge, list(problem.model.parameters()), torch.ones_like(loss))
     check(problem.model, "grad_batch")
+
+
+# --- found by random models -------------------------------------------------------------------------------------------------------------------
+
+
+class BiasOnly(Module):
+    """Of the first layer, called as a function on data, only the bias is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias, self.head = Parameter(torch.randn(5, 4), requires_grad=False), Parameter(torch.randn(5)), Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(F.linear(x, self.weight, self.bias)))
+
+
+class BiasOnlyOfPositions(BiasOnly):
+    """The same with two positions a sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.stack([x, x.sin()], 1)).sum(1)
+
+
+@pytest.mark.parametrize("make", [BiasOnly, BiasOnlyOfPositions])
+def test_bias_of_a_function_whose_weight_is_frozen(make: Callable[[], Module]) -> None:
+    """Its node has saved nothing, neither input nor weight."""
+    problem = extended(make)
+    with backpack(BatchGrad(), BatchL2Grad(), Variance(), DiagGGNExact(), KFLR()):
+        loss_of(problem).backward()
+    check(problem.model, *EXACT, make=make)
+    oracle = Oracle(build(make))
+    (block,) = problem.model.bias.kflr
+    close(block, oracle.ggn_blocks(oracle.hessian_exact)["bias"])
+    clear(problem.model)
+    problem.model.zero_grad()
+    check_step(problem, make)

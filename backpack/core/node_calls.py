@@ -218,8 +218,8 @@ def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias
 
     def matrix() -> Tensor:
         value = saved(node, "mat2")
-        if value is None:  # the input needs no gradient
-            value = torch.empty(shape_of(weight), device="meta")
+        if value is None:  # the input needs no gradient; if the weight needs none either, the bias is all there is
+            value = torch.empty((0, shape[-1]) if weight[0] is None else shape_of(weight), device="meta")
         return value.mT if turned else value
 
     call = NodeCall(node, _LINEAR if turned else _MATMUL, input0=lambda: saved(node, first), weight=matrix)
