@@ -55,7 +55,7 @@ def checkpointed_functional(net: Net, x: Tensor) -> Tensor:
     return net.b(checkpoint(lambda h: net.inner(h).tanh() * h * net.scale, net.a(x), use_reentrant=False))
 
 
-graph("weight of functional_call", doubled, layers(3, 3, 4), (3,), *CHAIN, "curved")
+graph("weight of functional_call", doubled, layers(3, 3, 4), (3,), *CHAIN)
 graph("parameters of functional_call", own_parameters, layers(3, 3, 4, tanh=Tanh), (3,), "chain")
 graph("experts without tokens", experts, partial(mixture, [0.0, 0.0, 0.0, -50.0]), (2, 3), *CHAIN, "curved")
 graph("prototypes", lambda net, x: net.b(torch.cdist(net.a(x), net.points)), layers(3, 3, 4, points=parameter(3, 3)), (3,), *CHAIN, "curved")
@@ -65,14 +65,25 @@ graph(
     layers(3, 3, 4, norm=lambda: LayerNorm(3), point=parameter(3)),
     (3,),
     *CHAIN,
+    "curved",
 )
 graph("checkpoint", checkpointed, layers(3, 3, 4, inner=lambda: Linear(3, 3), tanh=Tanh), (3,), "chain")
-graph("checkpoint, functional", checkpointed_functional, layers(3, 3, 4, inner=lambda: Linear(3, 3), scale=parameter(3)), (3,), *CHAIN, "curved")
+graph("checkpoint, functional", checkpointed_functional, layers(3, 3, 4, inner=lambda: Linear(3, 3), scale=parameter(3)), (3,), *CHAIN)
 graph(
-    "weight norm", lambda net, x: net.b(net.tanh(net.a(x))), lambda: {"a": weight_norm(Linear(3, 3)), "tanh": Tanh(), "b": Linear(3, 4)}, (3,), *CHAIN
+    "weight norm",
+    lambda net, x: net.b(net.tanh(net.a(x))),
+    lambda: {"a": weight_norm(Linear(3, 3)), "tanh": Tanh(), "b": Linear(3, 4)},
+    (3,),
+    *CHAIN,
+    "curved",
 )
 graph(
-    "orthogonal", lambda net, x: net.b(net.tanh(net.a(x))), lambda: {"a": orthogonal(Linear(3, 3)), "tanh": Tanh(), "b": Linear(3, 4)}, (3,), *CHAIN
+    "orthogonal",
+    lambda net, x: net.b(net.tanh(net.a(x))),
+    lambda: {"a": orthogonal(Linear(3, 3)), "tanh": Tanh(), "b": Linear(3, 4)},
+    (3,),
+    *CHAIN,
+    "curved",
 )
 graph(
     "merged update of low rank",
@@ -80,5 +91,4 @@ graph(
     layers(3, 3, 4, w=parameter(3, 3), up=parameter(3, 2), down=parameter(2, 3)),
     (3,),
     *CHAIN,
-    "curved",
 )

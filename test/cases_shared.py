@@ -199,7 +199,7 @@ for _name, _forward, _parts in (
         layers(3, 3, 4, n=lambda: BatchNorm1d(3).eval()),
     ),
 ):
-    graph(_name, _forward, _parts, (3,), *USES)
+    graph(_name, _forward, _parts, (3,), *USES, *(("curved",) if _name == "bias of a Linear and weight of a norm" else ()))
 
 # --- tables, attention, recurrent layers ------------------------------------------------------------------------------------------------------
 

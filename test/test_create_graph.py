@@ -20,8 +20,8 @@ FIRST_ORDER = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"]
 SECOND_ORDER = ["DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "DiagGGNMC"]
 KRONECKER = ["KFLR", "KFAC"]
 STEP = 5e-7
-# torch calls the gradient of a padding row zero, though the row takes part, and does not differentiate through renormalized tables
-OTHER_GRADIENT = {"Embedding, max_norm", "functional embedding, padding", "table at two places"}
+# torch calls the gradient of a padding row zero, though the row takes part, and does not differentiate through renormalized tables and detach()
+OTHER_GRADIENT = {"Embedding, max_norm", "functional embedding, padding", "table at two places", "curved: data in between"}
 
 
 def names_of(case: str) -> list[str]:

@@ -276,6 +276,8 @@ class Carry:
         for flow in self._each_flow():
             if not flow.crosses_gaps:
                 continue
+            if self._connection is not None:
+                self._connection.cross(node)
             wanted = [
                 c is not None and self._concerns(flow, n) and (not flow.is_gradient or self._explicit(n))
                 for n, c in zip(gap.nexts, gap.crossings, strict=True)

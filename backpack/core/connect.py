@@ -16,6 +16,8 @@ from backpack.core.graph import operation, saved_tensors
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge, Slot
 
+# torch.nn.utils.parametrizations.weight_norm: torch 2.13 takes the norm for constant when it differentiates the backward pass
+_WRONG_TWICE = frozenset({"WeightNormInterface"})
 _SAME_ENTRIES = frozenset({"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"})
 
 
@@ -40,6 +42,15 @@ class Connection:
             reason: What, and why.
         """
         self.failures.setdefault(self.flow, reason)
+
+    def cross(self, node: Node) -> None:
+        """Take note of a node that is called in place of autograd.
+
+        Args:
+            node: The node.
+        """
+        if operation(node) in _WRONG_TWICE:
+            self.fail(f"torch differentiates {node.name()} wrongly")
 
     def connect(self, slot: Slot, name: str, call: ModuleCall, tensor: Tensor) -> Tensor:
         """Return a recorded tensor as part of the graph.
