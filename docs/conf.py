@@ -40,6 +40,7 @@ html_css_files = ["site.css"]
 html_math_renderer = "mathml"  # formulas are there without a network, and without a script
 
 autodoc_member_order = "bysource"
+viewcode_follow_imported_members = False
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 
@@ -161,7 +162,7 @@ def write_pages(*_: object) -> None:
     drawings.write(folder)
     for family, places in FAMILIES.items():
         (folder / f"{family}.inc").write_text("\n".join(quantities(places)))
-    introduction = "Each message ends with a code in brackets, under which this page explains it. All classes derive from ``BackpackError``."
+    introduction = "Each message ends with a code, ``[backpack:code]``, under which this page explains it. All classes derive from ``BackpackError``."
     (folder / "supported_layers.inc").write_text("\n".join(support(losses=False)))
     (folder / "supported_losses.inc").write_text("\n".join(support(losses=True)))
     (folder / "errors.rst").write_text(page("Errors", introduction, refusals()))

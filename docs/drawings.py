@@ -51,7 +51,7 @@ class Drawing:
         return self
 
     def __str__(self) -> str:
-        size = f'viewBox="0 0 {self.width + 2:.0f} {self.height + 2:.0f}" style="width: {self.width + 2:.0f}px"'
+        size = f'viewBox="-1 -1 {self.width + 2:.0f} {self.height + 2:.0f}" style="width: {self.width + 2:.0f}px"'
         head = f'<div class="drawing"><svg xmlns="http://www.w3.org/2000/svg" role="img" {size}><title>{escape(self.title)}</title>'
         return "\n".join([head, *self.parts, "</svg></div>"])
 
