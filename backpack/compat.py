@@ -51,7 +51,10 @@ HOMES: dict[str, list[str]] = {
 
 
 class MovedError(BackpackError, ImportError):
-    """An old import path leads to something that this version does not have."""
+    """An old import path leads to something that this version does not have.
+
+    Way out: the message names where it should live; everything public is in ``backpack`` and ``backpack.extensions``.
+    """
 
     code = "moved"
 

@@ -3,15 +3,20 @@
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from inspect import getdoc
 from itertools import groupby
 from pathlib import Path
 from string import ascii_lowercase
 
+from docutils.nodes import Element, SkipNode
+from latex2mathml.converter import convert
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 os.environ["TQDM_DISABLE"] = "1"  # progress bars are for terminals; tqdm, which torch imports, reads this once
+
+import drawings  # noqa: E402
 
 import backpack.extensions  # noqa: E402
 from backpack.core.derivatives.registry import registered  # noqa: E402
@@ -23,15 +28,19 @@ author = "the backpack developers"
 copyright = f"2026, {author}"
 version = release = backpack.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.mathjax", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
 extensions += ["myst_parser", "sphinx_gallery.gen_gallery"]
 templates_path = ["_templates"]
-exclude_patterns = ["_build", "generated/supported_*"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+exclude_patterns = ["_build"]
 html_theme = "furo"
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
+html_math_renderer = "mathml"  # formulas are there without a network, and without a script
 
 autodoc_member_order = "bysource"
+viewcode_follow_imported_members = False
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 
@@ -48,7 +57,14 @@ sphinx_gallery_conf = {
     "show_signature": False,
 }
 
-FAMILIES = {"firstorder": "First order", "secondorder": "Second order", "curvmatprod": "Products with curvature matrices"}
+FAMILIES = {
+    "per_sample_gradients": ("firstorder",),
+    "gauss_newton": ("secondorder.diag_ggn", "secondorder.sqrt_ggn"),
+    "hessian": ("secondorder.diag_hessian",),
+    "kronecker": ("secondorder.hbp",),
+    "products": ("curvmatprod",),
+}
+"""Page of a family of quantities to where its classes are defined."""
 
 KINDS = {
     "linear": "Linear layers",
@@ -76,13 +92,11 @@ def page(title: str, introduction: str, body: Iterator[str]) -> str:
     return "\n".join([title, "=" * len(title), "", introduction, "", *body])
 
 
-def quantities() -> Iterator[str]:
-    """A table with a link and a summary of each quantity, for each family of quantities."""
-    for family, title in FAMILIES.items():
-        package = f"backpack.extensions.{family}"
-        names = [name for name in backpack.extensions.__all__ if getattr(backpack.extensions, name).__module__.startswith(package)]
-        yield from [title, "-" * len(title), "", getdoc(sys.modules[package]) or "", ""]
-        yield from [".. autosummary::", "", *(f"   backpack.extensions.{name}" for name in names), ""]
+def quantities(places: Iterable[str]) -> Iterator[str]:
+    """A table with a link and a summary of each quantity of a family."""
+    homes = tuple(f"backpack.extensions.{place}" for place in places)
+    names = [name for name in backpack.extensions.__all__ if getattr(backpack.extensions, name).__module__.startswith(homes)]
+    yield from [".. autosummary::", "", *(f"   backpack.extensions.{name}" for name in names), ""]
 
 
 def subclasses(cls: type) -> Iterator[type]:
@@ -145,13 +159,26 @@ def write_pages(*_: object) -> None:
     """Write the pages that the package itself describes."""
     folder = HERE / "generated"
     folder.mkdir(exist_ok=True)
-    (folder / "quantities.rst").write_text(page("Quantities", "What ``backpack(...)`` accepts.", quantities()))
-    introduction = "Each message ends with a code in brackets, under which this page explains it. All classes derive from ``BackpackError``."
+    drawings.write(folder)
+    for family, places in FAMILIES.items():
+        (folder / f"{family}.inc").write_text("\n".join(quantities(places)))
+    introduction = "Each message ends with a code, ``[backpack:code]``, under which this page explains it. All classes derive from ``BackpackError``."
     (folder / "supported_layers.inc").write_text("\n".join(support(losses=False)))
     (folder / "supported_losses.inc").write_text("\n".join(support(losses=True)))
     (folder / "errors.rst").write_text(page("Errors", introduction, refusals()))
 
 
+def formula(display: str) -> Callable[[object, Element], None]:
+    """Write formulas, in a line or on their own, as MathML."""
+
+    def visit(translator: object, node: Element) -> None:
+        translator.body.append(convert(node.astext(), display=display))
+        raise SkipNode
+
+    return visit
+
+
 def setup(app: object) -> None:
     """Write the pages before Sphinx looks for sources."""
+    app.add_html_math_renderer("mathml", (formula("inline"), None), (formula("block"), None))
     app.connect("config-inited", write_pages)

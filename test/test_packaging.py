@@ -1,8 +1,7 @@
-"""What a user gets: version, typing marker, complete distribution, public names, documented methods, a quiet import, runnable documentation."""
+"""What a user gets: version, typing marker, complete distribution, public names, documented methods, a quiet import."""
 
 import inspect
 import pkgutil
-import re
 import subprocess
 import sys
 from importlib import import_module, metadata
@@ -65,21 +64,3 @@ def test_import_is_quiet_and_needs_no_extras() -> None:
         f"warnings.simplefilter('error'); import {', '.join(MODULES)}"
     )
     assert python("-c", code) == ""
-
-
-BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<output>.*?)^```$)?", re.M | re.S)
-PAGES = {path.name: list(BLOCK.finditer(path.read_text())) for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
-END = "--- end of block ---\n"
-
-
-@pytest.mark.parametrize("page", [page for page, blocks in PAGES.items() if blocks])
-def test_documentation_runs(page: str) -> None:
-    """The Python blocks of a page run one after the other, without warnings, and print what the page says, if anything."""
-    code = [f"{block['code']}\nprint({END!r}, end='')\n" for block in PAGES[page]]
-    *printed, rest = python("-W", "error::UserWarning", "-c", "".join(code)).split(END)
-    assert printed == [block["output"] or "" for block in PAGES[page]]
-    assert rest == ""
-
-
-def test_documented_pages() -> None:
-    assert {"README.md", "start.md", "layers.md", "extending.md", "coming_from_backpack.md"} <= {page for page, blocks in PAGES.items() if blocks}

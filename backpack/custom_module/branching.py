@@ -11,7 +11,10 @@ from backpack.utils.errors import ShapeError
 
 
 class SummandError(ShapeError, AssertionError):
-    """The summands are not tensors of one shape."""
+    """The summands are not tensors of one shape.
+
+    Way out: ``SumModule`` adds without broadcasting; expand what it is given.
+    """
 
     code = "summands"
 

@@ -35,7 +35,10 @@ Excluded = Parameter | Module | str
 
 
 class FailModeError(ArgumentError, AssertionError):
-    """The fail mode does not exist."""
+    """The fail mode does not exist.
+
+    Way out: ``"ERROR"``, ``"WARNING"`` or ``"SILENT"``.
+    """
 
     code = "fail-mode"
 

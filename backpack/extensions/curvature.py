@@ -152,6 +152,9 @@ class Curvature:
 
 
 class UnknownChoiceError(ArgumentError, AttributeError):
-    """A choice was given by a name that does not exist."""
+    """A choice was given by a name that does not exist.
+
+    Way out: the message lists the names; they are attributes of the class that it names.
+    """
 
     code = "unknown-choice"

@@ -44,73 +44,146 @@ class BackpackError(Exception):
 
 
 class ArgumentError(BackpackError, ValueError):
-    """An argument has a value that the function cannot use."""
+    """An argument has a value that the function cannot use.
+
+    Way out: the message names the argument, what was given, and what is allowed. Common cases: ``backpack(BatchGrad)`` instead of
+    ``backpack(BatchGrad())``, two extensions that save to the same field, a sample index that the mini-batch does not have.
+    """
 
     code = "argument"
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
-    """An argument has a type that the function cannot use."""
+    """An argument has a type that the function cannot use.
+
+    Way out: the message names the type that is wanted; ``extend`` takes a module, not its class and not a function.
+    """
 
     code = "argument-type"
 
 
 class ShapeError(BackpackError, RuntimeError):
-    """A tensor has not the shape that a product needs."""
+    """A tensor has not the shape that a product needs.
+
+    Raised by products with Jacobians, curvature matrices and Kronecker factors, before anything is computed.
+
+    Way out: ``mat`` is ``[V, *shape]`` with ``V`` columns, or a single ``[*shape]``; the message shows both shapes.
+    """
 
     code = "shape"
 
 
 class UnsupportedError(BackpackError, NotImplementedError):
-    """The quantity is undefined here, or no exact rule for it exists."""
+    """The quantity is undefined here, or no exact rule for it exists.
+
+    It is raised before anything runs, for all parameters and reasons at once; ``error.about`` maps the parameters to their names, ``error.parts``
+    holds one error a reason. Common cases: Kronecker factors of a weight that is no matrix of a linear map, or that is used in two orientations;
+    the Hessian's diagonal behind a function whose second derivative is not known; complex parameters; gradient penalties; sharded models.
+
+    Way out: leave the parameters out, as in the message (``exclude=``), and keep the rest. Or take a quantity that exists: a diagonal instead
+    of factors, the generalized Gauss-Newton instead of the Hessian, a product of ``backpack.hessianfree``, which exists always. Or write
+    a rule: ``backpack.register``. ``backpack.explain`` tells before a run.
+    """
 
     code = "unsupported"
 
 
 class MixedSamplesError(UnsupportedError):
-    """Samples of the mini-batch influence one another, so that no per-sample quantity exists."""
+    """Samples of the mini-batch influence one another, so that no per-sample quantity exists.
+
+    Cause: batch normalization in training mode, any other statistic of the mini-batch, a normalization over axis 0, or a loss whose terms couple
+    samples. Also an input without a batch axis, and samples that are not on axis 0 of the output.
+
+    Way out: ``.eval()`` on the batch normalization, or ``GroupNorm`` or ``LayerNorm`` in its place; an axis for the batch; samples on axis 0.
+    """
 
     code = "mixed-samples"
 
 
 class UnattributedError(UnsupportedError):
-    """A parameter is used in a place that no rule can split into samples."""
+    """A parameter is used in a place that no rule can split into samples.
+
+    Cause: most often a penalty on the parameters in the loss, which belongs to no sample.
+
+    Way out: ``loss + backpack.leave_out(penalty)`` leaves a term out of all quantities and keeps it in ``.grad``; ``exclude=`` leaves the
+    parameters out.
+    """
 
     code = "unattributed"
 
 
 class BranchingError(UnsupportedError):
-    """The quantity has no exact rule on a graph that branches, or that leaves the modules."""
+    """The quantity has no exact rule on a graph that branches, or that leaves the modules.
+
+    Cause: ``KFRA``, ``HBP`` with batch averages, ``HMP``, ``GGNMP`` and ``PCHMP`` exist for sequences of modules. A residual connection, an operation
+    between modules, or a module that is called twice is none.
+
+    Way out: ``KFAC`` or ``KFLR`` for factors, products of ``backpack.hessianfree`` for products: they take any graph. Or modules for
+    everything, ``extend(model, use_converter=True)``. Or ``exclude=`` for the parameters in question.
+    """
 
     code = "branching"
 
 
 class NotRecordedError(BackpackError, AttributeError):
-    """An extended module or its parameters took part in a graph, but its forward pass was not recorded."""
+    """An extended module or its parameters took part in a graph, but its forward pass was not recorded.
+
+    Cause: the forward pass ran before ``extend``, under ``disable()`` or under ``no_grad()``; the model is not extended, but the loss is; the
+    module was deleted in between; or an earlier backward pass over the same graph has given back what was recorded.
+
+    Way out: ``model = extend(model)`` first, then the forward pass; keep a reference to the model; ``retain_graph=True`` for all passes over a
+    graph but the last.
+    """
 
     code = "not-recorded"
 
 
 class LossNotExtendedError(BackpackError, AssertionError):
-    """A second-order quantity was asked for, but no loss function that is extended, or known by its graph, lies below the parameter."""
+    """A second-order quantity was asked for, but no loss function that is extended, or known by its graph, lies below the parameter.
+
+    Cause: the loss module is not extended; or the loss was called as a function that leaves no trace in the graph by which it could be known,
+    or written by hand.
+
+    Way out: ``lossfunc = extend(lossfunc)`` before it is called. A loss of one's own goes into a module without parameters, which is
+    extended. First-order quantities need no loss.
+    """
 
     code = "loss-not-extended"
 
 
 class LossValueError(BackpackError, ValueError):
-    """The loss, or what was done to it after it was computed, does not allow the quantity."""
+    """The loss, or what was done to it after it was computed, does not allow the quantity.
+
+    Cause: between the loss and ``backward`` lies something else than weighted sums (``loss**2``, ``loss.exp()``); ``backward`` was called on more
+    than one number; the loss is multiplied by a negative or infinite number, or is not convex, where a root of its Hessian is needed; the
+    target depends on trainable parameters; the loss has parameters, or another value each time.
+
+    Way out: call ``backward`` on a weighted sum of losses with non-negative weights, and detach targets. Where a loss is not convex,
+    ``DiagHessian``, ``HMP`` and ``backpack.hessianfree`` need no root.
+    """
 
     code = "loss"
 
 
 class OverwrittenError(BackpackError, RuntimeError):
-    """A tensor that a rule needs was changed in place after the forward pass of its module."""
+    """A tensor that a rule needs was changed in place after the forward pass of its module.
+
+    Way out: do the operation that the message is about out of place. For products with curvature matrices: multiply before the optimizer's step,
+    since they are those of the parameters of the forward pass.
+    """
 
     code = "overwritten"
 
 
 class DifferentiationError(BackpackError, RuntimeError):
-    """A quantity was differentiated that is not connected to the graph."""
+    """A quantity was differentiated that is not connected to the graph.
+
+    Cause: Monte-Carlo quantities, ``KFRA``, ``HBP``, Hessian diagonals and products cannot be differentiated, even after a pass with
+    ``create_graph=True``. Others cannot where a tensor that is needed again is not there any more.
+
+    Way out: ``.detach()``, if the quantity is meant to be constant. Otherwise keep a reference to the model's output until it is
+    differentiated, or take one that can be: first-order quantities, ``DiagGGNExact``, ``BatchDiagGGNExact``, ``SqrtGGNExact``, ``KFLR``.
+    """
 
     code = "not-differentiable"
 

@@ -23,7 +23,10 @@ MAX_INVERSE_EIGENVALUE = 1e8
 
 
 class ShiftError(ArgumentError, AssertionError):
-    """The number of shifts is not the number of factors."""
+    """The number of shifts is not the number of factors.
+
+    Way out: one number for all factors, or a list with one for each.
+    """
 
     code = "shift"
 

@@ -11,7 +11,11 @@ from backpack.utils.errors import BackpackError
 
 
 class WrongQuantityError(BackpackError, AssertionError):
-    """A quantity differs from its definition, or was computed with an error that is no refusal."""
+    """A quantity differs from its definition, or was computed with an error that is no refusal.
+
+    Raised by ``raise_if_wrong`` of a report of ``backpack.verify``. Way out: ``backpack.check_rule`` on layers of one's own that lie downstream of
+    the parameters that it names.
+    """
 
     code = "wrong-quantity"
 

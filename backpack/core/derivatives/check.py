@@ -30,7 +30,11 @@ _GENERIC = GenericDerivatives()
 
 
 class RuleError(BackpackError, AssertionError):
-    """Registered derivatives of a module are wrong."""
+    """Registered derivatives of a module are wrong.
+
+    Raised by ``backpack.check_rule``. Way out: the message names the first product that differs from automatic differentiation, with shapes and
+    the size of the error.
+    """
 
     code = "wrong-rule"
 

@@ -12,7 +12,10 @@ from backpack.utils.errors import ArgumentError
 
 
 class ModificationError(ArgumentError, KeyError):
-    """The modification of residuals does not exist."""
+    """The modification of residuals does not exist.
+
+    Way out: ``"clip"`` or ``"abs"``.
+    """
 
     code = "pch-modification"
 

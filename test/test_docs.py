@@ -1,0 +1,128 @@
+"""The documentation: scripts print what it says, links lead somewhere, tables agree with the package and with what was measured."""
+
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import backpack
+from backpack import extend, extensions
+from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
+from backpack.utils.errors import BackpackError
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+sys.path.append(str(DOCS))
+import readme_costs  # noqa: E402
+
+GENERATED = {"_build", "api", "gallery", "generated"}
+PAGES = [path for path in sorted(DOCS.rglob("*.md")) if path.relative_to(DOCS).parts[0] not in GENERATED]
+TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in [ROOT / "README.md", *PAGES]}
+BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\s*^```text\n(?P<output>.*?)^```$)?", re.M | re.S)
+BLOCKS = {name: list(BLOCK.finditer(text)) for name, text in TEXTS.items() if BLOCK.search(text)}
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
+END = "--- end of block ---\n"
+
+
+@pytest.mark.parametrize("page", BLOCKS)
+def test_documentation_runs(page: str) -> None:
+    """The Python blocks of a page run one after the other, without warnings, and print what the page says, if anything."""
+    code = "".join(f"{block['code']}\nprint({END!r}, end='')\n" for block in BLOCKS[page])
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *printed, rest = (done.stdout + done.stderr).split(END)
+    assert printed == [block["output"] or "" for block in BLOCKS[page]]
+    assert rest == ""
+
+
+def test_pages_have_scripts() -> None:
+    silent = {"docs/changelog.md", "docs/benchmarks.md", "docs/design.md", "docs/quantities/index.md"}
+    assert TEXTS.keys() - BLOCKS.keys() == silent
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_links_lead_somewhere(page: str) -> None:
+    """Files, pages and headings exist; the gallery and the pages that the build writes are known by what they are made from."""
+    folder = (ROOT / page).parent
+    for target, anchor in LINK.findall(re.sub(r"```.*?```", "", TEXTS[page], flags=re.S)):
+        path = (folder / target).resolve() if target else ROOT / page
+        if DOCS / "gallery" in path.parents:
+            assert path.stem == "index" or (ROOT / "examples" / f"{path.stem}.py").exists(), target
+        elif target.removeprefix("../") == "generated/errors":
+            assert not anchor
+        else:
+            found = [path, path.with_name(f"{path.name}.md"), path.with_name(f"{path.name}.rst")]
+            assert any(place.exists() for place in found), target
+            if anchor:
+                headings = re.findall(r"^#+ (.*)$", next(place for place in found if place.is_file()).read_text(), re.M)
+                assert anchor in [slug(heading) for heading in headings], f"{target}#{anchor}"
+
+
+def errors(cls: type = BackpackError) -> list[type]:
+    """All classes of errors of the package."""
+    below = [sub for sub in cls.__subclasses__() if sub.__module__.startswith("backpack.")]
+    return [*below, *(error for sub in below for error in errors(sub))]
+
+
+def test_each_error_is_explained() -> None:
+    """Its code, which messages end with, is its own; the text of its section says the way out."""
+    codes = [error.code for error in errors()]
+    assert len(codes) > 15
+    assert len(set(codes)) == len(codes)
+    assert [error.__name__ for error in errors() if "Way out:" not in inspect.getdoc(error)] == []
+
+
+def table(page: str, first: str) -> list[list[str]]:
+    """The rows of the table whose first title is given, without code marks."""
+    rows = [line for line in TEXTS[page].split(f"\n| {first} |")[1].split("\n\n")[0].splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in rows]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/cheat_sheet.md"])
+def test_tables_of_quantities(page: str) -> None:
+    """Each quantity has a row, and its attribute and shape, which are compared with a backward pass."""
+    torch.manual_seed(0)
+    N, C, M, V = 5, 3, 2, 4
+    hbp = LossHessianStrategy.EXACT, BackpropStrategy.SQRT, ExpectationApproximation.BOTEV_MARTENS
+    made = {name: getattr(extensions, name) for name in extensions.__all__}
+    made = {name: cls("ggn", *hbp) if name == "HBP" else cls(mc_samples=M) if name.endswith("MC") else cls() for name, cls in made.items()}
+    model, lossfunc = extend(nn.Sequential(nn.Linear(4, 6), nn.Sigmoid(), nn.Linear(6, C))), extend(nn.CrossEntropyLoss())
+    with backpack.backpack(*made.values()):
+        lossfunc(model(torch.rand(N, 4)), torch.randint(C, (N,))).backward()
+
+    rows = {cells[0].strip("`"): cells for cells in table(page, "class")}
+    assert rows.keys() == made.keys()
+    for name, cells in rows.items():
+        attributes, shape = re.findall(r"`(\w+)`", cells[1]), cells[2].strip("`")
+        assert made[name].savefield == attributes[0]
+        for p in model.parameters():
+            for attribute in attributes if "MC" not in name else attributes[:1]:
+                value = getattr(p, attribute)
+                if isinstance(value, list):
+                    assert len(value) == p.dim()
+                elif callable(value) and "->" in shape:
+                    assert value(torch.rand(V, *p.shape)).shape == (V, *p.shape)
+                else:
+                    assert list(value.shape) == eval(shape, {"N": N, "C": C, "M": M, "p": p.shape})  # noqa: S307
+
+
+def test_costs_in_readme_are_the_measured_ones() -> None:
+    """After a new measurement: ``python docs/readme_costs.py``."""
+    assert readme_costs.PLACE.search(TEXTS["README.md"])[0] == readme_costs.table()
+
+
+def test_badges_are_true() -> None:
+    claims = dict(re.findall(r"img\.shields\.io/badge/(\w+)-([\w.]+)", TEXTS["README.md"]))
+    written = {"python": r'requires-python = ">=(.*?)"', "torch": r'"torch>=(.*?)"', "licence": r'license = "(.*?)"'}
+    project = (ROOT / "pyproject.toml").read_text()
+    assert claims == {name: re.search(pattern, project)[1] for name, pattern in written.items()}
