@@ -30,7 +30,7 @@ from backpack.extensions.collector import Collector
 from backpack.extensions.combining import Noted
 from backpack.extensions.costs import Costs, gradient, width
 from backpack.extensions.flows import Source, SqrtFlow
-from backpack.extensions.kronecker import KroneckerState
+from backpack.extensions.kronecker import KroneckerState, OutputSide
 from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import sides_of, units_of
 from backpack.trial import try_rules
@@ -284,7 +284,7 @@ class _Study:
                 return [empty(*use.outputs[1:] * 2), *([] if use.inputs is None else [empty(*use.inputs[1:])])]
             rule = next((u.call.derivatives for u in units_of(plan) for p in u.parameters.values() if p is parameter), None)
             inputs = None if use.inputs is None else empty(*use.inputs)
-            state: Any = KroneckerState(inputs, {Source(0): empty(1, 1, *use.outputs)}, rule)
+            state: Any = KroneckerState(inputs, OutputSide({Source(0): empty(1, 1, *use.outputs)}), rule)
         else:
             samples = extension.samples(plan.batches[parameter])
             number = plan.batches[parameter] if samples is None else len(samples)

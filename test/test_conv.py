@@ -195,10 +195,11 @@ def test_blocks_of_samples_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = randn(5, 4, 3, 3, dtype=DOUBLE), torch.tensor([0, 1, 2, 0, 1])
     model = classifier(nn.Conv2d(4, 2, 2, groups=2, padding=1), nn.Tanh(), nn.ConvTranspose2d(2, 3, 2, stride=2), width=192).to(DOUBLE)
     expected = results(model, x, y)
-    for samples, columns, unfolded in ((1, 1, 9999), (300, 1, 9999), (1, 300, 9999), (300, 300, 9999), (300, 300, 0)):
+    for samples, columns, unfolded in ((1, 1, 9999), (300, 1, 9999), (1, 300, 9999), (300, 300, 9999), (300, 300, 0), (1, 300, 0)):
         monkeypatch.setattr("backpack.core.derivatives.affine._SMALL", samples)
         monkeypatch.setattr("backpack.core.derivatives.affine._LARGE", columns)
         monkeypatch.setattr("backpack.core.derivatives.convnd._UNFOLDED", unfolded)
+        monkeypatch.setattr("backpack.core.derivatives.convnd._PULLED", columns)
         for name, value in results(model, x, y).items():
             if isinstance(value, list):
                 continue

@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, jacrev
 from torch.fx import symbolic_trace
-from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Identity, L1Loss, Linear, Module, MSELoss, ReLU, Sequential, Sigmoid
+from torch.nn import BCEWithLogitsLoss, Conv1d, CrossEntropyLoss, Flatten, Identity, L1Loss, Linear, Module, MSELoss, ReLU, Sequential, Sigmoid
 
+from backpack import backpack, extend
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.extensions import KFLR
 from backpack.utils import examples, kroneckers, linear
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.errors import ArgumentError
 from backpack.utils.hooks import no_op
 from backpack.utils.module_classification import is_loss, is_nll, is_no_op
+from backpack.utils.moment import second_moment
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
 
@@ -260,3 +263,32 @@ def test_autograd_diag_ggn_exact(N: int, reduction: str) -> None:
         torch.testing.assert_close(examples.autograd_diag_ggn_exact(X, y, model, loss, idx=idx), expected)
     for index, column in examples._autograd_ggn_exact_columns(X, y, model, loss, idx=[2, 5]):
         torch.testing.assert_close(column, G[:, index])
+
+
+def test_second_moment_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the blocks are copies: the numbers are those of the whole product, also for views, and the gradient is that of the whole product."""
+    torch.manual_seed(0)
+    for rows, size in ((7, 5), (4, 4), (3, 1), (0, 5)):
+        matrix = torch.rand(2, size, rows, dtype=torch.float64, requires_grad=True)
+        weights = torch.rand(2, size, size, dtype=torch.float64)
+        expected = torch.einsum("gkr,glr->gkl", matrix, matrix)
+        (derivative,) = torch.autograd.grad((expected * weights).sum(), matrix)
+        for block in (1, 2, 4, 9):
+            monkeypatch.setattr("backpack.utils.moment._ROWS", 0)
+            monkeypatch.setattr("backpack.utils.moment._BLOCK", block)
+            moment = second_moment(matrix.mT)
+            torch.testing.assert_close(moment, expected)
+            torch.testing.assert_close(torch.autograd.grad((moment * weights).sum(), matrix)[0], derivative)
+
+
+def test_factors_share_no_memory() -> None:
+    """The factor of a bias equals the output side of the weight, and changing one leaves the other as it is."""
+    torch.manual_seed(0)
+    for layer, x in ((Linear(3, 2), torch.rand(4, 3)), (Conv1d(3, 2, 2), torch.rand(4, 3, 2))):
+        model, lossfunc = extend(Sequential(layer, Flatten())), extend(CrossEntropyLoss())
+        with backpack(KFLR()):
+            lossfunc(model(x), torch.tensor([0, 1, 1, 0])).backward()
+        side = layer.bias.kflr[0].clone()
+        torch.testing.assert_close(side, layer.weight.kflr[0])
+        layer.weight.kflr[0].zero_()
+        torch.testing.assert_close(layer.bias.kflr[0], side)

@@ -118,12 +118,14 @@ class Use:
         value: What the flow carries at the output: for columns ``{source: [V, R, *out]}``.
         grad: Gradient at the output ``[R, *out]``.
         layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
+        notes: What was computed for one parameter and is the same for the others.
     """
 
-    __slots__ = ("call", "grad", "layout", "parameters", "value")
+    __slots__ = ("call", "grad", "layout", "notes", "parameters", "value")
 
     def __init__(self, call: ModuleCall, parameters: dict[str, Parameter], value: Any, grad: Tensor, layout: Layout) -> None:
         self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
+        self.notes: dict[Hashable, Any] = {}
 
 
 class Reader(ABC):

@@ -9,10 +9,34 @@ from torch.nn import Parameter
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.flow import Columns, Use
-from backpack.core.samples import add_rows
+from backpack.core.samples import Layout, add_rows
 from backpack.extensions.flows import apply_to_all, repetitions
-from backpack.extensions.rules import Rule, add_columns
+from backpack.extensions.rules import Rule, add_columns, stack
+from backpack.utils.moment import second_moment
 from backpack.utils.precision import wide
+
+
+class OutputSide:
+    """Columns at the output, of which weight and bias of a layer have the same second moment.
+
+    Attributes:
+        columns: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened.
+    """
+
+    __slots__ = ("_moment", "columns")
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns, self._moment = columns, None
+
+    def moment(self) -> Tensor:
+        """Sum the outer products of the columns with themselves, over columns and samples.
+
+        Returns:
+            ``[G, O, O]``, a tensor that the caller may change.
+        """
+        if self._moment is None:
+            self._moment = second_moment(wide(stack(self.columns)).flatten(0, 1).transpose(0, 1))
+        return self._moment.clone()
 
 
 class KroneckerState:
@@ -20,13 +44,13 @@ class KroneckerState:
 
     Attributes:
         inputs: Input-side factor of each group ``[G, K, K]``, ``[1, K]`` if it is diagonal (of a table), or ``None`` for a bias.
-        outputs: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened.
+        outputs: The other side.
         rule: Rule of the layer, if it is affine: says how the sides lie in the parameter.
     """
 
     __slots__ = ("inputs", "outputs", "rule")
 
-    def __init__(self, inputs: Tensor | None, outputs: Columns, rule: AffineDerivatives | None = None) -> None:
+    def __init__(self, inputs: Tensor | None, outputs: OutputSide, rule: AffineDerivatives | None = None) -> None:
         self.inputs, self.outputs, self.rule = inputs, outputs, rule
 
 
@@ -45,13 +69,15 @@ class KroneckerRule(Rule):
         rule, samples = use.call.derivatives, max(use.layout.samples, 1)
         if isinstance(rule, EmbeddingDerivatives) and not self._mean_input:
             sums = apply_to_all(use.value, lambda mat: add_rows(rule.sums_over_positions(use.call, mat), use.layout).unsqueeze(2))
-            return KroneckerState(rule.counts(use.call)[None] / samples, sums)
+            return KroneckerState(rule.counts(use.call)[None] / samples, OutputSide(sums))
         if not isinstance(rule, AffineDerivatives):
             columns = apply_to_all(use.value, lambda mat: rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False))
             return _without_structure(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
-        outputs = apply_to_all(use.value, lambda mat: add_rows(rule.rows(use.call, mat).sum(-1), use.layout))
+        if "outputs" not in use.notes:
+            use.notes["outputs"] = OutputSide(apply_to_all(use.value, lambda mat: _over_positions(rule.rows(use.call, mat), use.layout)))
+        outputs = use.notes["outputs"]
         if name == "bias":
-            return _without_structure(outputs)
+            return KroneckerState(None, outputs) if rule.groups(use.call) == 1 else _without_structure(outputs.columns)
         if not self._mean_input:
             return KroneckerState(rule.input_moment(use.call) / samples, outputs, rule)
         x = wide(rule.columns(use.call))
@@ -65,8 +91,13 @@ class KroneckerRule(Rule):
 
     def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
         inputs = None if one.inputs is None else one.inputs + other.inputs
-        return KroneckerState(inputs, add_columns(one.outputs, other.outputs), one.rule)
+        return KroneckerState(inputs, OutputSide(add_columns(one.outputs.columns, other.outputs.columns)), one.rule)
+
+
+def _over_positions(rows: Tensor, layout: Layout) -> Tensor:
+    return add_rows(rows.squeeze(-1) if rows.shape[-1] == 1 else rows.sum(-1), layout)
 
 
 def _without_structure(columns: Columns) -> KroneckerState:
-    return KroneckerState(None, {source: c.flatten(2).unsqueeze(2) if c.dim() > 2 else c[..., None, None] for source, c in columns.items()})
+    flat = {source: c.flatten(2).unsqueeze(2) if c.dim() > 2 else c[..., None, None] for source, c in columns.items()}
+    return KroneckerState(None, OutputSide(flat))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Module, functional
 
 from backpack.utils.errors import ArgumentError, ShapeError
+from backpack.utils.moment import second_moment
 
 
 def get_conv_module(N: int) -> type[Module]:
@@ -112,7 +113,7 @@ def unfolded_moment(input: Tensor, module: Module) -> Tensor:
     """
     if module.stride[0] != 1:
         flat = unfold_by_conv(input, module).unflatten(1, (module.groups, -1)).permute(1, 2, 0, 3).flatten(2)
-        return flat @ flat.mT
+        return second_moment(flat.mT)
     padded = pad(input, paddings(module), module.padding_mode)
     return patch_moment(padded, module.groups, module.kernel_size, module.stride, module.dilation)
 
@@ -148,7 +149,7 @@ def patch_moment(input: Tensor, groups: int, kernel_size: Sequence[int], stride:
             inside = [row for row, start in enumerate(starts) if start <= low and high <= start + positions]
             if inside:
                 upper, lower = (unfolded[:, :, low + shift : high + shift].flatten(2) for shift in (0, step * apart))
-                product = upper @ lower.mT
+                product = upper @ lower.mT if apart else second_moment(upper.mT)
                 for row in inside:
                     total[row, row + apart] += product
     lower, upper = torch.tril_indices(rows, rows, -1)

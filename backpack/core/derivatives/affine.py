@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.kinds import ConstantJacobianDerivatives
+from backpack.utils.moment import second_moment
 from backpack.utils.precision import wide
 
 _SMALL = 2**18
@@ -37,7 +38,7 @@ def small_blocks(length: int, elements: int) -> list[slice]:
     Returns:
         The blocks.
     """
-    return _blocks(length, elements, _SMALL)
+    return blocks(length, elements, _SMALL)
 
 
 def large_blocks(length: int, elements: int) -> list[slice]:
@@ -50,10 +51,20 @@ def large_blocks(length: int, elements: int) -> list[slice]:
     Returns:
         The blocks.
     """
-    return _blocks(length, elements, _LARGE)
+    return blocks(length, elements, _LARGE)
 
 
-def _blocks(length: int, elements: int, limit: int) -> list[slice]:
+def blocks(length: int, elements: int, limit: int) -> list[slice]:
+    """Cut an axis into blocks, of at least one entry each.
+
+    Args:
+        length: Length of the axis.
+        elements: Elements that each of its entries brings.
+        limit: Elements of a block.
+
+    Returns:
+        The blocks.
+    """
     step = max(1, limit // max(1, elements))
     return [slice(start, min(length, start + step)) for start in range(0, length, step)]
 
@@ -192,8 +203,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         Returns:
             ``[[G, K, K]]``.
         """
-        flat = wide(self.columns(module)).permute(1, 0, 3, 2).flatten(1, 2)  # makes no copy in a Linear layer
-        return flat.mT @ flat
+        return second_moment(wide(self.columns(module)).permute(1, 0, 3, 2).flatten(1, 2))  # makes no copy in a Linear layer
 
     def _bias_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None

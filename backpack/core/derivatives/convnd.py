@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import vjp
 from torch.nn import Conv1d, Conv2d, Conv3d, Module
 
-from backpack.core.derivatives.affine import AffineDerivatives, large_blocks
+from backpack.core.derivatives.affine import AffineDerivatives, blocks, large_blocks, small_blocks
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.registry import register
 from backpack.utils.conv import pad, paddings, unfold_by_conv, unfolded_moment
@@ -25,6 +25,19 @@ _UNFOLDED = 2**19
 """Entries of the unfolded input of a sample beyond which torch's kernel is the better way to its products.
 
 Measured for one column on the layers of All-CNN-C: as fast with 2^18.75 entries, 1.35 times as fast with 2^19.75; for 100 columns slower by 1.2.
+"""
+_POSITIONS = 160
+"""Positions from which on torch's kernel, with samples as groups, is the better way to their products.
+
+Measured for one column, 3 x 3 kernels and one thread: with 1024 positions it takes 0.3 to 0.7 of the time of unfolding, the less the fewer the
+channels, with 256 positions 0.45 to 1, with 144 about the same, with 64 up to 1.5 times as long. It needs eight channels in a group, unless
+there are several groups in a sample; for three channels it takes 1.3 times as long, for 10 columns as long.
+"""
+_PULLED = 2**21
+"""Entries of the columns that go through the transposed layer at once, at its input or output.
+
+Measured on the layers of All-CNN-C: 0.75 to 0.95 of the time of 1600 columns at once, for which the kernel takes buffers of the same size; with 2^23
+entries nothing is gained.
 """
 
 
@@ -81,22 +94,23 @@ class ConvolutionDerivatives(AffineDerivatives):
         if not self._by_kernel(module, self.rows(module, mat)):
             yield from super().weight_blocks(module, mat, subsampling)
             return
-        for start in range(mat.shape[1]):
-            n = slice(start, start + 1)
-            products = self._weight_jac_t_mat_prod(module, None, None, mat[:, n], subsampling=n if subsampling is None else subsampling[n])
-            yield slice(None), n, self.matrix_from_weight(module, products).unsqueeze(1)
+        for n in small_blocks(mat.shape[1], module.weight.numel()):
+            products = self._by_groups(module, mat[:, n], n if subsampling is None else subsampling[n])
+            yield slice(None), n, self.matrix_from_weight(module, products.flatten(0, 1)).unflatten(0, products.shape[:2])
 
     def _by_kernel(self, module: Module, rows: Tensor) -> bool:
-        """Tell whether torch's kernel, sample by sample, is a better way to per-sample products than unfolded inputs and matrix products.
+        """Tell whether torch's kernel is a better way to per-sample products than unfolded inputs and matrix products.
 
         Args:
             module: The layer.
             rows: ``[[V, N, G, O, L]]``.
 
         Returns:
-            Whether the unfolded input of a sample does not fit into the cache, and is not used for many columns.
+            Whether there is one column, and the unfolded input of a sample does not fit into the cache or the kernel is at its best.
         """
-        return len(rows) == 1 and module.weight.numel() // rows.shape[3] * rows.shape[4] > _UNFOLDED
+        groups, outputs, positions = rows.shape[2:]
+        large = module.weight.numel() // outputs * positions > _UNFOLDED
+        return len(rows) == 1 and (large or (positions >= _POSITIONS and (groups > 1 or module.in_channels >= 8)))
 
     def output_from_rows(self, module: Module, rows: Tensor) -> Tensor:
         return rows.reshape(rows.shape[0], *module.output.shape)
@@ -137,39 +151,82 @@ class ConvolutionDerivatives(AffineDerivatives):
         return result.unflatten(0, mat.shape[:2])
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        columns = mat.flatten(0, 1)
-        anywhere = mat.new_empty(()).expand(len(columns), *module.input0.shape[1:])  # only its shape is read
+        columns, features = mat.flatten(0, 1), module.input0.shape[1:]
+        size = max(features.numel(), columns.shape[1:].numel())
+        # the kernel of a GPU wants as much as there is
+        parts = blocks(len(columns), size, _PULLED) if mat.device.type == "cpu" else [slice(None)]
+        if len(parts) <= 1:
+            return self._pull(module, columns).unflatten(0, mat.shape[:2])
+        result = columns.new_empty(len(columns), *features)
+        for part in parts:
+            result[part] = self._pull(module, columns[part])
+        return result.unflatten(0, mat.shape[:2])
+
+    def _pull(self, module: Module, columns: Tensor) -> Tensor:
+        """Multiply by the transposed Jacobian with respect to the input.
+
+        Args:
+            module: The layer.
+            columns: ``[[B, C_out, *]]``.
+
+        Returns:
+            ``[[B, C_in, *]]``.
+        """
+        anywhere = columns.new_empty(len(columns), *module.input0.shape[1:])  # only its shape is read
         padded, unpad = vjp(partial(self._pad, module), anywhere) if self._amounts(module) else (anywhere, lambda result: (result,))
         only_input = (True, False, False)
-        result = torch.ops.aten.convolution_backward(columns, padded, module.weight, None, *self._options(module), only_input)[0]
-        return unpad(result)[0].unflatten(0, mat.shape[:2])
+        return unpad(torch.ops.aten.convolution_backward(columns, padded, module.weight, None, *self._options(module), only_input)[0])[0]
 
     def _weight_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
-        if not (sum_batch and len(mat)):  # no kernel takes zero channels
-            return super()._weight_jac_t_mat_prod(module, g_inp, g_out, mat, sum_batch, subsampling)
-        inputs = self._pad(module, subsample(module.input0, subsampling=subsampling))
-        columns = _into_channels(mat, module.groups, 2)
-        groups, axis, only_weight = self._weight_groups(module), self.weight_axis, (False, True, False)
-        anything = _into_channels(module.weight.new_empty(()).expand(len(mat), *module.weight.shape), groups, axis + 1)
-        result = torch.ops.aten.convolution_backward(columns, inputs, anything, None, *self._options(module), only_weight)[1]
-        return _out_of_channels(result, len(mat), groups, axis)
+        if sum_batch and len(mat):
+            return self._by_groups(module, mat, subsampling, separate=False).squeeze(1)
+        if not sum_batch and not self._SAVE_MEMORY and mat.shape[1] and self._by_kernel(module, self.rows(module, mat)):
+            return self._by_groups(module, mat, subsampling)
+        return super()._weight_jac_t_mat_prod(module, g_inp, g_out, mat, sum_batch, subsampling)
+
+    def _by_groups(self, module: Module, mat: Tensor, subsampling: Samples | slice = None, separate: bool = True) -> Tensor:
+        """Multiply by the transposed Jacobian with respect to the weight, by torch's kernel, for which samples can be further groups.
+
+        Args:
+            module: The layer with its recorded input.
+            mat: ``[[V, N, C_out, *]]``; the kernel takes neither zero columns nor zero samples that are groups.
+            subsampling: Samples that ``mat`` is about; ``None`` for all.
+            separate: Keep the samples apart.
+
+        Returns:
+            ``[[V, N, *weight]]``, or ``[[V, 1, *weight]]`` with the sum over samples.
+        """
+        inputs, samples = self._pad(module, subsample(module.input0, subsampling=subsampling)), 1
+        if separate:
+            samples, inputs, mat = len(inputs), inputs.flatten(0, 1).unsqueeze(0), mat.flatten(1, 2).unsqueeze(1)
+        *options, groups = self._options(module)
+        groups *= samples
+        weight_groups, axis = self._weight_groups(groups), self.weight_axis
+        anything = module.weight.new_empty(()).expand(len(mat), samples, *module.weight.shape).flatten(1, 2)
+        anything = _into_channels(anything, weight_groups, axis + 1)
+        columns, only_weight = _into_channels(mat, groups, 2), (False, True, False)
+        result = torch.ops.aten.convolution_backward(columns, inputs, anything, None, *options, groups, only_weight)[1]
+        return _out_of_channels(result, len(mat), weight_groups, axis).unflatten(1, (samples, -1))
 
     def _weight_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         if not len(mat):
             return super()._weight_jac_mat_prod(module, g_inp, g_out, mat)
-        weight = _into_channels(mat, self._weight_groups(module), self.weight_axis + 1)
+        weight = _into_channels(mat, self._weight_groups(module.groups), self.weight_axis + 1)
         result = torch.ops.aten.convolution(self._pad(module, module.input0), weight, None, *self._options(module))
         return _out_of_channels(result, len(mat), module.groups, 1)
 
-    def _weight_groups(self, module: Module) -> int:
+    def _weight_groups(self, groups: int) -> int:
         """Return how many groups follow one another along the axis of the output channels in the weight.
+
+        Args:
+            groups: Number of groups.
 
         Returns:
             All, or one.
         """
-        return module.weight.shape[self.weight_axis] * module.groups // module.out_channels
+        return groups if self.weight_axis == 0 else 1
 
 
 def _into_channels(tensor: Tensor, groups: int, axis: int) -> Tensor:

@@ -26,7 +26,7 @@ from backpack.extensions.combining import Combination, Factors, Noted
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.kronecker import KroneckerRule
-from backpack.extensions.rules import Rule, ValueRule, stack
+from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.extensions.sides import sides_of
@@ -158,8 +158,7 @@ class HBP(SecondOrderBackpropExtension):
         if self._averages:
             factors = self._from_average(*state)
             return Noted(factors, 1 if len(factors) > 1 else None)
-        flat = wide(stack(state.outputs)).flatten(0, 1).transpose(0, 1)
-        sides = flat.transpose(1, 2) @ flat
+        sides = state.outputs.moment()
         if state.inputs is None:
             return Noted([sides[0]], None)
         if state.inputs.dim() == 2:
