@@ -18,6 +18,8 @@ ORDER = [
     "autoencoder_blocks",
     "any_model",
     "language_model",
+    "differentiable_variance",
+    "verify_explain",
     "custom_layer",
 ]
 
