@@ -12,6 +12,12 @@ from torch.nn import Module
 from backpack.core.derivatives.affine import AffineDerivatives, small_blocks
 from backpack.utils.precision import wide
 
+_EACH = 2**15
+"""Entries of a product from which on each is squared and added by itself, in one pass over it instead of three.
+
+Measured with 192 x 1728 entries and 100 columns: with 256 positions 0.85 of the time of the whole, products included, with 64 positions 0.7.
+"""
+
 
 def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor) -> Tensor:
     """Squared norms of per-sample weight gradients (Goodfellow 2015; with positions, by Gram matrices, Rochette et al. 2019).
@@ -108,8 +114,9 @@ def _add_squares(out: Tensor, products: Tensor, signs: Tensor | None) -> None:
     """
     if signs is not None:
         out += einsum("vngok,vn->gok", products.square_(), wide(signs))
-    elif products.shape[:2] == (1, 1):
-        out.addcmul_(products[0, 0], products[0, 0])
+    elif out.numel() >= _EACH:
+        for product in products.flatten(0, 1):
+            out.addcmul_(product, product)
     else:
         out += products.square_().sum((0, 1))
 
