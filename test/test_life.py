@@ -26,6 +26,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.data import DataLoader, Dataset
 
 from backpack import CTX, backpack, clear, extend, results, unextend
+from backpack.core.owners import owners
 from backpack.core.state import recording
 from backpack.extensions import GGNMP, HMP, KFAC, PCHMP, BatchGrad, DiagGGNExact, SumGradSquared, Variance
 from backpack.utils.errors import BackpackError
@@ -399,6 +400,26 @@ def test_functions_do_not_keep_a_model_alive(extension: type, functional: bool) 
     gc.collect()
     after = census()
     assert (after["tensors"], after["calls"]) == (before["tensors"], before["calls"])
+
+
+def test_parameters_may_die_while_names_are_looked_up() -> None:
+    """The garbage collector runs whenever objects are made, in the middle of a loop over everything that is tracked, too."""
+    before, kept = gc.get_threshold(), extended()
+    gc.collect()
+    gc.disable()
+    models = [extend(Sequential(Linear(2, 2))) for _ in range(3000)]
+    for model in models:
+        model.itself = [model]  # not a child: a cycle of references
+    gc.collect(0)  # they are in the next generation now, and alive
+    del model, models
+    try:
+        gc.set_threshold(100, 0, 1000)
+        gc.enable()
+        found = owners.named("0.weight")
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()
+    assert id(kept.model[0].weight) in found
 
 
 class Product(Module):

@@ -106,7 +106,7 @@ class _Owners:
         Returns:
             The parameters.
         """
-        found = [reference() for reference, _ in list(self._carriers.values())]
+        found = [reference() for reference, _ in self._carriers.copy().values()]
         return [parameter for parameter in found if parameter is not None]
 
     def __contains__(self, parameter: object) -> bool:
@@ -126,7 +126,7 @@ class _Owners:
             Their ids.
         """
         patterns = (pattern, f"{pattern}.*")
-        entries = list(self._names.items())
+        entries = self._names.copy().items()  # a copy that no collection of garbage, hence no death of a parameter, interrupts
         return {key for key, (_, names) in entries if any(fnmatchcase(name, some) for name in names for some in patterns)}
 
 
