@@ -60,6 +60,7 @@ class backpack:  # noqa: N801
         debug: bool = False,
         retain_graph: bool = False,
         accumulate: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """Choose the extensions.
 
@@ -71,11 +72,12 @@ class backpack:  # noqa: N801
             retain_graph: Keep ``module.input0``, ... readable after the backward pass; ``backward(retain_graph=True)`` implies it.
             accumulate: Unite the results of all backward passes under this context, as ``.grad`` does: parameters carry, after each pass, the
                 quantities of the sum of the losses so far on all their samples. ``clear(model)`` lets it begin anew.
+            dtype: Type in which results are kept; ``None`` for that of the parameter, and at least ``float32`` for what is squared.
 
         Raises:
             UnsupportedError: If an extension is to accumulate whose results for parts of a mini-batch do not make up that of the whole.
             ArgumentError: If something is not an instance of an extension, or two of them save to the same field.
-            ArgumentTypeError: If the extension hook is not callable.
+            ArgumentTypeError: If the extension hook is not callable, or the type is none of floating-point numbers.
         """
         for ext in exts:
             if isinstance(ext, type) and issubclass(ext, BackpropExtension):
@@ -88,9 +90,11 @@ class backpack:  # noqa: N801
                 raise ArgumentError(f"Two active extensions save to {ext.savefield!r}, so that one would overwrite the other. Use two contexts.")
         if extension_hook is not None and not callable(extension_hook):
             raise ArgumentTypeError(f"extension_hook must be a function of a module, got {extension_hook!r}.")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ArgumentTypeError(f"dtype must be a type of floating-point numbers, torch.float64, say, got {dtype!r}.")
         for ext in exts if accumulate else ():
             combination_of(ext, ext.savefield)
-        self.exts, self.accumulate = exts, accumulate
+        self.exts, self.accumulate, self.dtype = exts, accumulate, dtype
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
@@ -98,7 +102,7 @@ class backpack:  # noqa: N801
     def __enter__(self) -> None:
         recording.open.clear()  # calls that were interrupted, by a key, say
         before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph(), recording.keep_all)
-        _entered.contexts.append((before, set(), self.accumulate))
+        _entered.contexts.append((before, set(), self.accumulate, self.dtype))
         CTX.set_active_exts(self.exts)
         CTX.set_debug(self.debug)
         CTX.set_extension_hook(self.extension_hook)
@@ -119,7 +123,7 @@ class _Entered(threading.local):
     """Contexts that a thread has entered: settings before, and (id of parameter, field) of what passes under them have written.
 
     Attributes:
-        contexts: One entry a context; last, whether the passes accumulate.
+        contexts: One entry a context; last, whether the passes accumulate, and the type of their results.
         running: Whether a pass is running: calls of autograd inside of it are none of ours.
     """
 
@@ -196,13 +200,13 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
     Raises:
         UnsupportedError: If results that can be differentiated are to be accumulated.
     """
-    _, written, accumulates = _entered.contexts[-1]
+    _, written, accumulates, dtype = _entered.contexts[-1]
     if accumulates and create_graph:
         raise UnsupportedError("Results of passes with create_graph=True cannot be accumulated: they could not be differentiated.")
     hook = CTX.get_extension_hook()
     connection = Connection(plan) if create_graph else None
     combines = accumulates or _distributed()
-    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines)
+    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines, dtype)
     collector.check()
     earlier = Earlier(extensions if accumulates else (), written)
     carry = Carry(plan, collector.flows, collector, connection)

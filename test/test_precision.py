@@ -183,3 +183,46 @@ def test_accumulation_with_a_scaled_loss_and_micro_batches(dtype: torch.dtype) -
     for name, parameter in model.named_parameters():
         close(parameter.variance.double(), oracle.variance[name], rtol=32 * torch.finfo(dtype).eps)
         close(parameter.diag_ggn_exact.double(), truths[name], rtol=32 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", ["Tanh", "net: Conv2d", "linear twice", "two losses on one output"])
+def test_chosen_type_of_results(case: str, dtype: torch.dtype) -> None:
+    """Results are kept in the type that a context asks for, and are those of another context but for rounding; functions stay what they are."""
+    names = [name for name in QUANTITIES if QUANTITIES[name].expect(CASES[case].tags) is Expect.EXACT and not name.startswith("HBP")]
+    names = [name for name in names if not name.startswith("PCHMP")]
+    problem, plain = CASES[case].build(3, torch.float32), CASES[case].build(3, torch.float32)
+    run(plain, *(QUANTITIES[name].make() for name in names))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(*(QUANTITIES[name].make() for name in names), dtype=dtype):
+        problem.loss(problem.outputs(0)).backward()
+    for name in names:
+        field = QUANTITIES[name].field
+        for value, expected in zip(collect(problem, field).values(), collect(plain, field).values(), strict=True):
+            if callable(expected):
+                assert callable(value)
+                continue
+            for found, tensor in zip(flat([value]), flat([expected]), strict=True):
+                assert found.dtype is dtype
+                assert torch.equal(found, tensor.to(dtype))
+    with backpack(extensions.BatchGrad()):
+        problem.loss(problem.outputs(0)).backward()
+    assert all(p.grad_batch.dtype is torch.float32 for p in problem.model.parameters())
+
+
+def test_chosen_type_of_accumulated_results() -> None:
+    problem = CASES["Tanh"].build(3, torch.float32)
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(extensions.Variance(), extensions.DiagGGNExact(), accumulate=True, dtype=torch.float64):
+        for _ in range(2):
+            problem.loss(problem.outputs(0)).backward()
+    for param in problem.model.parameters():
+        assert (param.variance.dtype, param.diag_ggn_exact.dtype) == (torch.float64, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, "float32", 32])
+def test_types_that_hold_no_results(dtype: object) -> None:
+    with pytest.raises(TypeError, match="dtype must be a type of floating-point numbers"):
+        backpack(dtype=dtype)

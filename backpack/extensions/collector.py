@@ -32,6 +32,7 @@ from backpack.extensions.rules import FromGradient, Rule, as_published, find_fas
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss
+from backpack.utils.precision import in_type
 
 
 class Collector(Reader):
@@ -45,9 +46,10 @@ class Collector(Reader):
         connection: Connection | None,
         debug: bool,
         combines: bool,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._plan, self._extensions, self._combines = plan, list(extensions), combines
-        self._connection, self._debug = connection, debug
+        self._connection, self._debug, self._dtype = connection, debug, dtype
         self._of_flow: dict[Flow, list[BackpropExtension]] = {}
         for extension in self._extensions:
             if extension.flow is not None:
@@ -227,6 +229,8 @@ class Collector(Reader):
             value, extra = value
             if callable(extra):
                 extra = extra() if self._combines else None
+        if self._dtype is not None:
+            value = in_type(value, self._dtype)
         if self._connection is not None:
             connects = extension.flow is not None and extension.flow.differentiable
             reason = self._connection.failures.get(extension.flow) if connects else f"{type(extension).__name__} is none of those that can be"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,3 +18,18 @@ def wide(tensor: Tensor) -> Tensor:
         The same numbers.
     """
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def in_type(value: Any, dtype: torch.dtype) -> Any:
+    """Convert a result.
+
+    Args:
+        value: A tensor, a list of such, or something else, which is returned as it is.
+        dtype: The type.
+
+    Returns:
+        The result.
+    """
+    if isinstance(value, list):
+        return [in_type(part, dtype) for part in value]
+    return value.to(dtype) if isinstance(value, Tensor) else value
