@@ -120,4 +120,3 @@ axes[0].invert_yaxis()
 handles = [Patch(color=GREEN, label="agrees"), Patch(color=ORANGE, label="wrong"), Patch(color=GREY, label="not compared, or left out")]
 figure.legend(handles=handles, loc="outside lower center", ncols=3)
 save(figure, "verify_explain")
-plt.show()

@@ -244,7 +244,6 @@ for _name, _attention in (
         lambda make=_attention: {"a": Linear(3, 4), "m": make(), "b": Linear(4, 4)},
         (2, 3),
         *USES,
-        "curved",
     )
 graph(
     "GRU called twice",
@@ -252,7 +251,6 @@ graph(
     lambda: {"a": Linear(3, 2), "g": GRU(2, 2, batch_first=True), "b": Linear(2, 4)},
     (2, 3),
     *USES,
-    "curved",
 )
 graph(
     "weight of an RNN and a function",
@@ -260,5 +258,4 @@ graph(
     lambda: {"a": Linear(3, 2), "g": RNN(2, 2, batch_first=True), "b": Linear(2, 4)},
     (2, 3),
     *USES,
-    "curved",
 )

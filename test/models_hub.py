@@ -164,10 +164,10 @@ def checkpointed() -> Module:
 classifier("Albert", "no factors", "curved", embedding_size=6)  # one layer, used again and again
 DISENTANGLED = {"relative_attention": True, "pos_att_type": "c2p|p2c", "max_relative_positions": 4, "position_buckets": 4}
 classifier("DebertaV2", "no factors", "curved", **DISENTANGLED, share_att_key=True, norm_rel_ebd="layer_norm")
-translator("Bart", "no factors", "curved")
-writer("StableLm", "curved", **KEYS)
-seen("Swin", "no factors", "curved", patch_size=2, image_size=8, embed_dim=4, depths=[2, 1], num_heads=[2, 2], window_size=2)
-model("GPT-2, checkpoints", language(checkpointed, WORDS, LENGTH, logits), "no factors", "curved")
+translator("Bart", "no factors")
+writer("StableLm", **KEYS)
+seen("Swin", "no factors", patch_size=2, image_size=8, embed_dim=4, depths=[2, 1], num_heads=[2, 2], window_size=2)
+model("GPT-2, checkpoints", language(checkpointed, WORDS, LENGTH, logits), "no factors")
 
 for _name, _options in {
     "Roberta": {},

@@ -14,7 +14,7 @@ import torch
 from cases import CASES
 from oracle import Oracle, Problem, clip, identity
 from torch import Tensor, einsum
-from torch.nn import Module
+from torch.nn import LSTM, Module
 
 from backpack import backpack, extend, extensions
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -422,6 +422,8 @@ def test_single_precision(case: str) -> None:
         assert not draws(problem)
         oracle = Oracle(truth)
     names = [name for name in IN_SINGLE_PRECISION if QUANTITIES[name].expect(CASES[case].tags) is Expect.EXACT]
+    if any(isinstance(module, LSTM) for module in problem.model.modules()):
+        names.remove("DiagHessian")  # in this precision a layer is one fused operation, whose second derivative is not known
     run(problem, *(QUANTITIES[name].make() for name in names))
     for name in names:
         expected, values = IN_SINGLE_PRECISION[name](oracle), collect(problem, QUANTITIES[name].field)

@@ -234,7 +234,7 @@ class Plan:
             if not isinstance(state, Layout) or not isinstance(call.inputs[0], Slot):
                 continue
             if len(call.inputs[0].shape) < rule.least_axes:
-                if state.samples > 1:
+                if state.samples > 1 and any(p is not None for p in call.module._parameters.values()):
                     how = f"{call.path} got {list(call.inputs[0].shape)}, without a batch axis, as {state.samples} samples"
                     self._note(mixing(self.walk, node, how))
                     return True
