@@ -21,7 +21,7 @@ from backpack.core.connect import Connection
 from backpack.core.engine import transformed, unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.refusals import refuse_added, refuse_sharded
+from backpack.core.refusals import refuse_added, refuse_graph, refuse_sharded
 from backpack.core.state import recording
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -291,24 +291,10 @@ def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], retur
     walk = Walk(nodes, second_order, frozenset.intersection(*(ext.excluded() for ext in extensions)))
     if _distributed():
         refuse_sharded(walk)
-    if walk.double and not returns:
-        raise UnsupportedError(
-            "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
-            "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
-        )
-    if walk.hidden:
-        raise UnsupportedError(
-            "A part of the model is checkpointed with use_reentrant=True, which hides its graph and its parameters: their quantities would be "
-            "missing. Write use_reentrant=False (torch.utils.checkpoint recommends it, too)."
-        )
+    refuse_graph(walk, returns)
     for call in walk.calls:
         if call.part is not None:
             call.part.frame.early_stop = False  # its last calls happen after the last tensor that autograd needs
-    if walk.foreign and not walk.parameters and any(call.is_loss for call in walk.calls):
-        raise NotRecordedError(
-            f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
-            "`model = extend(model)` before the forward pass."
-        )
     if walk.double:
         return None
     if walk.foreign:

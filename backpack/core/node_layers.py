@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.derivatives.basederivatives import Samples
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Samples
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
@@ -129,39 +130,42 @@ def _layer_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | Non
     return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
-@reads("NativeGroupNorm")
-def _group_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
-    layout, shape = _single(states), shape_of((node, 0))
+def _norm_of_channels(node: Node, rule: BaseParameterDerivatives, layout: Layout | None, walk: Walk, **settings: str) -> Unit | None:
+    """Read a normalization with a weight and a bias for each channel, on axis 1.
+
+    Args:
+        node: The node.
+        rule: Its rule.
+        layout: Where the samples lie in its output.
+        walk: The graph.
+        settings: What the rule reads, and under which name the node has saved it.
+
+    Returns:
+        The unit; ``None`` where the samples do not lie on axis 0.
+    """
     if layout is None or layout.axis != 0:
         return None
     call = NodeCall(
         node,
-        _GROUP_NORM,
+        rule,
         input0=lambda: saved(node, "input"),
         weight=_saved_or_shape(node, "weight", 1),
-        bias=lambda: torch.empty(shape[1], device="meta"),
-        num_groups=lambda: saved(node, "group"),
-        eps=lambda: saved(node, "eps"),
+        bias=lambda: torch.empty(shape_of((node, 0))[1], device="meta"),
+        **{name: partial(saved, node, source) for name, source in settings.items()},
     )
     return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+
+
+@reads("NativeGroupNorm")
+def _group_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
+    return _norm_of_channels(node, _GROUP_NORM, _single(states), walk, num_groups="group", eps="eps")
 
 
 @reads("NativeBatchNorm")
 def _batch_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
-    layout, shape = _single(states), shape_of((node, 0))
-    if layout is None or layout.axis != 0 or saved(node, "training") or saved(node, "running_mean") is None:
+    if saved(node, "training") or saved(node, "running_mean") is None:
         return None
-    call = NodeCall(
-        node,
-        _BATCH_NORM,
-        input0=lambda: saved(node, "input"),
-        weight=_saved_or_shape(node, "weight", 1),
-        bias=lambda: torch.empty(shape[1], device="meta"),
-        running_mean=lambda: saved(node, "running_mean"),
-        running_var=lambda: saved(node, "running_var"),
-        eps=lambda: saved(node, "eps"),
-    )
-    return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+    return _norm_of_channels(node, _BATCH_NORM, _single(states), walk, running_mean="running_mean", running_var="running_var", eps="eps")
 
 
 @reads("Embedding")

@@ -251,3 +251,31 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
             f"Axis 0 of what a loss takes does not hold the samples: there is no such axis at {walk.where(node)}. Compute the loss from "
             "predictions with the samples on axis 0."
         )
+
+
+def refuse_graph(walk: Walk, returns: bool) -> None:
+    """Refuse graphs in which no quantity is defined, or from which parameters are missing.
+
+    Args:
+        walk: The graph.
+        returns: Whether gradients are returned instead of accumulated (``torch.autograd.grad``).
+
+    Raises:
+        NotRecordedError: If the loss is extended, but no parameter belongs to an extended module.
+        UnsupportedError: If the graph contains derivatives of derivatives, or parts of it are hidden.
+    """
+    if walk.double and not returns:
+        raise UnsupportedError(
+            "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
+            "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
+        )
+    if walk.hidden:
+        raise UnsupportedError(
+            "A part of the model is checkpointed with use_reentrant=True, which hides its graph and its parameters: their quantities would be "
+            "missing. Write use_reentrant=False (torch.utils.checkpoint recommends it, too)."
+        )
+    if walk.foreign and not walk.parameters and any(call.is_loss for call in walk.calls):
+        raise NotRecordedError(
+            f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
+            "`model = extend(model)` before the forward pass."
+        )
