@@ -1,7 +1,7 @@
 """What quantities cost: arithmetic and memory traffic, counted in multiplications, from shapes alone.
 
 The unit is a multiply-add of a matrix product. Everything else is converted by four numbers, measured on one thread of a CPU (40 multiply-adds
-a nanosecond) on the nets of the benchmark; on a GPU, products and memory are about as far apart. On these nets, estimates are good to a factor of 2.2.
+a nanosecond) on the nets of the benchmark; on a GPU, products and memory are about as far apart. On these nets it is good to a factor of 2.2.
 """
 
 from __future__ import annotations
