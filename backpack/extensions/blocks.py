@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -95,7 +94,7 @@ def _obstacle(flow: ColumnFlow, plan: Plan, collector: Collector, connection: Co
     if flow.coupled:
         return "samples are chosen repeatedly, or by negative indices, for a Monte-Carlo estimate"
     for extension in collector.readers(flow):
-        if type(extension).beside is BackpropExtension.beside and not isinstance(extension.rule_at(1), ColumnRule):
+        if type(extension).beside is BackpropExtension.beside and not isinstance(extension.rule_at(max(plan.batches.values())), ColumnRule):
             return f"{type(extension).__name__} has a rule of its own, and no method `beside`"
     nodes = (node for group in (plan.units, plan.composites, plan.gaps) for node in group)
     if any(call.part is not None for call in plan.walk.calls) or any(map(checkpointed, nodes)):
