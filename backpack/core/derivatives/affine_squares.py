@@ -12,6 +12,7 @@ from torch import Size, Tensor, einsum
 from torch.nn import Module
 
 from backpack.core.derivatives.affine import AffineDerivatives, small_blocks
+from backpack.utils.pages import compute
 from backpack.utils.precision import wide
 
 _EACH = 2**15
@@ -111,7 +112,8 @@ def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, si
     """
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
-        out = _weighted_squares(rows, signs).unsqueeze(3) * wide(layer.columns(module)).squeeze(3).square().unsqueeze(2)
+        squares, weights = wide(layer.columns(module)).squeeze(3).square(), _weighted_squares(rows, signs)
+        out = compute(torch.mul, (*weights.shape, squares.shape[2]), weights.unsqueeze(3), squares.unsqueeze(2))
     else:
         out = _zeros(module, rows, rows.shape[1])
         for v, n, products in layer.weight_blocks(module, mat):
