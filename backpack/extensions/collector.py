@@ -28,10 +28,13 @@ from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
 from backpack.extensions.rules import FromGradient, Rule, as_published, find_faster
+from backpack.extensions.spared import Spared
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss
 from backpack.utils.precision import in_type
+
+_GRADIENT = GradientFlow()
 
 
 class Collector(Reader):
@@ -50,6 +53,7 @@ class Collector(Reader):
         debug: bool,
         combines: bool,
         dtype: torch.dtype | None = None,
+        spares: bool = False,
     ) -> None:
         self._plan, self._extensions, self._combines = plan, list(extensions), combines
         self._connection, self._debug, self._dtype = connection, debug, dtype
@@ -64,6 +68,7 @@ class Collector(Reader):
         self._gradient_for = reduce(or_, needing, 0)
         self.cut: Container[Flow] = ()
         self._kept: dict[tuple[int, BackpropExtension], Any] = {}
+        self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(_GRADIENT, ()) if spares})
         self._rules: dict[Any, Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
@@ -81,7 +86,7 @@ class Collector(Reader):
     @property
     def flows(self) -> list[Flow]:
         """The flows that the extensions read, each once, and the gradient if one of them needs it."""
-        return list(self._of_flow | ({GradientFlow(): []} if self._gradient_for else {}))
+        return list(self._of_flow | ({_GRADIENT: []} if self._gradient_for else {}))
 
     def check(self) -> None:
         """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it.
@@ -138,6 +143,8 @@ class Collector(Reader):
 
     # --------------------------------------------------------------------------------------------------------------- uses
     def at_call(self, flow: Flow, use: Use) -> None:
+        if flow.is_gradient:
+            self.spared.prepare(use)
         for name, parameter in use.parameters.items():
             if not self._readers(flow, parameter):
                 continue
@@ -145,6 +152,7 @@ class Collector(Reader):
                 self._parts.setdefault((id(parameter), flow), []).append((Part.of(use, name), name))
             else:
                 self._read(flow, use, name, parameter, self._plan.uses[parameter] == 1)
+        self.spared.take(use)
 
     def _read(self, flow: Flow, use: Use, name: str, parameter: Parameter, alone: bool) -> None:
         """Read what extensions need off a use.
