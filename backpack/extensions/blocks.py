@@ -31,9 +31,9 @@ AUTOMATIC = 512 << 20
 """Bytes that columns may take, unless the user says something else.
 
 Measured on one thread of a CPU, relative to the time with all columns at once. KFLR on All-CNN-C, where they take 1200 MiB: 0.87 with 700 MiB, 0.88
-with 512 MiB, 0.89 with 256 MiB. 3c3d, where they take 245 MiB: KFLR 1.03 with 128 MiB, 1.05 with 64 MiB, 1.2 with 32 MiB; DiagGGNExact 1.05, 1.2
-and 1.3. The MLP, where they take 7.5 MiB: from 1.0 to 2. Fresh memory costs time; so does what is done again for each block: unfolding the inputs of
-convolutions, and Python.
+with 512 MiB, 0.89 with 256 MiB; DiagGGNExact 0.91 and DiagHessian 0.92 with 512 MiB. 3c3d, where they take 245 MiB: KFLR 1.03 with 128 MiB, 1.05 with
+64 MiB, 1.2 with 32 MiB; DiagGGNExact 1.05, 1.2 and 1.3. The MLP, where they take 7.5 MiB: from 1.0 to 2. Fresh memory costs time; so does what is
+done again for each block: unfolding the inputs of convolutions, and Python.
 """
 
 
