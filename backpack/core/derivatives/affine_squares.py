@@ -10,6 +10,7 @@ from torch import Tensor, einsum
 from torch.nn import Module
 
 from backpack.core.derivatives.affine import AffineDerivatives, small_blocks
+from backpack.utils.moment import sum_of_squared_columns
 from backpack.utils.precision import wide
 
 _EACH = 2**15
@@ -64,7 +65,7 @@ def sum_of_squares(layer: AffineDerivatives, module: Module, mat: Tensor, signs:
     """
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
-        squares, weights = wide(layer.columns(module)).squeeze(3).square(), _weighted_squares(rows, signs)
+        squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)
         if weights.shape[1] == 1:  # a call less for each view counts in a small net
             out = torch.mm(weights.squeeze(1).t(), squares.squeeze(1)).unsqueeze(0)
         else:
@@ -90,13 +91,28 @@ def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, si
     """
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
-        out = _weighted_squares(rows, signs).unsqueeze(3) * wide(layer.columns(module)).squeeze(3).square().unsqueeze(2)
+        out = sum_of_squared_columns(rows.squeeze(4), signs).unsqueeze(3) * wide(layer.columns(module)).squeeze(3).square().unsqueeze(2)
     else:
         out = _zeros(module, rows, rows.shape[1])
         for v, n, products in layer.weight_blocks(module, mat):
             squares = wide(products).square_()
             out[n] += squares.sum(0) if signs is None else einsum("vngok,vn->ngok", squares, wide(signs[v, n]))
     return layer.weight_from_matrix(module, out)
+
+
+def squares_of_bias(layer: AffineDerivatives, module: Module, mat: Tensor, signs: Tensor | None = None) -> Tensor:
+    """Sum the squares of the per-sample products with the bias over columns.
+
+    Args:
+        layer: Derivatives of the layer.
+        module: The layer.
+        mat: Columns ``[[V, *output]]``.
+        signs: Factor of each column and sample ``[[V, N]]``; ``None`` for one.
+
+    Returns:
+        ``[[N, *bias]]``.
+    """
+    return sum_of_squared_columns(layer._bias_jac_t_mat_prod(module, None, None, mat, sum_batch=False), signs)
 
 
 def _zeros(module: Module, rows: Tensor, *lead: int) -> Tensor:
@@ -119,10 +135,3 @@ def _add_squares(out: Tensor, products: Tensor, signs: Tensor | None) -> None:
             out.addcmul_(product, product)
     else:
         out += products.square_().sum((0, 1))
-
-
-def _weighted_squares(rows: Tensor, signs: Tensor | None) -> Tensor:
-    squares = wide(rows).squeeze(4).square()
-    if signs is not None:
-        squares = squares * signs[:, :, None, None]
-    return squares[0] if len(squares) == 1 else squares.sum(0)

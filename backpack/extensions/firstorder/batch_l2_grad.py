@@ -38,8 +38,7 @@ class BatchL2Grad(GradientExtension):
         super().__init__("batch_l2", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        gradients = wide(state[0][0])
-        return torch.linalg.vector_norm(gradients.reshape(len(gradients), parameter.numel()), dim=1).square()
+        return _squared_norms(state[0][0])
 
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
@@ -47,7 +46,16 @@ def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
     return squared_norms(use.call.derivatives, use.call, use.grad[None])
 
 
+@faster(BatchL2Grad, AffineDerivatives, "bias")
+def _bias(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
+    return _squared_norms(use.call.derivatives._bias_jac_t_mat_prod(use.call, None, None, use.grad[None], sum_batch=False)[0])
+
+
 @faster(BatchL2Grad, LookupDerivatives, "weight")
 def _lookup(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
     squares, samples, _ = squares_of_lookups(use)
     return squares.new_zeros(use.layout.samples).index_add_(0, samples, squares.sum(1))
+
+
+def _squared_norms(gradients: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(wide(gradients).reshape(len(gradients), gradients.shape[1:].numel()), dim=1).square()

@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.affine_squares import squares_per_sample, sum_of_squares
+from backpack.core.derivatives.affine_squares import squares_of_bias, squares_per_sample, sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Flow
 from backpack.extensions.backprop_extension import BackpropExtension, Excluded
@@ -96,5 +96,7 @@ def squares_at_once(summed: type[SecondOrderBackpropExtension], per_sample: type
     """
     faster(summed, AffineDerivatives, "weight")(lambda extension, use, name: sum_of_squares(*affine_arguments(use)))
     faster(per_sample, AffineDerivatives, "weight")(lambda extension, use, name: squares_per_sample(*affine_arguments(use)))
+    faster(summed, AffineDerivatives, "bias")(lambda extension, use, name: squares_of_bias(*affine_arguments(use)).sum(0))
+    faster(per_sample, AffineDerivatives, "bias")(lambda extension, use, name: squares_of_bias(*affine_arguments(use)))
     faster(summed, LookupDerivatives, "weight")(lambda extension, use, name: sum_at_rows(use))
     faster(per_sample, LookupDerivatives, "weight")(lambda extension, use, name: place_at_rows(use))
