@@ -118,14 +118,22 @@ class Use:
         value: What the flow carries at the output: for columns ``{source: [V, R, *out]}``.
         grad: Gradient at the output ``[R, *out]``.
         layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
-        notes: What was computed for one parameter and is the same for the others.
+        notes: What was computed for one parameter and is the same for the others, which share this dictionary.
     """
 
     __slots__ = ("call", "grad", "layout", "notes", "parameters", "value")
 
-    def __init__(self, call: ModuleCall, parameters: dict[str, Parameter], value: Any, grad: Tensor, layout: Layout) -> None:
+    def __init__(
+        self,
+        call: ModuleCall,
+        parameters: dict[str, Parameter],
+        value: Any,
+        grad: Tensor,
+        layout: Layout,
+        notes: dict[Hashable, Any] | None = None,
+    ) -> None:
         self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
-        self.notes: dict[Hashable, Any] = {}
+        self.notes = {} if notes is None else notes
 
 
 class Reader(ABC):
@@ -196,9 +204,7 @@ class Reader(ABC):
 
 
 class BatchFirst:
-    """A call with the samples, of inputs and output, turned to the front."""
-
-    __slots__ = ("_arrangement", "_call")
+    """A call with the samples, of inputs and output, turned to the front, which are read once."""
 
     def __init__(self, call: ModuleCall, arrangement: Arrangement) -> None:
         self._call, self._arrangement = call, arrangement
@@ -206,4 +212,6 @@ class BatchFirst:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._call, name)
         turns = isinstance(value, Tensor) and (name == "output" or (name.startswith("input") and name[5:].isdigit()))
-        return self._arrangement.front(value) if turns else value
+        if turns:
+            value = self.__dict__[name] = self._arrangement.front(value)
+        return value
