@@ -195,7 +195,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         for n in small_blocks(rows.shape[1], size + inputs):
             columns = self.columns(module, n if subsampling is None else subsampling[n])
             for v in large_blocks(rows.shape[0], size * len(columns)):
-                yield v, n, einsum("vngol,ngkl->vngok", rows[v, n], columns)
+                yield v, n, _products(rows[v, n], columns)
 
     def input_moment(self, module: Module, scale: float = 1.0) -> Tensor:
         """Sum the outer products of the columns of the input with themselves, over samples and positions.
