@@ -29,10 +29,13 @@ from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
 from backpack.extensions.rules import FromGradient, Rule, as_published, find_faster
+from backpack.extensions.spared import Spared
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss
 from backpack.utils.precision import in_type
+
+_GRADIENT = GradientFlow()
 
 
 class Collector(Reader):
@@ -47,6 +50,7 @@ class Collector(Reader):
         debug: bool,
         combines: bool,
         dtype: torch.dtype | None = None,
+        spares: bool = False,
     ) -> None:
         self._plan, self._extensions, self._combines = plan, list(extensions), combines
         self._connection, self._debug, self._dtype = connection, debug, dtype
@@ -59,6 +63,7 @@ class Collector(Reader):
         self._gradient_for = 0
         needing = [bits for bits, flow in ((self.concerned(f), f) for f in self._of_flow) if flow.needs_gradient(concerning(plan, bits))]
         self._gradient_for = reduce(or_, needing, 0)
+        self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(_GRADIENT, ()) if spares})
         self._rules: dict[Any, Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
@@ -76,7 +81,7 @@ class Collector(Reader):
     @property
     def flows(self) -> list[Flow]:
         """The flows that the extensions read, each once, and the gradient if one of them needs it."""
-        return list(self._of_flow | ({GradientFlow(): []} if self._gradient_for else {}))
+        return list(self._of_flow | ({_GRADIENT: []} if self._gradient_for else {}))
 
     def check(self) -> None:
         """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it.
@@ -122,6 +127,8 @@ class Collector(Reader):
 
     # --------------------------------------------------------------------------------------------------------------- uses
     def at_call(self, flow: Flow, use: Use) -> None:
+        if flow.is_gradient:
+            self.spared.prepare(use)
         for name, parameter in use.parameters.items():
             if not self._readers(flow, parameter):
                 continue
@@ -129,6 +136,7 @@ class Collector(Reader):
                 self._parts.setdefault((id(parameter), flow), []).append((Part.of(use, name), name))
             else:
                 self._read(flow, use, name, parameter, self._plan.uses[parameter] == 1)
+        self.spared.take(use)
 
     def _read(self, flow: Flow, use: Use, name: str, parameter: Parameter, alone: bool) -> None:
         """Read what extensions need off a use.

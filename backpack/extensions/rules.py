@@ -109,6 +109,8 @@ class ColumnRule(Rule):
             return _owned(columns.to(use.parameters[name].dtype), mat)  # under autocast the layer's type is another one
 
         columns = apply_to_all(value, mjp)
+        if use.sums is not None and name not in use.sums and chosen is None:
+            use.sums[name] = columns[0][0].sum(0)
         return columns if direct else self.choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
 
     def at_leaf(self, columns: Columns) -> Columns:
@@ -280,6 +282,22 @@ def affine_arguments(use: Use) -> tuple[AffineDerivatives, ModuleCall, Tensor, T
         Derivatives, call, columns ``[V, *output]``, signs ``[V, N]`` or ``None``.
     """
     return use.call.derivatives, use.call, stack(use.value), signs_of(use.value, None)
+
+
+def bias_columns(use: Use) -> tuple[Tensor, Tensor | None]:
+    """Return the columns of each sample at the bias of an affine layer, those of all sources side by side, perhaps a view of what is carried.
+
+    Args:
+        use: A use by an affine layer.
+
+    Returns:
+        ``[V, N, *bias]``, and signs ``[V, N]`` or ``None``.
+    """
+    columns = use.call.derivatives._bias_jac_t_mat_prod(use.call, None, None, stack(use.value), sum_batch=False)
+    columns = columns.to(use.parameters["bias"].dtype)
+    if use.sums is not None and "bias" not in use.sums:
+        use.sums["bias"] = columns[0].sum(0)
+    return columns, signs_of(use.value, None)
 
 
 def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.affine_squares import squared_norms
+from backpack.core.derivatives.affine_squares import by_gram_matrices, squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import faster, squares_of_lookups
+from backpack.extensions.rules import bias_columns, faster, squares_of_lookups
 from backpack.utils.precision import wide
 
 
@@ -37,18 +37,21 @@ class BatchL2Grad(GradientExtension):
         """
         super().__init__("batch_l2", subsampling=subsampling, exclude=exclude)
 
+    def forms_gradients(self, rows: Size, entries: int) -> bool:
+        return super().forms_gradients(rows, entries) and not by_gram_matrices(rows, entries)
+
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return _squared_norms(state[0][0])
 
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
 def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    return squared_norms(use.call.derivatives, use.call, use.grad[None])
+    return squared_norms(use.call.derivatives, use.call, use.grad[None], use.sums)
 
 
 @faster(BatchL2Grad, AffineDerivatives, "bias")
 def _bias(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    return _squared_norms(use.call.derivatives._bias_jac_t_mat_prod(use.call, None, None, use.grad[None], sum_batch=False)[0])
+    return _squared_norms(bias_columns(use)[0][0])
 
 
 @faster(BatchL2Grad, LookupDerivatives, "weight")

@@ -8,13 +8,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.affine_squares import squares_of_bias, sum_of_squares
+from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import affine_arguments, faster, sum_at_rows
+from backpack.extensions.rules import bias_columns, faster, sum_at_rows
+from backpack.utils.moment import sum_of_squared_columns
 from backpack.utils.precision import wide
 
 
@@ -41,12 +42,12 @@ class SumGradSquared(GradientExtension):
 
 @faster(SumGradSquared, AffineDerivatives, "weight")
 def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    return sum_of_squares(*affine_arguments(use))
+    return sum_of_squares(use.call.derivatives, use.call, use.grad[None], sums=use.sums)
 
 
 @faster(SumGradSquared, AffineDerivatives, "bias")
 def _bias(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    return squares_of_bias(*affine_arguments(use)).sum(0)
+    return sum_of_squared_columns(*bias_columns(use)).sum(0)
 
 
 @faster(SumGradSquared, LookupDerivatives, "weight")
