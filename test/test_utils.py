@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import CASES
+from test_extensions import QUANTITIES, Expect, collect, oracle_of, run
 from torch import Tensor
 from torch.func import functional_call, jacrev
 from torch.fx import symbolic_trace
@@ -19,7 +21,7 @@ from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.errors import ArgumentError
 from backpack.utils.hooks import no_op
 from backpack.utils.module_classification import is_loss, is_nll, is_no_op
-from backpack.utils.moment import second_moment
+from backpack.utils.moment import second_moment, sum_of_squared_columns
 from backpack.utils.subsampling import subsample
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
 
@@ -278,7 +280,40 @@ def test_second_moment_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr("backpack.utils.moment._BLOCK", block)
             moment = second_moment(matrix.mT)
             torch.testing.assert_close(moment, expected)
+            torch.testing.assert_close(second_moment(matrix[:1].mT, 0.3), 0.3 * expected[:1])
+            torch.testing.assert_close(second_moment(matrix.mT, 0.3), 0.3 * expected)
             torch.testing.assert_close(torch.autograd.grad((moment * weights).sum(), matrix)[0], derivative)
+
+
+@pytest.mark.parametrize("each", [1, 2**14])
+@pytest.mark.parametrize("columns", [0, 1, 4])
+def test_squares_of_columns(columns: int, each: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One by one or all at once: the same numbers and gradients, in memory of their own, and in single precision if the columns are in half."""
+    monkeypatch.setattr("backpack.utils.moment._EACH", each)
+    torch.manual_seed(0)
+    for shape in ((3,), (3, 2), (1, 2, 2)):
+        matrix = torch.rand(columns, *shape, dtype=torch.float64, requires_grad=True)
+        signs = torch.randint(-1, 2, (columns, shape[0]))
+        factors = signs.double().reshape(*signs.shape, *[1] * (len(shape) - 1))
+        for given, expected in ((None, (matrix**2).sum(0)), (signs.double(), (factors * matrix**2).sum(0))):
+            result = sum_of_squared_columns(matrix, given)
+            torch.testing.assert_close(result, expected)
+            derivatives = [torch.autograd.grad(value.sin().sum(), matrix)[0] for value in (result, expected)]
+            torch.testing.assert_close(*derivatives)
+            half = sum_of_squared_columns(matrix.detach().half() * 1000, given)
+            torch.testing.assert_close(half, 1e6 * expected.detach().float(), rtol=4e-3, atol=1e3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_squares_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What adds the squares of large columns one by one is compared with the oracle on small ones."""
+    monkeypatch.setattr("backpack.utils.moment._EACH", 1)
+    squares = ["SumGradSquared", "DiagGGNExact", "BatchDiagGGNExact", "DiagHessian", "BatchDiagHessian"]
+    names = [name for name in squares if QUANTITIES[name].expect(CASES[case].tags) is Expect.EXACT]
+    problem = CASES[case].build(3)
+    run(problem, *(QUANTITIES[name].make() for name in names))
+    for name in names:
+        QUANTITIES[name].check(oracle_of(case, 3), collect(problem, QUANTITIES[name].field))
 
 
 def test_factors_share_no_memory() -> None:

@@ -7,6 +7,7 @@ What the columns are is the business of a ``Flow``; what is read off at paramete
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from math import nan
 from typing import Any
 
 import torch
@@ -152,35 +153,30 @@ class Carry:
                 self.deposit(flow, upstream, Way.SPLIT, use.per_sample(name, shape_of(upstream)), None)
 
     def _at_composite(self, node: Node, composite: Composite, grads: tuple[Tensor | None, ...]) -> None:
-        outputs = [tensor_at((node, nr)) for nr in range(outputs_of(node))]
-        # the columns of all flows are carried together, behind the gradient
-        arrived: dict[tuple[Flow | None, Hashable], dict[int, Tensor]] = {(None, 0): {nr: g[None] for nr, g in enumerate(grads) if g is not None}}
+        # the columns of all flows are carried together
+        arrived: dict[tuple[Flow, Hashable], dict[int, Tensor]] = {}
         for flow in self._each_flow():
-            for nr in range(len(outputs)) if not flow.is_gradient else ():
-                for source, columns in self._data[flow].pop((node, nr), {}).items():
+            for nr, grad in enumerate(grads):
+                given = self._data[flow].pop((node, nr), {}) if not flow.is_gradient else {} if grad is None else {0: grad[None]}
+                for source, columns in given.items():
                     arrived.setdefault((flow, source), {})[nr] = columns
-        sizes = [next((len(c) for c in given.values()), 1) for given in arrived.values()]
-        wide = []
-        for nr, slot in enumerate(outputs):
-            none = torch.zeros((), dtype=slot.dtype, device=slot.device)
-            wide.append(torch.cat([given.get(nr, none).expand(size, *slot.shape) for given, size in zip(arrived.values(), sizes, strict=True)]))
-        inner, below = composite.pull(wide)
-        split = [columns.split(sizes) for columns in (inner, *below)]
-        pulled = dict(zip(arrived, zip(*split, strict=True), strict=True))
+        inner, below, places = composite.pull_all(node, list(arrived.values()))
         for flow in self._each_flow():
-            value = {source: parts for (owner, source), parts in pulled.items() if owner is (None if flow.is_gradient else flow)}
+            value = {source: place for (owner, source), place in zip(arrived, places, strict=True) if owner is flow}
             if not value:
                 continue
             if self._connection is not None:
                 self._connection.fail(f"{node.name()} is one fused operation")
+            notes: dict[Hashable, Any] = {}  # the columns are the same for all parts
             for unit in composite.parts:
                 turn = unit.arrangement
-                columns = {source: turn.front(parts[0], 1) for source, parts in value.items()}
-                grad = turn.front(pulled[None, 0][0][0])
-                self._at_use(flow, unit, Use(BatchFirst(unit.call, turn), unit.parameters, columns, grad, unit.layout))
-            for i, (edge, layout) in enumerate(composite.below, 1):
+                columns = {source: turn.front(inner[place], 1) for source, place in value.items()}
+                # the rule of a product does not read the gradient, which is carried for those only that ask for it
+                grad = columns[0][0] if flow.is_gradient else inner.new_full((), nan).expand(next(iter(columns.values())).shape[1:])
+                self._at_use(flow, unit, Use(BatchFirst(unit.call, turn), unit.parameters, columns, grad, unit.layout, notes))
+            for (edge, layout), send in zip(composite.below, below, strict=True):
                 if self._concerns(flow, edge) and (not flow.is_gradient or self._explicit(edge)):
-                    self.deposit(flow, edge, Way.DATA, {source: parts[i] for source, parts in value.items()}, layout)
+                    self.deposit(flow, edge, Way.DATA, {source: send(place) for source, place in value.items()}, layout)
         self._leave(composite)
 
     def _at_gap(self, node: Node, gap: Gap, grads: tuple[Tensor | None, ...]) -> None:

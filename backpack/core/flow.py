@@ -131,15 +131,23 @@ class Use:
         value: What the flow carries at the output: for columns ``{source: [V, R, *out]}``.
         grad: Gradient at the output ``[R, *out]``.
         layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
-        notes: What was computed for one parameter and is the same for the others.
+        notes: What was computed for one parameter and is the same for the others, which share this dictionary.
         sums: Name to what all samples contribute to the gradient of a parameter, from those who form it for each; ``None`` if it is not wanted.
     """
 
     __slots__ = ("call", "grad", "layout", "notes", "parameters", "sums", "value")
 
-    def __init__(self, call: ModuleCall, parameters: dict[str, Parameter], value: Any, grad: Tensor, layout: Layout) -> None:
+    def __init__(
+        self,
+        call: ModuleCall,
+        parameters: dict[str, Parameter],
+        value: Any,
+        grad: Tensor,
+        layout: Layout,
+        notes: dict[Hashable, Any] | None = None,
+    ) -> None:
         self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
-        self.notes: dict[Hashable, Any] = {}
+        self.notes = {} if notes is None else notes
         self.sums: dict[str, Tensor] | None = None
 
     def per_sample(self, name: str, shape: torch.Size) -> Columns:
@@ -241,9 +249,7 @@ class Blocks(ABC):
 
 
 class BatchFirst:
-    """A call with the samples, of inputs and output, turned to the front."""
-
-    __slots__ = ("_arrangement", "_call")
+    """A call with the samples, of inputs and output, turned to the front, which are read once."""
 
     def __init__(self, call: ModuleCall, arrangement: Arrangement) -> None:
         self._call, self._arrangement = call, arrangement
@@ -251,4 +257,6 @@ class BatchFirst:
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._call, name)
         turns = isinstance(value, Tensor) and (name == "output" or (name.startswith("input") and name[5:].isdigit()))
-        return self._arrangement.front(value) if turns else value
+        if turns:
+            value = self.__dict__[name] = self._arrangement.front(value)
+        return value

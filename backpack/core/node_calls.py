@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from backpack.core.calls import Mark
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
-from backpack.core.graph import LEAF, operation, saved, shape_of, tensor_at
+from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.samples import Layout, arrangement
 from backpack.core.slots import Edge
 from backpack.core.walk import Unit, Walk
@@ -71,14 +72,36 @@ class Composite(NamedTuple):
 
     Attributes:
         parts: The products, whose outputs have the same shape.
-        pull: Carries columns from all outputs of the node, ``[V, *shape]`` each, to the outputs of the products ``[V, *shape]``, and to each
-            edge below.
+        pull: Carries columns from all outputs of the node, ``[V, *shape]`` each, to the outputs of the products ``[V, *shape]``; returns, too, for
+            each edge below a function that carries some of the columns there.
         below: Next edges from which something needed is reached, and where the samples lie there.
     """
 
     parts: list[Unit]
-    pull: Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]]
+    pull: Callable[[list[Tensor]], tuple[Tensor, list[Callable[[slice], Tensor]]]]
     below: list[tuple[Edge, Layout]]
+
+    def pull_all(self, node: Node, given: list[dict[int, Tensor]]) -> tuple[Tensor | None, list[Callable[[slice], Tensor]], list[slice]]:
+        """Carry the columns of several owners at once.
+
+        Args:
+            node: The node.
+            given: Number of an output to columns that have arrived there ``[V, *shape]``, for each owner; nothing has arrived at the others.
+
+        Returns:
+            What ``pull`` returns, and the place of each owner's columns.
+        """
+        ends = list(accumulate((len(next(iter(columns.values()))) for columns in given), initial=0))
+        places = [slice(*pair) for pair in pairwise(ends)]
+        if not given:
+            return None, [], places
+        outputs = []
+        for nr in range(outputs_of(node)):
+            slot = tensor_at((node, nr))
+            none = torch.zeros((), dtype=slot.dtype, device=slot.device)
+            parts = [columns.get(nr, none).expand(at.stop - at.start, *slot.shape) for columns, at in zip(given, places, strict=True)]
+            outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
+        return *self.pull(outputs), places
 
 
 Reader = Callable[[Node, dict[int, Layout], "Walk"], "Unit | Composite | None"]
@@ -260,12 +283,19 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
     def inputs(part: int) -> Tensor:
         return previous(saved(node, "result0"), saved(node, "hx_"), reverse) if part else saved(node, "input")
 
-    def pull(columns: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        bias = [saved(node, name) if saved(node, "has_biases") else None for name in biases]
-        gates = sum(F.linear(inputs(part), saved(node, weights[part]), bias[part]) for part in range(2))
+    def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
+        bias = sum(saved(node, name) for name in biases) if saved(node, "has_biases") else None
+        gates = F.linear(inputs(0), saved(node, "weight0"), bias)
+        gates.flatten(0, 1).addmm_(inputs(1).flatten(0, 1), saved(node, "weight1").t())
         inner, *first = LSTMSteps(gates, saved(node, "cx_"), saved(node, "weight1"), reverse).pull_back(*columns)
-        # time comes first in memory: a product in that order makes no copy
-        return inner, [first[number - 5] if number else (inner.transpose(0, 1) @ saved(node, "weight0")).transpose(0, 1) for number in below]
+
+        def send(number: int, part: slice) -> Tensor:
+            if number:
+                return first[number - 5][part]
+            # time comes first in memory: a product in that order makes no copy
+            return (inner[part].transpose(0, 1) @ saved(node, "weight0")).transpose(0, 1)
+
+        return inner, [partial(send, number) for number in below]
 
     below = [number for number in (0, 5, 6) if walk.reach.get(node.next_functions[number][0])]
     parts = []

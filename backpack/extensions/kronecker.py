@@ -22,12 +22,13 @@ class OutputSide:
     Attributes:
         columns: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened;
             none where only the moment is left.
+        readers: How many parameters will ask for the moment.
     """
 
-    __slots__ = ("_moment", "columns")
+    __slots__ = ("_moment", "columns", "readers")
 
     def __init__(self, columns: Columns, moment: Tensor | None = None) -> None:
-        self.columns, self._moment = columns, moment
+        self.columns, self._moment, self.readers = columns, moment, 0
 
     def moment(self) -> Tensor:
         """Sum the outer products of the columns with themselves, over columns and samples.
@@ -35,9 +36,13 @@ class OutputSide:
         Returns:
             ``[G, O, O]``, a tensor that the caller may change.
         """
-        if self._moment is None:
-            self._moment = second_moment(wide(stack(self.columns)).flatten(0, 1).transpose(0, 1))
-        return self._moment.clone()
+        moment, self._moment = self._moment, None
+        if moment is None:
+            moment = second_moment(wide(stack(self.columns)).flatten(0, 1).transpose(0, 1))
+        self.readers -= 1
+        if self.readers > 0 or not self.columns:  # else what is handed over is kept no more, and computed again if need be
+            self._moment = moment.clone()
+        return moment
 
 
 class KroneckerState:
@@ -81,12 +86,13 @@ class KroneckerRule(Rule):
         if "outputs" not in use.notes:
             use.notes["outputs"] = OutputSide(apply_to_all(use.value, lambda mat: _over_positions(rule.rows(use.call, mat), use.layout)))
         outputs = use.notes["outputs"]
+        outputs.readers += 1
         if name == "bias":
             return KroneckerState(None, outputs) if rule.groups(use.call) == 1 else _without_structure(outputs.columns)
         if not self._reads_input:
             return KroneckerState(None, outputs, rule)
         if not self._mean_input:
-            return KroneckerState(rule.input_moment(use.call).div_(samples), outputs, rule)
+            return KroneckerState(rule.input_moment(use.call, 1 / samples), outputs, rule)
         x = wide(rule.columns(use.call))
         turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
         positions = int(turns.max()) + 1 if len(turns) else 1

@@ -289,6 +289,22 @@ def affine_arguments(use: Use) -> tuple[AffineDerivatives, ModuleCall, Tensor, T
     return use.call.derivatives, use.call, stack(use.value), signs_of(use.value, None)
 
 
+def bias_columns(use: Use) -> tuple[Tensor, Tensor | None]:
+    """Return the columns of each sample at the bias of an affine layer, those of all sources side by side, perhaps a view of what is carried.
+
+    Args:
+        use: A use by an affine layer.
+
+    Returns:
+        ``[V, N, *bias]``, and signs ``[V, N]`` or ``None``.
+    """
+    columns = use.call.derivatives._bias_jac_t_mat_prod(use.call, None, None, stack(use.value), sum_batch=False)
+    columns = columns.to(use.parameters["bias"].dtype)
+    if use.sums is not None and "bias" not in use.sums:
+        use.sums["bias"] = columns[0].sum(0)
+    return columns, signs_of(use.value, None)
+
+
 def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:
     """Square the columns of each sample at those rows of a table that the sample looked up, and add over the columns, with their signs.
 

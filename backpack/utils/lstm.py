@@ -32,23 +32,31 @@ class LSTMSteps:
         """Run the recursion of the cells.
 
         Args:
-            gates: Pre-activations ``[[T, R, 4 H]]``.
+            gates: Pre-activations ``[[T, R, 4 H]]``, which are overwritten.
             first_cell: Cell before the first step ``[[R, H]]``.
             weight_hh: ``[[4 H, H]]``.
             reverse: Whether the last step comes first.
         """
         self._weight = weight_hh
         self._order = range(len(gates))[:: -1 if reverse else 1]
-        a_i, a_f, a_g, a_o = gates.unflatten(2, (4, -1)).unbind(2)
-        i, f, g, o = a_i.sigmoid(), a_f.sigmoid(), a_g.tanh(), a_o.sigmoid()
-        cells, new, state = torch.empty_like(i), i * g, first_cell
+        gates = gates.unflatten(2, (4, -1))
+        i, f, g, o = gates.unbind(2)
+        gates[:, :, :2].sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        cells, new, state = torch.empty_like(first_cell.expand_as(i)), i * g, first_cell
         for t in self._order:
             state = torch.addcmul(new[t], f[t], state, out=cells[t])
-        before, squashed = previous(cells, first_cell, reverse), cells.tanh()
-        self._keeps = f.unbind()
-        self._to_cell = (o - o * squashed.square()).unbind()
-        slopes = [new - new * i, before * (f - f.square()), i - i * g.square(), squashed * (o - o.square())]
-        self._slopes = torch.stack(slopes, 2).split((3, 1), 2)
+        before, squashed, slopes = previous(cells, first_cell, reverse), cells.tanh(), torch.empty_like(gates)
+        # autograd's kernels, one pass each: the slope of the sigmoid is f - f^2, of tanh 1 - g^2
+        by_sigmoid, by_tanh = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
+        for number, (factor, gate) in enumerate(((g, i), (before, f), (None, g), (squashed, o))):
+            if factor is None:
+                by_tanh.grad_input(i, gate, grad_input=slopes[:, :, number])
+            else:
+                by_sigmoid.grad_input(factor, gate, grad_input=slopes[:, :, number])
+        self._keeps, self._to_cell = f.unbind(), by_tanh(o, squashed).unbind()
+        self._slopes = slopes.split((3, 1), 2)
 
     def pull_back(self, outputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Carry columns from the outputs to the pre-activations and to the states before the first step.

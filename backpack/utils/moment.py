@@ -1,8 +1,10 @@
-"""Second moments: the symmetric product of a matrix with itself."""
+"""Second moments: the symmetric product of a matrix with itself, and sums of squares."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, addmm
+
+from backpack.utils.precision import wide
 
 _BLOCK = 128
 """Columns of a block.
@@ -11,24 +13,55 @@ Measured on one thread of a CPU: with 1280 x 512 to 16384 x 288 entries blocks t
 0.95; with 512 rows they gain a tenth, with 128 they lose one.
 """
 _ROWS = 512
+_EACH = 2**14
+"""Entries of a column from which on each is squared and added by itself, in one pass over it instead of three.
+
+Measured on one thread of a CPU: the same time with 10 columns, 0.5 of it with 100 columns; with 2^16 entries 0.5 and 0.2; with 2^12 entries 1.5 to 2.
+"""
 
 
-def second_moment(rows: Tensor) -> Tensor:
+def second_moment(rows: Tensor, scale: float = 1.0) -> Tensor:
     """Sum the outer products of rows with themselves: blocks on and above the diagonal are computed, those below are copies.
 
     Args:
         rows: ``[G, R, K]``.
+        scale: Factor.
 
     Returns:
-        ``[G, K, K]``, ``rows^T rows``.
+        ``[G, K, K]``, ``scale rows^T rows``.
     """
     size = rows.shape[2]
     if size <= _BLOCK or rows.shape[1] < _ROWS or rows.device.type != "cpu":  # elsewhere a launch costs more than a block
-        return rows.mT @ rows
+        if len(rows) == 1:
+            return addmm(rows.new_empty(()), rows[0].t(), rows[0], beta=0, alpha=scale).unsqueeze(0)
+        return rows.new_empty(()).baddbmm(rows.mT, rows, beta=0, alpha=scale)
     result = rows.new_empty(len(rows), size, size)
-    for start in range(0, size, _BLOCK):
-        end = start + _BLOCK
-        product = rows[:, :, start:end].mT @ rows[:, :, start:]
-        result[:, start:end, start:] = product
-        result[:, end:, start:end] = product[:, :, _BLOCK:].mT
+    for group in range(len(rows)):
+        given, total = rows[group], result[group]
+        for start in range(0, size, _BLOCK):
+            end = start + _BLOCK
+            product = total[start:end, start:].addmm_(given[:, start:end].t(), given[:, start:], beta=0, alpha=scale)
+            total[end:, start:end] = product[:, _BLOCK:].t()
     return result
+
+
+def sum_of_squared_columns(mat: Tensor, signs: Tensor | None = None) -> Tensor:
+    """Sum the squares of columns.
+
+    Args:
+        mat: ``[V, N, *]``.
+        signs: Factor of each column and sample ``[V, N]``; ``None`` for one.
+
+    Returns:
+        ``[N, *]``.
+    """
+    mat = wide(mat)
+    factors = mat if signs is None else signs.to(mat.dtype).reshape(*signs.shape, *[1] * (mat.dim() - 2))
+    if not len(mat) or mat.numel() < _EACH * len(mat):
+        squares = mat.square() if signs is None else mat.square() * factors
+        return squares.sum(0)
+    total = None
+    for column, factor in zip(mat, factors, strict=True):
+        other = column if signs is None else column * factor
+        total = column * other if total is None else total.addcmul_(column, other)
+    return total

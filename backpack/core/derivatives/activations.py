@@ -40,9 +40,16 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, 
 from backpack.core.derivatives.elementwise import ActivationDerivatives, OverwritableDerivatives, PiecewiseLinearDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import UnsupportedError
+from backpack.utils.pages import compute
 from backpack.utils.subsampling import subsample
 
 OUTPUT = frozenset({"output"})
+
+
+def _where_positive(mat: Tensor, at: Tensor, out: Tensor | None = None) -> Tensor:
+    # autograd's own kernel: one pass instead of the three of a mask and a product, in a fifth of the time for one column
+    kernel = torch.ops.aten.threshold_backward
+    return kernel(mat, at, 0) if out is None else kernel.grad_input(mat, at, 0, grad_input=out)
 
 
 @register(ReLU)
@@ -53,6 +60,10 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
 
     def slope(self, module: ReLU, at: Tensor) -> Tensor:
         return at > 0
+
+    def _jac_t_mat_prod(self, module: ReLU, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        at = subsample(self._recorded(module), subsampling=subsampling)
+        return compute(_where_positive, mat.shape, mat, at.expand_as(mat))
 
 
 @register(LeakyReLU)
@@ -304,10 +315,7 @@ class GELUDerivatives(ActivationDerivatives):
     """``x`` times the distribution function of the normal distribution, or its approximation by ``tanh``."""
 
     def slope(self, module: GELU, at: Tensor) -> Tensor:
-        if module.approximate == "tanh":
-            tanh, inner, _ = self._tanh(at)
-            return (1 + tanh + at * (1 - tanh**2) * inner) / 2
-        return torch.special.ndtr(at) + at * self._density(at)
+        return torch.ops.aten.gelu_backward(torch.ones_like(at), at, approximate=module.approximate)  # one pass instead of eight
 
     def curvature(self, module: GELU, at: Tensor) -> Tensor:
         if module.approximate == "tanh":

@@ -197,15 +197,19 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         for n in small_blocks(rows.shape[1], size + inputs):
             columns = self.columns(module, n if subsampling is None else subsampling[n])
             for v in large_blocks(rows.shape[0], size * len(columns)):
-                yield v, n, einsum("vngol,ngkl->vngok", rows[v, n], columns)
+                yield v, n, _products(rows[v, n], columns)
 
-    def input_moment(self, module: Module) -> Tensor:
+    def input_moment(self, module: Module, scale: float = 1.0) -> Tensor:
         """Sum the outer products of the columns of the input with themselves, over samples and positions.
 
+        Args:
+            module: The layer with its recorded input.
+            scale: Factor.
+
         Returns:
-            ``[[G, K, K]]``.
+            ``[[G, K, K]]``, a tensor that the caller may change.
         """
-        return second_moment(wide(self.columns(module)).permute(1, 0, 3, 2).flatten(1, 2))  # makes no copy in a Linear layer
+        return second_moment(wide(self.columns(module)).permute(1, 0, 3, 2).flatten(1, 2), scale)  # makes no copy in a Linear layer
 
     def _bias_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None

@@ -12,6 +12,7 @@ from torch import Size, Tensor, einsum
 from torch.nn import Module
 
 from backpack.core.derivatives.affine import AffineDerivatives, small_blocks
+from backpack.utils.moment import sum_of_squared_columns
 from backpack.utils.pages import compute
 from backpack.utils.precision import wide
 
@@ -86,7 +87,7 @@ def sum_of_squares(
     """
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
-        squares, weights = wide(layer.columns(module)).squeeze(3).square(), _weighted_squares(rows, signs)
+        squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)
         if weights.shape[1] == 1:  # a call less for each view counts in a small net
             out = torch.mm(weights.squeeze(1).t(), squares.squeeze(1)).unsqueeze(0)
         else:
@@ -112,7 +113,7 @@ def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, si
     """
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
-        squares, weights = wide(layer.columns(module)).squeeze(3).square(), _weighted_squares(rows, signs)
+        squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)
         out = compute(torch.mul, (*weights.shape, squares.shape[2]), weights.unsqueeze(3), squares.unsqueeze(2))
     else:
         out = _zeros(module, rows, rows.shape[1])
@@ -165,10 +166,3 @@ def _add_squares(out: Tensor, products: Tensor, signs: Tensor | None) -> None:
             out.addcmul_(product, product)
     else:
         out += products.square_().sum((0, 1))
-
-
-def _weighted_squares(rows: Tensor, signs: Tensor | None) -> Tensor:
-    squares = wide(rows).squeeze(4).square()
-    if signs is not None:
-        squares = squares * signs[:, :, None, None]
-    return squares[0] if len(squares) == 1 else squares.sum(0)

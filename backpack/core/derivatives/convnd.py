@@ -116,13 +116,13 @@ class ConvolutionDerivatives(AffineDerivatives):
     def output_from_rows(self, module: Module, rows: Tensor) -> Tensor:
         return rows.reshape(rows.shape[0], *module.output.shape)
 
-    def input_moment(self, module: Module) -> Tensor:
+    def input_moment(self, module: Module, scale: float = 1.0) -> Tensor:
         inputs = wide(module.input0)
         size = module.weight.numel() // module.out_channels
         total = inputs.new_zeros(module.groups, size, size)
         for n in large_blocks(len(inputs), inputs.shape[1:].numel()):
             total += self._moment(module, inputs[n])
-        return total
+        return total.mul_(scale)
 
     @abstractmethod
     def _moment(self, module: Module, inputs: Tensor) -> Tensor:

@@ -35,11 +35,18 @@ def _over_classes(function: Callable[[Tensor, int], Tensor], logits: Tensor) -> 
         logits: ``[[N, C, *]]``.
 
     Returns:
-        ``[[N, C, *]]``, contiguous where the logits are.
+        ``[[N, C, *]]``, laid out in memory as the logits are.
     """
+    if _classes_last(logits):
+        return function(logits.movedim(1, -1), logits.dim() - 1).movedim(-1, 1)
     if logits.dim() == 2 and logits.shape[1] < _VECTORIZED and logits.device.type == "cpu":
         return function(logits.T, 0).T.contiguous()
     return function(logits, 1)
+
+
+def _classes_last(logits: Tensor) -> bool:
+    # the transposed output of a Linear layer with positions: else it would be copied to and fro, at the cost of three softmaxes
+    return logits.dim() > 2 and logits.movedim(1, -1).is_contiguous()
 
 
 @register(CrossEntropyLoss)
@@ -157,8 +164,9 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
         probs = _over_classes(Tensor.softmax, at_least_float32(subsampled_input))
-        labels = self._draw(probs, mc_samples).unsqueeze(2)
-        return probs.new_zeros(mc_samples, *probs.shape).scatter_(2, labels, -1.0).add_(probs)
+        labels, axis = self._draw(probs, mc_samples), probs.dim() - 1 if _classes_last(probs) else 1
+        grads = probs.new_zeros(mc_samples, *probs.movedim(1, axis).shape).movedim(1 + axis, 2)
+        return grads.scatter_(2, labels.unsqueeze(2), -1.0).add_(probs)
 
     def _draw(self, probs: Tensor, mc_samples: int) -> Tensor:
         """Draw labels as ``_make_distribution(...).sample`` does, without its checks.

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Samples
+from backpack.utils.pages import compute
 from backpack.utils.subsampling import subsample
 
 
@@ -43,7 +44,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         return mat * self.df(module, g_inp, g_out)
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        return mat * self.df(module, g_inp, g_out, subsampling=subsampling)
+        return compute(torch.mul, mat.shape, mat, self.df(module, g_inp, g_out, subsampling=subsampling))
 
     def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         df = self.df(module, g_inp, g_out)

@@ -23,6 +23,7 @@ from torch.nn import (
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.kinds import FlatDerivatives
 from backpack.core.derivatives.registry import register
+from backpack.utils.pages import empty
 from backpack.utils.subsampling import subsample
 
 
@@ -55,7 +56,7 @@ def _scatter(mat: Tensor, positions: Tensor, large: tuple[int, ...]) -> Tensor:
     """
     small, lead = positions.shape[-len(large) :], positions.shape[: -len(large)]
     index = positions.reshape(prod(lead), prod(small)).expand(len(mat), -1, -1)
-    out = mat.new_zeros(len(mat), prod(lead), prod(large)).scatter_add_(2, index, mat.reshape(index.shape))
+    out = empty((len(mat), prod(lead), prod(large)), mat).zero_().scatter_add_(2, index, mat.reshape(index.shape))
     return out.reshape(len(mat), *lead, *large)
 
 

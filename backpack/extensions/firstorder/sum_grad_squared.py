@@ -14,7 +14,8 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import faster, sum_at_rows
+from backpack.extensions.rules import bias_columns, faster, sum_at_rows
+from backpack.utils.moment import sum_of_squared_columns
 from backpack.utils.precision import wide
 
 
@@ -42,6 +43,11 @@ class SumGradSquared(GradientExtension):
 @faster(SumGradSquared, AffineDerivatives, "weight")
 def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
     return sum_of_squares(use.call.derivatives, use.call, use.grad[None], sums=use.sums)
+
+
+@faster(SumGradSquared, AffineDerivatives, "bias")
+def _bias(extension: SumGradSquared, use: Use, name: str) -> Tensor:
+    return sum_of_squared_columns(*bias_columns(use)).sum(0)
 
 
 @faster(SumGradSquared, LookupDerivatives, "weight")

@@ -65,6 +65,16 @@ def _lookup(extension: Variance, use: Use, name: str) -> Noted:
 
 
 def _variance(squares: Tensor, gradient: Tensor, samples: int) -> Tensor:
+    """Subtract the square of the mean from the mean of squares.
+
+    Args:
+        squares: Sum of squares, which is overwritten: fresh memory would take longer than the arithmetic.
+        gradient: Sum.
+        samples: Number of summands.
+
+    Returns:
+        Shape of the gradient.
+    """
     samples, gradient = max(samples, 1), wide(gradient)
     # rounding may take the difference below zero
-    return (squares / samples).addcmul_(gradient, gradient, value=-1 / samples**2).clamp_(min=0)
+    return squares.div_(samples).addcmul_(gradient, gradient, value=-1 / samples**2).clamp_(min=0)
