@@ -259,3 +259,32 @@ graph(
     (2, 3),
     *USES,
 )
+graph(
+    "weight times each sample",
+    lambda net, x: net.b(torch.stack([torch.mv(net.weight, h) for h in net.a(x)]).tanh()),
+    layers(3, 3, 4, weight=parameter(3, 3)),
+    (3,),
+    *USES,
+)
+graph(
+    "transformed weight times each sample",
+    lambda net, x: net.b(torch.stack([*map(partial(torch.mv, net.weight.tanh().T), net.a(x))]).tanh()),
+    layers(3, 3, 4, weight=parameter(3, 3)),
+    (3,),
+    *USES,
+)
+for _name, _bias in (
+    ("positions", lambda net: net.table),
+    ("positions and heads", lambda net: net.table[None] * net.gain),
+    ("relative positions", lambda net: net.e(torch.arange(3)[None, :, None] - torch.arange(3) + 2).sum(-1)),
+):
+    graph(
+        f"attention with scores of {_name}, as many as samples",
+        lambda net, x, bias=_bias: net.b(((net.a(x) @ x.mT + bias(net)).softmax(2) @ net.c(x)).tanh().mean(1)),
+        lambda name=_name: (
+            {"a": Linear(3, 3), "c": Linear(3, 2), "b": Linear(2, 4)}
+            | ({"e": Embedding(5, 2)} if "relative" in name else {"table": parameter(3, 3)()} | ({"gain": parameter(1)()} if "heads" in name else {}))
+        ),
+        (3, 3),
+        *USES,
+    )

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, Mark, ModuleCall
-from backpack.core.crossings import SPLIT, Gap, State, Way
+from backpack.core.crossings import SPLIT, Gap, State, Way, is_of_parameter
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import sequence_number, shape_of
 from backpack.core.losses import batch_of, refuse_as_loss, refuse_without_loss
@@ -362,11 +362,9 @@ class Plan:
                 how = f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
                 self._note(mixing(self.walk, node, how))
         elif known is not state:
-            united = unite(known, state)
-            if united is None:
+            states[nr] = unite(known, state) or SPLIT  # what is made of parameters alone may be used by each sample in another way
+            if states[nr] is SPLIT and not is_of_parameter(node, self.walk.leaves):
                 self._note(ambiguous(self.walk, edge, known, state))
-            else:
-                states[nr] = united
 
     def _use_at_leaf(self, node: Node) -> None:
         """Count the uses of a parameter, whose leaf this is, outside all units, and refuse those that cannot be attributed."""

@@ -152,9 +152,9 @@ def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> Unsupported
         The error.
     """
     return UnsupportedError(
-        f"The samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {other.axis} for "
-        f"another ({one.samples} and {other.samples} samples): per-sample quantities of {{names}} are ambiguous. "
-        "Leave these parameters out of all extensions: {exclude}.",
+        f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers, and on axis "
+        f"{other.axis}, or in another order, for another one: per-sample quantities of {{names}} are ambiguous. If another axis of the model is as "
+        "long as the mini-batch, use a mini-batch of another size; or leave these parameters out of all extensions: {exclude}.",
         walk.named(walk.reach[edge[0]]),
     )
 
@@ -232,7 +232,13 @@ def refuse_summed(walk: Walk, node: Node, mark: Mark, samples: int) -> None:
     for slot in mark.call.tensor_inputs if samples > 1 and not positions else ():
         batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
         if batched and (slot.edge is None or (slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0]))):
-            raise mixing(walk, node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
+            how = f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
+            if slot.edge is None:
+                how += (
+                    f", and where that comes from is not recorded (if its axis 0 holds {samples} positions instead, use a mini-batch of another "
+                    f"size, or let the model call it with a tensor of shape {[1, *slot.shape]})"
+                )
+            raise mixing(walk, node, how)
 
 
 def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
