@@ -60,6 +60,14 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         """
         return True
 
+    def axes_of_batch(self, module: Module) -> int:
+        """Number of axes that a mini-batch has at least.
+
+        Returns:
+            ``least_axes``, unless it depends on the module.
+        """
+        return self.least_axes
+
     def feature_axes(self, module: Module) -> int:
         """Number of axes at the end of the output that are not to be permuted, where ``any_batch_axis`` holds.
 

@@ -216,8 +216,8 @@ class LayerNormDerivatives(GroupStatisticsDerivatives):
 
     any_batch_axis = True
 
-    def applies(self, module: LayerNorm) -> bool:
-        return module.input0.dim() > len(module.normalized_shape)
+    def axes_of_batch(self, module: LayerNorm) -> int:
+        return 1 + len(module.normalized_shape)
 
     def feature_axes(self, module: LayerNorm) -> int:
         return len(module.normalized_shape)
