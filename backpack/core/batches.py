@@ -63,7 +63,10 @@ def lacks_batch(call: ModuleCall) -> bool:
     if isinstance(module, nn.RNNCellBase):
         return len(given.shape) < 2
     rule = derivatives_for(module)
-    return rule is not None and not rule.is_loss and len(given.shape) < rule.axes_of_batch(call)
+    if rule is None or rule.is_loss:
+        return False
+    more = rule.feature_axes(call) - 1 if rule.any_batch_axis else 0
+    return len(given.shape) < rule.least_axes + more
 
 
 def _batch_first(call: ModuleCall) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, sample_axis
+from backpack.core.batches import batch_of, lacks_batch, sample_axis
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way, is_of_parameter
 from backpack.core.derivatives.basederivatives import BaseDerivatives
@@ -239,7 +239,7 @@ class Plan:
                 continue
             if not isinstance(state, Layout) or not isinstance(call.inputs[0], Slot):
                 continue
-            if len(call.inputs[0].shape) < rule.axes_of_batch(call):
+            if lacks_batch(call):
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - rule.feature_axes(call)
