@@ -221,6 +221,22 @@ def head_of_table(width: int) -> None:
 head_of_table(3)
 head_of_table(4)
 graph(
+    "table as head of positions, and looked up twice",
+    lambda net, x: F.linear((net.e(indices(x)) + net.e(indices(x[:, :1]))).tanh(), net.e.weight).mean(1),
+    layers(e=lambda: Embedding(4, 3, padding_idx=1)),
+    (2,),
+    *USES,
+    "two orientations",
+)
+graph(
+    "table as head of positions",
+    lambda net, x: F.linear(net.e(indices(x)).tanh(), net.e.weight).mean(1),
+    layers(e=lambda: Embedding(4, 3)),
+    (2,),
+    *USES,
+    "two orientations",
+)
+graph(
     "table at two places",
     lambda net, x: net.b((net.e(indices(x)).mean(1) * 1.3 + net.e(indices(x[:, 0]))).tanh()),
     layers(e=lambda: Embedding(4, 3, padding_idx=1), b=lambda: Linear(3, 4)),
