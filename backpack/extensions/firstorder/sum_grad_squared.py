@@ -41,7 +41,7 @@ class SumGradSquared(GradientExtension):
 
 @faster(SumGradSquared, AffineDerivatives, "weight")
 def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    return sum_of_squares(use.call.derivatives, use.call, use.grad[None])
+    return sum_of_squares(use.call.derivatives, use.call, use.grad[None], sums=use.sums)
 
 
 @faster(SumGradSquared, LookupDerivatives, "weight")

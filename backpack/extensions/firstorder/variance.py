@@ -47,7 +47,7 @@ class Variance(GradientExtension):
 
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
-    squares = sum_of_squares(use.call.derivatives, use.call, use.grad[None])
+    squares = sum_of_squares(use.call.derivatives, use.call, use.grad[None], sums=use.sums)
     return FromGradient(lambda grad: Noted(_variance(squares, grad, use.layout.samples), lambda: wide(grad)))
 
 
