@@ -105,7 +105,7 @@ def _try_unit(flow: Flow, plan: Plan, unit: Unit, bits: int) -> None:
     slot = call.outputs[0]
     grad = torch.zeros((), dtype=slot.dtype, device=slot.device).expand(slot.shape)
     grad = grad if unit.arrangement is None else unit.arrangement.front(grad)
-    chosen = None if rule is GENERIC else [0]
+    chosen = None if rule is GENERIC else list(range(len(grad)))[:1]  # an expert may have got no token
     first = grad if chosen is None else grad[:1]
     below = 0 if unit.below is None else plan.walk.reach[unit.below[0]] & bits
     if below and not flow.is_gradient:

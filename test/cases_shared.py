@@ -221,6 +221,22 @@ def head_of_table(width: int) -> None:
 head_of_table(3)
 head_of_table(4)
 graph(
+    "table as head of positions, and looked up twice",
+    lambda net, x: F.linear((net.e(indices(x)) + net.e(indices(x[:, :1]))).tanh(), net.e.weight).mean(1),
+    layers(e=lambda: Embedding(4, 3, padding_idx=1)),
+    (2,),
+    *USES,
+    "two orientations",
+)
+graph(
+    "table as head of positions",
+    lambda net, x: F.linear(net.e(indices(x)).tanh(), net.e.weight).mean(1),
+    layers(e=lambda: Embedding(4, 3)),
+    (2,),
+    *USES,
+    "two orientations",
+)
+graph(
     "table at two places",
     lambda net, x: net.b((net.e(indices(x)).mean(1) * 1.3 + net.e(indices(x[:, 0]))).tanh()),
     layers(e=lambda: Embedding(4, 3, padding_idx=1), b=lambda: Linear(3, 4)),
@@ -259,3 +275,32 @@ graph(
     (2, 3),
     *USES,
 )
+graph(
+    "weight times each sample",
+    lambda net, x: net.b(torch.stack([torch.mv(net.weight, h) for h in net.a(x)]).tanh()),
+    layers(3, 3, 4, weight=parameter(3, 3)),
+    (3,),
+    *USES,
+)
+graph(
+    "transformed weight times each sample",
+    lambda net, x: net.b(torch.stack([*map(partial(torch.mv, net.weight.tanh().T), net.a(x))]).tanh()),
+    layers(3, 3, 4, weight=parameter(3, 3)),
+    (3,),
+    *USES,
+)
+for _name, _bias in (
+    ("positions", lambda net: net.table),
+    ("positions and heads", lambda net: net.table[None] * net.gain),
+    ("relative positions", lambda net: net.e(torch.arange(3)[None, :, None] - torch.arange(3) + 2).sum(-1)),
+):
+    graph(
+        f"attention with scores of {_name}, as many as samples",
+        lambda net, x, bias=_bias: net.b(((net.a(x) @ x.mT + bias(net)).softmax(2) @ net.c(x)).tanh().mean(1)),
+        lambda name=_name: (
+            {"a": Linear(3, 3), "c": Linear(3, 2), "b": Linear(2, 4)}
+            | ({"e": Embedding(5, 2)} if "relative" in name else {"table": parameter(3, 3)()} | ({"gain": parameter(1)()} if "heads" in name else {}))
+        ),
+        (3, 3),
+        *USES,
+    )

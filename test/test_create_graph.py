@@ -22,6 +22,7 @@ KRONECKER = ["KFLR", "KFAC"]
 STEP = 5e-7
 # torch calls the gradient of a padding row zero, though the row takes part, and does not differentiate through renormalized tables and detach()
 OTHER_GRADIENT = {"Embedding, max_norm", "functional embedding, padding", "table at two places", "curved: data in between"}
+OTHER_GRADIENT |= {"table as head of positions, and looked up twice"}
 
 
 def names_of(case: str) -> list[str]:

@@ -197,7 +197,7 @@ class ThreeWays(Module):
     def __init__(self) -> None:
         super().__init__()
         self.table, self.last = Parameter(torch.randn(2, 3)), Linear(3, 2)
-        self.first, self.matrix, self.large = Linear(3, 3), Parameter(torch.randn(3, 3)), Parameter(torch.ones(2**14 + 1))
+        self.first, self.matrix, self.large = Linear(3, 3), Parameter(torch.randn(3, 3)), Parameter(torch.ones(2**15 + 1))
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x) + self.table + self.large.mean())

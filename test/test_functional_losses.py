@@ -219,6 +219,34 @@ def test_refused(case: str, make: type, inside: bool, width: int) -> None:
     assert all(not vars(p) for p in model.parameters())
 
 
+NEGATIVE: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "cross-entropy": (
+        lambda out: F.cross_entropy(out, target(out), weight=-torch.ones(C), reduction="sum"),
+        r"of cross_entropy \(LogSoftmaxBackward0\)",
+    ),
+    "module": (lambda out: extend(nn.CrossEntropyLoss(weight=-torch.ones(C), reduction="sum"))(out, target(out)), "of CrossEntropyLoss,"),
+    "squares": (lambda out: -F.mse_loss(out, torch.zeros_like(out)), r"mse_loss \(MseLossBackward0\) is multiplied"),
+    "two classes": (
+        lambda out: F.binary_cross_entropy_with_logits(out, torch.zeros_like(out), weight=-torch.ones(C)),
+        r"of binary_cross_entropy_with_logits \(",
+    ),
+    "probabilities": (
+        lambda out: F.binary_cross_entropy(out.sigmoid(), torch.zeros_like(out), weight=-torch.ones(C)),
+        r"of binary_cross_entropy \(",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NEGATIVE)
+def test_named_as_it_was_called(case: str) -> None:
+    """Messages know functions, modules and graph nodes, and no classes of rules."""
+    loss, message = NEGATIVE[case]
+    model = extend(nn.Linear(3, C))
+    with backpack(extensions.DiagGGNExact()), pytest.raises(LossValueError, match=message) as raised:
+        loss(model(randn(N, 3))).backward()
+    assert "Derivatives" not in str(raised.value)
+
+
 class Wrapped(nn.Module):
     """A loss inside."""
 

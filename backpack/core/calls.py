@@ -300,7 +300,7 @@ class ModuleCall:
             )
 
     def __repr__(self) -> str:
-        return self.path
+        return f"{self.recorder.path} ({self.recorder.kind})" if self.recorder.path else self.recorder.kind
 
     def __getattr__(self, name: str) -> Any:
         if name == "output" or (name.startswith("input") and name[5:].isdigit()):

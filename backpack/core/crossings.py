@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -28,6 +29,21 @@ _STACKED = frozenset(
     """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
     ScaledDotProductCudnnAttention""".split()
 )
+
+
+def is_of_parameter(node: Node, leaves: Container[Node]) -> bool:
+    """Say whether a node makes something of a single leaf, entry by entry or by moving entries, and of nothing else, so of no data.
+
+    Args:
+        node: The node.
+        leaves: The leaves of the graph.
+
+    Returns:
+        Whether it does.
+    """
+    while node not in leaves and len(node.next_functions) == 1 and operation(node) in ELEMENTWISE | _STATIC - {"MaskedFill"}:
+        node = node.next_functions[0][0]
+    return node in leaves
 
 
 class Way(Enum):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch import nn
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
+from backpack.core.graph import operation
 from backpack.core.slots import Slot
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
 
@@ -25,21 +27,29 @@ MODULES: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "SoftMarginLoss": (nn.SoftMarginLoss, ()),
 }
 """Operations that are losses: the class of the module that does the same, and its options beside the reduction."""
-_NAMES = "cross_entropy mse_loss binary_cross_entropy_with_logits binary_cross_entropy huber_loss smooth_l1_loss soft_margin_loss".split()
-FUNCTIONS = frozenset({"LogSoftmax", *MODULES})
-"""Operations at which second-order quantities can start."""
+FUNCTIONS = {
+    "LogSoftmax": "cross_entropy",
+    "MseLoss": "mse_loss",
+    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
+    "BinaryCrossEntropy": "binary_cross_entropy",
+    "HuberLoss": "huber_loss",
+    "SmoothL1Loss": "smooth_l1_loss",
+    "SoftMarginLoss": "soft_margin_loss",
+}
+"""Operations at which second-order quantities can start: the function that is called."""
 
 
-def batch_of(call: ModuleCall) -> int | None:
-    """Count the samples that a module was called with.
+def title(node: Node) -> str:
+    """Describe a loss that was called as a function.
 
     Args:
-        call: Its call.
+        node: Its graph node.
 
     Returns:
-        Length of axis 0 of the first tensor; ``None`` if there is none.
+        Name of the function and of the node; of a node of something else, its name.
     """
-    return next((slot.shape[0] for slot in call.tensor_inputs if slot.shape), None)
+    name = operation(node)
+    return f"{FUNCTIONS[name]} ({node.name()})" if name in FUNCTIONS else node.name()
 
 
 def take_for_loss(call: ModuleCall) -> bool:
@@ -130,6 +140,7 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
             )
     raise LossNotExtendedError(
         "No loss is known on a path from the tensor on which backward was called to {names}. Second-order quantities start at a loss that is an "
-        f"extended module, or one of {', '.join(_NAMES)} in torch.nn.functional: {hint}. Write `backpack.leave_out(term)` for a term to be ignored.",
+        f"extended module, or one of {', '.join(FUNCTIONS.values())} in torch.nn.functional: {hint}. "
+        "Write `backpack.leave_out(term)` for a term to be ignored.",
         parameters,
     )

@@ -11,11 +11,12 @@ from collections.abc import Iterable
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from backpack.core.batches import batch_of, lacks_batch, sample_axis
 from backpack.core.calls import RANDOM, Mark, ModuleCall
-from backpack.core.crossings import SPLIT, Gap, State, Way
+from backpack.core.crossings import SPLIT, Gap, State, Way, is_of_parameter
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import sequence_number, shape_of
-from backpack.core.losses import batch_of, refuse_as_loss, refuse_without_loss
+from backpack.core.losses import refuse_as_loss, refuse_without_loss
 from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
 from backpack.core.refusals import (
@@ -24,8 +25,10 @@ from backpack.core.refusals import (
     mixing,
     refuse_compiled,
     refuse_other_rows,
+    refuse_prediction,
     refuse_second_order,
     refuse_summed,
+    single,
     sizes,
     unequal,
     unrecorded,
@@ -34,7 +37,7 @@ from backpack.core.samples import Layout, arrangement, first_axis, seen_through_
 from backpack.core.slots import Edge, Slot
 from backpack.core.starts import Start, refuse_curved, start_at
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
-from backpack.utils.errors import BackpackError, UnsupportedError, merge
+from backpack.utils.errors import BackpackError, merge
 
 
 class Plan:
@@ -127,10 +130,13 @@ class Plan:
         marks = self.walk.marks.get(node, ())
         if self._start_at_loss(node, marks):
             return
-        for mark in marks if not self._second_order or node in self.states or node not in self.walk.to_function else ():
+        for mark in reversed(marks) if not self._second_order or node in self.states or node not in self.walk.to_function else ():
             self._start_at_output(node, mark)
         states = self.states.get(node)
         if states is None:
+            for mark in marks:
+                if refusal := single(self.walk, node, mark.call) if mark.call.root else None:
+                    raise refusal
             if node in self._bare or node not in self._passed:
                 self._pass_without_samples(node)
             return
@@ -167,7 +173,7 @@ class Plan:
         return True
 
     def _start_at_output(self, node: Node, mark: Mark) -> None:
-        """Let samples start on axis 0 of the outermost module's output; inside, where nothing is known yet, of any call's output.
+        """Let samples start at the outermost module's output, on axis 0 as a rule; inside, where nothing is known yet, at any call's output.
 
         Args:
             node: Node that made the output.
@@ -176,21 +182,18 @@ class Plan:
         Raises:
             UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
         """
-        call, shape = mark.call, mark.call.outputs[mark.index].shape
+        call, shape, axis = mark.call, mark.call.outputs[mark.index].shape, sample_axis(mark.call, mark.index)
         states = self.states.setdefault(node, {})
         known = states.get(mark.nr)
-        batch = batch_of(call)
-        if not mark.base and not call.is_loss and shape and (shape[0] == batch or (known is None and not call.root)):
-            start = first_axis(shape[0])
+        batch, size = batch_of(call), shape[axis] if axis < len(shape) else None
+        if not mark.base and not call.is_loss and size is not None and (size == batch or (known is None and not call.root)):
+            start = first_axis(size)._replace(axis=axis)
             if known is None:
                 states[mark.nr] = start
                 self._samples_at[node] = start.samples
-            elif call.root and call.module._modules and shape[0] > 1 and (known is SPLIT or settle(known) != start):
+            elif call.root and call.module._modules and size > 1 and (known is SPLIT or settle(known) != start):
                 if self._second_order:
-                    raise UnsupportedError(
-                        f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call.path} "
-                        f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0, reshaped at most."
-                    )
+                    refuse_prediction(call, shape, size, axis)
                 states[mark.nr] = start
                 self._samples_at[node] = start.samples
         if not states:
@@ -228,16 +231,15 @@ class Plan:
         """
         for mark in reversed(list(marks)):
             call, state = mark.call, states.get(mark.nr)
+            if isinstance(state, Layout) and len(set(state.labels)) > 1 and (refusal := single(self.walk, node, call)):
+                self._note(refusal)
+                return True
             rule = self._rule(call)
             if rule is None or call.is_loss or call.mixes_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
             if not isinstance(state, Layout) or not isinstance(call.inputs[0], Slot):
                 continue
-            if len(call.inputs[0].shape) < rule.least_axes:
-                if state.samples > 1 and any(p is not None for p in call.module._parameters.values()):
-                    how = f"{call.path} got {list(call.inputs[0].shape)}, without a batch axis, as {state.samples} samples"
-                    self._note(mixing(self.walk, node, how))
-                    return True
+            if lacks_batch(call):
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - rule.feature_axes(call)
@@ -362,11 +364,9 @@ class Plan:
                 how = f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
                 self._note(mixing(self.walk, node, how))
         elif known is not state:
-            united = unite(known, state)
-            if united is None:
+            states[nr] = unite(known, state) or SPLIT  # what is made of parameters alone may be used by each sample in another way
+            if states[nr] is SPLIT and not is_of_parameter(node, self.walk.leaves):
                 self._note(ambiguous(self.walk, edge, known, state))
-            else:
-                states[nr] = united
 
     def _use_at_leaf(self, node: Node) -> None:
         """Count the uses of a parameter, whose leaf this is, outside all units, and refuse those that cannot be attributed."""

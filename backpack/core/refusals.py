@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import Mark
+from backpack.core.batches import lacks_batch
+from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import compiled, operation, saved, shape_of
 from backpack.core.owners import owners
@@ -38,6 +40,22 @@ def mixing(walk: Walk, node: Node, how: str) -> MixedSamplesError:
         "that have a batch axis, or leave these parameters out of all extensions: {exclude}.",
         walk.named(walk.reach[node]),
     )
+
+
+def single(walk: Walk, node: Node, call: ModuleCall) -> MixedSamplesError | None:
+    """Refuse a module that was given one sample without a batch axis, where something else would be taken for samples.
+
+    Args:
+        walk: The graph.
+        node: Node of its output.
+        call: Its call.
+
+    Returns:
+        The error; ``None`` if it is no such call, or has no parameters.
+    """
+    if call.is_loss or next(call.module.parameters(), None) is None or not lacks_batch(call):
+        return None
+    return mixing(walk, node, f"{call} got an input of shape {list(call.inputs[0].shape)}, without a batch axis")
 
 
 def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
@@ -152,9 +170,10 @@ def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> Unsupported
         The error.
     """
     return UnsupportedError(
-        f"The samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers and on axis {other.axis} for "
-        f"another ({one.samples} and {other.samples} samples): per-sample quantities of {{names}} are ambiguous. "
-        "Leave these parameters out of all extensions: {exclude}.",
+        f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers, and on axis "
+        f"{other.axis}, or in another order, for another one: per-sample quantities of {{names}} are ambiguous. What the model returns should have "
+        "the samples on axis 0: transpose it, or set batch_first=True. If another axis of the model is as long as the mini-batch, use a mini-batch "
+        "of another size. Or leave these parameters out of all extensions: {exclude}.",
         walk.named(walk.reach[edge[0]]),
     )
 
@@ -232,7 +251,31 @@ def refuse_summed(walk: Walk, node: Node, mark: Mark, samples: int) -> None:
     for slot in mark.call.tensor_inputs if samples > 1 and not positions else ():
         batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
         if batched and (slot.edge is None or (slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0]))):
-            raise mixing(walk, node, f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over samples")
+            how = f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
+            if slot.edge is None:
+                how += (
+                    f", and where that comes from is not recorded (if its axis 0 holds {samples} positions instead, use a mini-batch of another "
+                    f"size, or let the model call it with a tensor of shape {[1, *slot.shape]})"
+                )
+            raise mixing(walk, node, how)
+
+
+def refuse_prediction(call: ModuleCall, shape: torch.Size, samples: int, axis: int) -> None:
+    """Refuse a loss that counts samples in another way than the model.
+
+    Args:
+        call: Call of the model.
+        shape: Shape of its output.
+        samples: Number of samples.
+        axis: The axis on which they lie.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call} "
+        f"({samples} samples on axis {axis}). Give the loss that output with the samples on axis 0, reshaped at most."
+    )
 
 
 def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:

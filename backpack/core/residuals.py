@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from backpack.core.crossings import SPLIT, Gap, Way
-from backpack.core.graph import tensor_at
+from backpack.core.graph import shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
-from backpack.core.samples import Layout, along, first_axis, label_tensor, settle
+from backpack.core.samples import Layout, along, first_axis, label_tensor, numel, settle
 
 
 class Born(NamedTuple):
@@ -81,6 +81,24 @@ def residual(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     """
     found = product(gap.node)
     return _of_blocks(gap, grad) if found is None else _of_product(gap, grad, found)
+
+
+def columns_of(gap: Gap) -> int:
+    """Count the columns that ``residual`` returns, from shapes alone; for a function that is linear in one of its inputs, at most so many.
+
+    Args:
+        gap: The node, whose second derivative is known.
+
+    Returns:
+        Number of columns, ``V``.
+    """
+    found, layouts = product(gap.node), _layouts(gap)
+    sizes = {i: numel(n[2]) for i, n in enumerate(gap.nexts) if n is not None}
+    if found is not None:
+        return 2 * min(sizes[i] // (1 if layouts[i] is None else max(layouts[i].samples, 1)) for i in found[1])
+    if not axes_of(gap.node):  # all inputs are broadcast to one shape
+        sizes = dict.fromkeys(sizes, numel(shape_of((gap.node, 0))))
+    return sum(sizes.values()) // (1 if layouts[-1] is None else max(layouts[-1].samples, 1))
 
 
 def _layouts(gap: Gap) -> list[Layout | None]:

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from backpack.core.batches import batch_of, sample_axis
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, batch_of, has_samples
-from backpack.core.samples import Layout, first_axis, layout_of
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, has_samples, title
+from backpack.core.samples import Layout, along, first_axis, layout_of
 from backpack.core.slots import Edge, Slot
 from backpack.core.state import recording
 from backpack.core.walk import Walk
@@ -43,7 +44,7 @@ class LossNode:
         module: A module that does the same, never called.
         derivatives: The rule.
         inputs: The prediction without its data, samples on axis 0, classes on axis 1.
-        path: Name of the node, for messages.
+        path: Names of the function and of the node, for messages.
         order: Position among all losses.
         axes: How the saved tensor is permuted to get there.
         incoming: Gradient that has arrived at log-probabilities ``[[N, C, *]]``.
@@ -53,7 +54,7 @@ class LossNode:
     incoming: Tensor | None = None
 
     def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...] | None) -> None:
-        self._node, self.axes, self.path = node, axes, node.name()
+        self._node, self.axes, self.path = node, axes, title(node)
         shape, like = shape_of(edge), tensor_at(edge)
         if axes is None:
             make, options = MODULES[operation(node)]
@@ -214,7 +215,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     if curved is not None:
         refuse_curved(node, curved)
     if any(walk.reach.get(upstream) for upstream, _ in nexts[1:]):
-        _refuse_target(node.name())
+        _refuse_target(title(node))
     below, shape = nexts[0], shape_of(nexts[0])
     dim = saved(node, "dim") % len(shape) if classes and shape else None
     if len(shape) < 1 + classes:
@@ -222,11 +223,11 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     layout = _find_samples(walk, below, dim)
     sure = layout is not None
     if layout is not None and (layout.axis == dim if classes else layout.axis):
-        _refuse_axis(node.name(), below, layout)
+        _refuse_axis(title(node), below, layout)
     if layout is None:
         if shape[0] not in _batches(walk) or dim == 0:
             raise UnsupportedError(
-                f"{node.name()} takes a prediction of shape {list(shape)}, and which of its entries belong to which sample cannot be read off the "
+                f"{title(node)} takes a prediction of shape {list(shape)}, and which of its entries belong to which sample cannot be read off the "
                 "graph. Make it from the output of a module, with samples on axis 0, by reshaping and selecting alone."
             )
         layout = first_axis(shape[0])
@@ -247,7 +248,7 @@ def refuse_curved(node: Node, curved: Node) -> None:
         LossValueError: Always.
     """
     raise LossValueError(
-        f"{curved.name()} lies between the loss ({node.name()}) and the tensor on which backward was called. Second-order quantities are exact only "
+        f"{curved.name()} lies between the loss {title(node)} and the tensor on which backward was called. Second-order quantities are exact only "
         "for weighted sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss."
     )
 
@@ -267,7 +268,7 @@ def _refuse_axis(path: str, edge: Edge, layout: Layout) -> None:
 
 
 def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
-    """Find out to which samples the entries of a prediction belong, from the nearest output of a module: there they lie on axis 0.
+    """Find out to which samples the entries of a prediction belong, from the nearest output of a module, of which it is known.
 
     The positions of the prediction are numbered, and the numbers sent upstream like gradients: selections put them where they come from.
 
@@ -284,7 +285,7 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     count, place, batches = positions.numel(), edge, _batches(walk)
     powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
     digits: Tensor | None = None
-    while (samples := _samples_at(walk, place, batches)) is None:
+    while (found := _samples_at(walk, place, batches)) is None:
         node, name = place[0], operation(place[0])
         ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
         if name in _KEEPS:
@@ -301,8 +302,11 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
         if not ways:
             return None
         place = ways[0][1]
-    if samples < 0 or digits is None:
+    samples, axis_there = found
+    if samples < 0:
         return first_axis(shape[0])
+    if digits is None:
+        return first_axis(samples)._replace(axis=axis_there)
     if samples <= 1 or not count:  # any axis would do
         axis = next(axis for axis in range(len(shape)) if axis != dim)
         return Layout(axis, (0,) * shape[axis], samples)
@@ -310,7 +314,7 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     known = numbers > 0
     if known.sum() != shape.numel():
         return None  # something was selected twice
-    owners = torch.arange(samples, device=device).reshape(-1, *[1] * (numbers.dim() - 1)).expand_as(numbers)[known]
+    owners = along(torch.arange(samples, device=device), axis_there, numbers.dim()).expand_as(numbers)[known]
     labels = torch.full((count,), -1, device=device)
     labels[numbers[known] - 1] = owners
     if (labels[numbers[known] - 1] != owners).any():
@@ -330,7 +334,7 @@ def _batches(walk: Walk) -> set[int]:
     return {batch for call in walk.calls if call.root and not call.is_loss and (batch := batch_of(call)) is not None}
 
 
-def _samples_at(walk: Walk, edge: Edge, batches: set[int]) -> int | None:
+def _samples_at(walk: Walk, edge: Edge, batches: set[int]) -> tuple[int, int] | None:
     """Count the samples of a tensor, if it is the output of a module.
 
     Args:
@@ -339,11 +343,13 @@ def _samples_at(walk: Walk, edge: Edge, batches: set[int]) -> int | None:
         batches: Numbers of samples with which outermost modules were called.
 
     Returns:
-        Their number; -1 if it is the output of an outermost module whose input has another number of rows, so that every row is one; ``None`` if
-        it is no output, or that of an inner module, with something else than samples on axis 0.
+        Their number, and the axis on which they lie; -1 if it is the output of an outermost module whose input has another number of rows, so that
+        every row is one; ``None`` if it is no output, or that of an inner module, with something else than samples on the axis.
     """
-    for mark in walk.marks.get(edge[0], ()):
+    for mark in reversed(walk.marks.get(edge[0], ())):
         call, shape = mark.call, mark.call.outputs[mark.index].shape
-        if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or shape[0] in batches):
-            return -1 if call.root and shape[0] != batch_of(call) else shape[0]
+        axis = sample_axis(call, mark.index)
+        size = shape[axis] if axis < len(shape) else None
+        if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or size in batches):
+            return (-1, 0) if call.root and size != batch_of(call) else (size, axis)
     return None

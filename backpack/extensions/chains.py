@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.calls import ModuleCall
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.flow import Flow
 from backpack.core.graph import shape_of
 from backpack.core.owners import owners
@@ -21,6 +22,26 @@ from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import refuse_coupled, refuse_curved
 from backpack.extensions.loss_scale import position_weights
 from backpack.utils.errors import BranchingError, LossValueError, UnsupportedError
+
+LARGEST = 2**30
+"""Entries of the largest matrix that is formed: 4 GiB in single precision."""
+
+
+def too_large(side: int, copies: int, dtype: torch.dtype) -> str | None:
+    """Describe square matrices that are not formed, because they are larger than a computer's memory before long.
+
+    Args:
+        side: Number of their rows.
+        copies: How many of them there are at a time.
+        dtype: Type of their entries.
+
+    Returns:
+        Size and memory; ``None`` if they are formed.
+    """
+    if copies * side**2 <= LARGEST:
+        return None
+    memory = copies * side**2 * max(4, dtype.itemsize) / 2**30
+    return f"{f'{copies} matrices' if copies > 1 else 'a matrix'} of {side:,} x {side:,} numbers, {memory:,.1f} GiB"
 
 
 def dense_residuals(plan: Plan) -> Iterator[tuple[ModuleCall, dict[Parameter, str]]]:
@@ -119,6 +140,7 @@ class AverageFlow(ChainFlow):
 
     def check(self, plan: Plan) -> None:
         super().check(plan)
+        self._refuse_large(plan)
         for node, start in plan.losses.items():
             shape, bits = shape_of((node, start.nr)), plan.walk.reach[node] & plan.concerned
             weighted = isinstance(start.call, LossNode) and start.call.axes is not None  # position by position, by what arrives
@@ -134,6 +156,30 @@ class AverageFlow(ChainFlow):
                 raise UnsupportedError(
                     f"{self.quantity} of the Hessian needs element-wise modules, {call.path} has a dense second derivative. Leave out {{exclude}}.",
                     about,
+                )
+
+    def _refuse_large(self, plan: Plan) -> None:
+        """Refuse modules and losses whose features are so many that matrices of them would not fit into memory.
+
+        Args:
+            plan: The plan.
+
+        Raises:
+            UnsupportedError: If there is one.
+        """
+        places = [(start.call, start.below, start.call.inputs[:1]) for start in plan.losses.values()]
+        places += [(unit.call, unit.below, [unit.call.inputs[0], *unit.call.outputs]) for unit in plan.units.values() if unit.below is not None]
+        for call, below, tensors in places:
+            bits, rule = plan.walk.reach[below[0]] & plan.concerned, call.derivatives
+            default = not call.is_loss and type(rule).ea_jac_t_mat_jac_prod is BaseDerivatives.ea_jac_t_mat_jac_prod
+            features = max(tensor.shape[1:].numel() for tensor in tensors)
+            copies = tensors[0].shape[0] if default and not rule.same_jacobian else 1
+            matrix = too_large(features, copies, tensors[0].dtype)
+            if bits and matrix:
+                raise UnsupportedError(
+                    f"{self.quantity} would form {matrix}, at {call}, which has {features:,} features a sample: more than {LARGEST:,} numbers are "
+                    "not formed. KFAC and KFLR need no such matrix; or leave out what lies upstream of it: {exclude}.",
+                    plan.walk.named(bits),
                 )
 
 

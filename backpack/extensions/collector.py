@@ -14,7 +14,6 @@ from torch.nn import Module, Parameter
 from backpack.core.calls import ModuleCall
 from backpack.core.concern import concerning
 from backpack.core.connect import Connection
-from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
@@ -26,7 +25,7 @@ from backpack.extensions.combining import Note, Noted
 from backpack.extensions.flows import GradientFlow
 from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.positions import Part, join
+from backpack.extensions.positions import Part, join, joins
 from backpack.extensions.rules import FromGradient, Rule, as_published, find_faster
 from backpack.extensions.spared import Spared
 from backpack.utils.differentiation import undifferentiable
@@ -148,7 +147,7 @@ class Collector(Reader):
         for name, parameter in use.parameters.items():
             if not self._readers(flow, parameter):
                 continue
-            if self._plan.uses[parameter] > 1 and isinstance(use.call.derivatives, AffineDerivatives) and use.layout.plain:
+            if self._plan.uses[parameter] > 1 and use.layout.plain and joins(use, self._plan, flow, parameter):
                 self._parts.setdefault((id(parameter), flow), []).append((Part.of(use, name), name))
             else:
                 self._read(flow, use, name, parameter, self._plan.uses[parameter] == 1)

@@ -16,7 +16,9 @@ from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Flow
 from backpack.core.graph import operation, outputs_of, saved, shape_of
+from backpack.core.node_functions import axes_of, product
 from backpack.core.plan import Plan
+from backpack.core.residuals import columns_of
 from backpack.core.samples import numel
 from backpack.core.walk import Unit, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -27,7 +29,7 @@ from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
 from backpack.extensions.sides import Sides, sides
-from backpack.extensions.signed_flow import SignedSqrtFlow
+from backpack.extensions.signed_flow import SignedSqrtFlow, curved_in
 
 ENTRY = 12
 """An entry of a tensor that is read or written where it is in a cache, or nearly."""
@@ -35,6 +37,10 @@ SQUARE = 2
 """An entry that is squared and added in blocks that stay in a cache."""
 FRESH = 90
 """An entry of a result: memory that has to be provided first."""
+BORN = 1000
+"""An entry of a column that is born at a curved operation: written, sorted by samples and signs."""
+EIGENVECTORS = 10
+"""A multiple of the cube of a side, for the eigenvectors of a matrix."""
 NODE, HOOK = 2_000_000, 10_000_000
 """A node of the graph, forward and backward; a hook, which runs in Python."""
 
@@ -146,6 +152,8 @@ class Costs:
             gap = plan.gaps[node]
             below = [upstream[0] for upstream in gap.nexts if upstream is not None]
             self._at_gap(gap, columns if called else 0)
+            if isinstance(self._flow, SignedSqrtFlow) and curved_in(plan.walk, plan.concerned, gap):
+                births = {**births, node: self._at_birth(gap)}
         else:
             return
         for upstream in below:
@@ -159,6 +167,22 @@ class Costs:
             if upstream is not None and upstream[0] in self._plan.walk.leaves:
                 parameter = self._plan.walk.leaves[upstream[0]]
                 self.read[id(parameter)] += self._reading(Sides(None, (1, parameter.numel())), parameter, columns)
+
+    def _at_birth(self, gap: Gap) -> int:
+        """Add what the second derivative of an operation takes.
+
+        Args:
+            gap: Its node.
+
+        Returns:
+            The number of columns that are born.
+        """
+        born, shapes = columns_of(gap), [upstream[2] for upstream in gap.nexts if upstream is not None]
+        self.carried += BORN * born * sum(map(numel, shapes))
+        if product(gap.node) is None and (axes := axes_of(gap.node)):
+            side = prod(shapes[0][axis] for axis in axes)
+            self.carried += EIGENVECTORS * numel(shapes[0]) * side**2  # a matrix for each index of the other axes
+        return born
 
     def _at_unit(self, node: Node, unit: Unit, columns: int, births: dict[Node, int]) -> dict[Node, int]:
         """Add what happens at a unit.

@@ -1,4 +1,8 @@
-"""Several uses of a parameter by affine layers are one use with more positions, so that what is fast for one use is fast for many."""
+"""Several uses of a parameter by affine layers are one use with more positions, so that what is fast for one use is fast for many.
+
+So are lookups in the weight of such a layer, whose gradient ``sum_e onehot_e d_e^T`` is that of a layer with the gradients ``d_e`` in place of its
+inputs, and one-hot vectors in place of the gradients of its outputs.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Samples
-from backpack.core.flow import Columns, Use
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.flow import Columns, Flow, Use
+from backpack.core.plan import Plan
 from backpack.utils.subsampling import subsample
+
+_LINEAR = LinearDerivatives()
 
 
 class Part(NamedTuple):
@@ -19,6 +29,7 @@ class Part(NamedTuple):
 
     Attributes:
         use: The use.
+        rule: Says how the weight is laid out.
         columns: View of the input ``[N, G, K, L]``; ``None`` for a bias.
         rows: View of the columns at the output ``{source: [V, N, G, O, L]}``.
         grad: View of the gradient ``[1, N, G, O, L]``.
@@ -26,6 +37,7 @@ class Part(NamedTuple):
     """
 
     use: Use
+    rule: AffineDerivatives
     columns: Tensor | None
     rows: Columns
     grad: Tensor
@@ -43,15 +55,21 @@ class Part(NamedTuple):
             The contribution.
         """
         rule, call = use.call.derivatives, use.call
+        if isinstance(rule, EmbeddingDerivatives):
+            lookups, samples, size = rule.lookups(call), use.layout.samples, call.weight.shape[0]
+            grads = lookups.weighted(rule.rows(call, use.grad[None], lookups))[0]
+            places = grads.new_zeros(len(grads), size).scatter_(1, lookups.indices[:, None], 1)
+            columns, rows = (part.reshape(samples, 1, len(grads) // max(samples, 1), part.shape[1]).mT for part in (grads, places))
+            return cls(use, _LINEAR, columns, dict.fromkeys(use.value, rows[None]), rows[None], call.weight)
         rows = {source: rule.rows(call, mat) for source, mat in use.value.items()}
         inputs = (None, None) if name == "bias" else (rule.columns(call), call.weight)
-        return cls(use, inputs[0], rows, rule.rows(call, use.grad[None]), inputs[1])
+        return cls(use, rule, inputs[0], rows, rule.rows(call, use.grad[None]), inputs[1])
 
     @property
     def kind(self) -> tuple:
         """What parts that go together have in common."""
         inputs = () if self.columns is None else self.columns.shape[:3]
-        return (self.use.call.derivatives.weight_layout, tuple(inputs), tuple(self.grad.shape[1:4]))
+        return (self.rule.weight_layout, tuple(inputs), tuple(self.grad.shape[1:4]))
 
 
 class Positions:
@@ -59,7 +77,7 @@ class Positions:
 
     def __init__(self, parts: list[Part]) -> None:
         self.call = parts[0].use.call
-        self.derivatives = PositionDerivatives(self.call.derivatives)
+        self.derivatives = PositionDerivatives(parts[0].rule)
         self.weight = parts[0].weight
         self.columns = None if parts[0].columns is None else torch.cat([part.columns for part in parts], dim=3)
 
@@ -97,6 +115,25 @@ class PositionDerivatives(AffineDerivatives):
 
     def weight_from_matrix(self, module: Positions, matrix: Tensor) -> Tensor:
         return self._rule.weight_from_matrix(module, matrix)
+
+
+def joins(use: Use, plan: Plan, flow: Flow, parameter: Parameter) -> bool:
+    """Say whether a use of a parameter can be joined with others.
+
+    Args:
+        use: The use.
+        plan: The plan.
+        flow: What is carried: the columns of lookups are inputs, of which there is one for all columns.
+        parameter: The parameter.
+
+    Returns:
+        Whether it can.
+    """
+    rule = use.call.derivatives
+    if not isinstance(rule, EmbeddingDerivatives):
+        return isinstance(rule, AffineDerivatives)
+    others = (unit.call.derivatives for unit in plan.units.values() if any(p is parameter for p in unit.parameters.values()))
+    return flow.is_gradient and any(isinstance(other, AffineDerivatives) for other in others)
 
 
 def join(parts: Iterable[Part], name: str) -> list[tuple[Use, int]]:

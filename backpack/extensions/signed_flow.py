@@ -81,7 +81,7 @@ class SignedSqrtFlow(ColumnFlow):
         return Source(call.order, signs), mat
 
     def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Source, list[Born]] | None:
-        if not _curved_in(walk, concerned, gap):
+        if not curved_in(walk, concerned, gap):
             return None
         signs, born = residual(gap, grad)
         return Source(0, signs), born
@@ -108,16 +108,16 @@ class SignedSqrtFlow(ColumnFlow):
     def born(self, plan: Plan) -> int:
         samples = max(1, *plan.batches.values())
         units = [u for u in plan.units.values() if u.below is not None and plan.walk.reach[u.below[0]] & plan.concerned]
-        gaps = [gap for gap in plan.gaps.values() if _curved_in(plan.walk, plan.concerned, gap)]
+        gaps = [gap for gap in plan.gaps.values() if curved_in(plan.walk, plan.concerned, gap)]
         entries = sum(numel(shape_of(u.below)) for u in units if not u.call.derivatives.hessian_is_zero(u.call))
         return (entries + sum(numel(n[2]) for gap in gaps for n in gap.nexts if n is not None)) // samples
 
     def needs_gradient(self, plan: Plan) -> bool:
-        return any(SPLIT in gap.states.values() and _curved_in(plan.walk, plan.concerned, gap) for gap in plan.gaps.values())
+        return any(SPLIT in gap.states.values() and curved_in(plan.walk, plan.concerned, gap) for gap in plan.gaps.values())
 
     def check(self, plan: Plan) -> None:
         for gap in plan.gaps.values():
-            curved = _curved_in(plan.walk, plan.concerned, gap)
+            curved = curved_in(plan.walk, plan.concerned, gap)
             if curved and not is_solvable(gap):
                 raise UnsupportedError(
                     f"{plan.walk.where(gap.node)} is, or may hide, a curved operation whose second derivative is not known, on the way to "
@@ -142,7 +142,7 @@ class _AtInput:
         return value.expand(self._times, *value.shape).flatten(0, 1) if is_input and isinstance(value, Tensor) else value
 
 
-def _curved_in(walk: Walk, concerned: int, gap: Gap) -> int:
+def curved_in(walk: Walk, concerned: int, gap: Gap) -> int:
     """Find the parameters to whose diagonal blocks of the Hessian the second derivative of a graph node adds something.
 
     Args:

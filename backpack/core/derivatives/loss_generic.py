@@ -138,7 +138,7 @@ class OwnLossDerivatives(GenericLossDerivatives):
         blocks = super()._blocks(module)
         if blocks.numel() and not blocks.any():
             raise UnsupportedError(
-                f"{_name(module)} has no rule and is linear, or piecewise linear, in its first input {list(module.input0.shape)}: the curvature of "
+                f"{module} has no rule and is linear, or piecewise linear, in its first input {list(module.input0.shape)}: the curvature of "
                 f"such a loss is zero. If that is meant, say that it is a loss: {how_to_register(module)}"
             )
         return blocks
@@ -156,7 +156,7 @@ class NoSampleAxisDerivatives(GenericLossDerivatives):
 
     def _verify_support(self, module: Module) -> None:
         raise UnsupportedError(
-            f"{_name(module)} takes its samples from axis 1 of its input [T, N, C], so that second-order quantities, which start at axis 0 of a "
+            f"{module} takes its samples from axis 1 of its input [T, N, C], so that second-order quantities, which start at axis 0 of a "
             "loss's input, are not defined. First-order quantities are, or write a loss of your own whose input is [N, T, C]."
         )
 
@@ -170,8 +170,7 @@ def how_to_register(module: Module) -> str:
     Returns:
         Python code.
     """
-    name = _name(module)
-    return f"`backpack.register({name}, backpack.core.derivatives.GenericLossDerivatives)`"
+    return f"`backpack.register({type(module_of(module)).__name__}, backpack.core.derivatives.GenericLossDerivatives)`"
 
 
 def _columns(factor: Tensor, inputs: Tensor) -> Tensor:
@@ -215,7 +214,7 @@ def non_negative(values: Tensor, module: Module, what: str) -> Tensor:
     """
     if (values < -_tolerance(values, module.input0.dtype)).any():
         raise LossValueError(
-            f"The Hessian of {_name(module)} has negative {what} (smallest {values.min().item():.3g}, largest {values.max().item():.3g}), so "
+            f"The Hessian of {module} has negative {what} (smallest {values.min().item():.3g}, largest {values.max().item():.3g}), so "
             "that it has no real square root. Use a quantity that needs none (DiagHessian, HMP, or backpack.hessianfree), a convex loss, "
             "non-negative weights, or, if the loss is convex, float64."
         )
@@ -243,7 +242,7 @@ def sample_hessians(module: Module) -> Tensor:
     deviation = probed - torch.einsum("nij,nj->ni", blocks, probe)
     if (deviation.abs() > _tolerance(probed, recorded.dtype)).any():
         raise MixedSamplesError(
-            f"The Hessian of {_name(module)} with respect to its input {tuple(recorded.shape)} couples entries with different indices on axis 0, "
+            f"The Hessian of {module} with respect to its input {tuple(recorded.shape)} couples entries with different indices on axis 0, "
             "so that no per-sample quantity exists. The loss must be a sum, or a mean, of one term per sample."
         )
     return (blocks + blocks.mT) / 2
@@ -265,7 +264,7 @@ def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
     recorded = module.input0
     if recorded.dim() == 0 or not recorded.is_floating_point():
         raise UnsupportedError(
-            f"{_name(module)} got an input of shape {tuple(recorded.shape)} and type {recorded.dtype}. Second-order quantities need a real "
+            f"{module} got an input of shape {tuple(recorded.shape)} and type {recorded.dtype}. Second-order quantities need a real "
             "input with the samples on axis 0."
         )
     with torch.enable_grad():
@@ -275,9 +274,9 @@ def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
             product = _hessian_product(output.sum(), point)
             products = [product(vector) for vector in vectors]
         except RuntimeError as error:
-            raise UnsupportedError(f"{_name(module)} cannot be differentiated twice: {error}") from error
+            raise UnsupportedError(f"{module} cannot be differentiated twice: {error}") from error
     if recorded.requires_grad:
-        return undifferentiable(products, recorded, f"The Hessian of {_name(module)}", "it comes from automatic differentiation itself")
+        return undifferentiable(products, recorded, f"The Hessian of {module}", "it comes from automatic differentiation itself")
     return products
 
 
@@ -287,7 +286,7 @@ def _evaluate(module: Module, point: Tensor) -> Tensor:
     tolerance = sqrt(torch.finfo(output.dtype).eps)
     if not torch.allclose(output.detach(), module.output.detach().to(output.dtype), rtol=tolerance, atol=tolerance, equal_nan=True):
         raise LossValueError(
-            f"{_name(module)} gives another value when it is evaluated again on the same input, so that its Hessian is not the one of the "
+            f"{module} gives another value when it is evaluated again on the same input, so that its Hessian is not the one of the "
             "recorded value. Remove what is random or changes with each call."
         )
     return output
@@ -329,10 +328,6 @@ def module_of(module: Module) -> Module:
         The module, without recorded inputs: reading its attributes there is cheaper.
     """
     return module if isinstance(module, Module) else module.module
-
-
-def _name(module: Module) -> str:
-    return type(module_of(module)).__name__
 
 
 register(_Loss, GenericLossDerivatives)

@@ -91,8 +91,8 @@ class NLLLossDerivatives(GenericLossDerivatives):
         if isinstance(weight, Tensor):
             if (weight < 0).any():
                 raise LossValueError(
-                    f"Weights or targets of {type(self).__name__} give some terms of the loss a negative factor (smallest "
-                    f"{weight.min().item():.3g}), so that the Hessian has no real square root. Use non-negative weights, and targets in [0, 1]."
+                    f"Weights or targets of {module}, or what it is multiplied by, give some terms a negative factor (smallest "
+                    f"{weight.min().item():.3g}), so that its Hessian has no real square root. Use non-negative weights, and targets in [0, 1]."
                 )
             weight = subsample(weight, subsampling=subsampling)
         return weight**0.5

@@ -215,9 +215,7 @@ class LayerNormDerivatives(GroupStatisticsDerivatives):
     """The last axes are normalised together, at each index of the axes in front of them."""
 
     any_batch_axis = True
-
-    def applies(self, module: LayerNorm) -> bool:
-        return module.input0.dim() > len(module.normalized_shape)
+    least_axes = 2
 
     def feature_axes(self, module: LayerNorm) -> int:
         return len(module.normalized_shape)

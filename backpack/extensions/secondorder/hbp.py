@@ -21,7 +21,7 @@ from backpack.core.flow import Flow
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.extensions.backprop_extension import Excluded
-from backpack.extensions.chains import AverageFlow
+from backpack.extensions.chains import LARGEST, AverageFlow, too_large
 from backpack.extensions.combining import Combination, Factors, Noted
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import SqrtFlow
@@ -32,9 +32,6 @@ from backpack.extensions.secondorder.hbp_options import BackpropStrategy, Expect
 from backpack.extensions.sides import sides_of
 from backpack.utils.errors import ArgumentError, UnsupportedError, merge
 from backpack.utils.precision import wide
-
-_LARGEST = 2**28
-"""Entries of the largest factor that is formed: 1 GiB in single precision."""
 
 FactorList = list[Any]
 
@@ -117,7 +114,9 @@ class HBP(SecondOrderBackpropExtension):
         """
         loose = {id(parameter) for parameter in plan.loose}
         for parameter, uses in sides_of(plan, self.averages_inputs).items():
-            shape, side = list(parameter.shape), uses[0].outputs[1]
+            shape = list(parameter.shape)
+            inputs = [(use.inputs[-1], use.inputs[0]) for use in uses[:1] if use.inputs is not None and len(use.inputs) == 3]
+            sizes = [too_large(side, groups, parameter.dtype) for side, groups in (uses[0].outputs[::-1], *inputs)]
             if id(parameter) in loose and sum(size > 1 for size in shape) > 1:
                 why = f"{{names}} of shape {shape} is used by an operation or a layer without a rule for Kronecker factors"
             elif len({(use.inputs, use.layout) for use in uses}) > 1:
@@ -125,8 +124,8 @@ class HBP(SecondOrderBackpropExtension):
                     "{names} is used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
                     "or transposed), so that its Kronecker factors are not defined"
                 )
-            elif side * side > _LARGEST:
-                why = f"the Kronecker factor of {{names}} {shape} would have {side} x {side} entries"
+            elif large := next(filter(None, sizes), None):
+                why = f"a Kronecker factor of {{names}} {shape} would be {large}: more than {LARGEST:,} numbers are not formed"
             else:
                 continue
             way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclude}."

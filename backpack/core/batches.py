@@ -1,0 +1,76 @@
+"""Where modules of torch have the samples, in what they are given and in what they return; axis 0, if nothing else is known of them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from backpack.core.calls import ModuleCall
+from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.slots import Slot
+
+_ATTENTION = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoderLayer,
+    nn.TransformerDecoderLayer,
+    nn.TransformerEncoder,
+    nn.TransformerDecoder,
+    nn.Transformer,
+)
+
+
+def batch_of(call: ModuleCall) -> int | None:
+    """Count the samples that a module was called with.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        Length of the axis of samples of the first tensor; ``None`` if there is none.
+    """
+    shape = next((slot.shape for slot in call.tensor_inputs if slot.shape), None)
+    return None if shape is None or lacks_batch(call) else shape[0 if _batch_first(call) else 1]
+
+
+def sample_axis(call: ModuleCall, index: int) -> int:
+    """Say on which axis of an output of a module the samples lie.
+
+    Args:
+        call: Its call, with a batch axis.
+        index: Number of the output.
+
+    Returns:
+        The axis.
+    """
+    if index and isinstance(call.module, nn.RNNBase):
+        return 1  # states of all layers
+    return 0 if _batch_first(call) or index else 1
+
+
+def lacks_batch(call: ModuleCall) -> bool:
+    """Say whether a module was given a single sample, without a batch axis.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        Whether torch, or its rule, takes the input for one sample.
+    """
+    module, given = call.module, call.inputs[0] if call.inputs else None
+    if not isinstance(given, Slot):
+        return False
+    if isinstance(module, (nn.RNNBase, *_ATTENTION)):
+        return len(given.shape) < 3
+    if isinstance(module, nn.RNNCellBase):
+        return len(given.shape) < 2
+    rule = derivatives_for(module)
+    if rule is None or rule.is_loss:
+        return False
+    more = rule.feature_axes(call) - 1 if rule.any_batch_axis else 0
+    return len(given.shape) < rule.least_axes + more
+
+
+def _batch_first(call: ModuleCall) -> bool:
+    module = call.module
+    if not isinstance(module, (nn.RNNBase, *_ATTENTION)) or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
+        return True
+    return next(part.batch_first for part in module.modules() if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)))

@@ -1,0 +1,173 @@
+"""Where outermost modules have their samples: layers of torch that take sequences first, and layers that are given no batch axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import Oracle, Problem, Term
+from test_extensions import QUANTITIES, close, collect, sum_batch
+from torch import Tensor, nn
+
+from backpack import backpack, extend, results
+from backpack.custom_module.reduce_tuple import ReduceTuple
+from backpack.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, Variance
+from backpack.utils.errors import MixedSamplesError, UnsupportedError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """Attention of a sequence to itself."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x, x, x)
+
+
+def encoder(batch_first: bool) -> nn.Module:
+    return nn.TransformerEncoder(transformer(batch_first), 1, enable_nested_tensor=False)
+
+
+def transformer(batch_first: bool) -> nn.Module:
+    return nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=batch_first)
+
+
+def first(out: Any) -> Tensor:
+    return out if isinstance(out, Tensor) else out[0]
+
+
+# name: how to make it, what enters the loss, whether that has the samples on axis 1 although the module has them on axis 0
+MODULES: dict[str, tuple[Callable[[bool], nn.Module], Callable[[Any], Tensor], bool]] = {
+    "GRU": (lambda bf: nn.GRU(4, 3, batch_first=bf), first, False),
+    "LSTM in two directions": (lambda bf: nn.LSTM(4, 3, bidirectional=True, batch_first=bf), first, False),
+    "states of a GRU": (lambda bf: nn.GRU(4, 3, num_layers=2, batch_first=bf), lambda out: out[1], True),
+    "cells of an LSTM": (lambda bf: nn.LSTM(4, 3, num_layers=2, batch_first=bf), lambda out: out[1][1], True),
+    "attention": (lambda bf: SelfAttention(4, 2, batch_first=bf), first, False),
+    "transformer layer": (transformer, first, False),
+    "transformer": (encoder, first, False),
+}
+
+
+class BatchFirst(nn.Module):
+    """The same with the samples on axis 0, whatever is inside."""
+
+    def __init__(self, module: nn.Module, turned: bool, choose: Callable[[Any], Tensor], turned_back: bool) -> None:
+        super().__init__()
+        self.module, self.turned, self.choose, self.turned_back = module, turned, choose, turned_back
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.choose(self.module(x.transpose(0, 1) if self.turned else x))
+        return out.transpose(0, 1) if self.turned_back else out
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize(("samples", "steps"), [(1, 3), (3, 1), (2, 2), (3, 3), (3, 2)])
+@pytest.mark.parametrize("name", MODULES)
+def test_outermost(name: str, samples: int, steps: int, batch_first: bool) -> None:
+    """A module of torch that is not wrapped has the samples where torch says, also where there are as many steps, or layers."""
+    make, choose, states = MODULES[name]
+    back = states or not batch_first
+
+    def problem() -> Problem:
+        torch.manual_seed(0)
+        model = BatchFirst(make(batch_first).double(), not batch_first, choose, back)
+        x = torch.randn(samples, steps, 4, dtype=torch.float64)
+        out = model(x)
+        return Problem(model, x, [Term(nn.CrossEntropyLoss(), torch.randint(out.shape[2], out.shape[:2]))], lambda model, x: model(x).transpose(1, 2))
+
+    made, oracle = problem(), Oracle(problem())
+    model, target = extend(made.model.module), made.terms[0].target
+
+    def loss() -> Tensor:
+        out = choose(model(made.x if batch_first else made.x.transpose(0, 1)))
+        return extend(nn.CrossEntropyLoss())(out.flatten(0, 1), (target.T if back else target).flatten())
+
+    with backpack(BatchGrad(), Variance(), DiagGGNExact(), BatchDiagGGNExact()):
+        loss().backward()
+    diagonals = oracle.diag_ggn_batch(oracle.hessian_exact)
+    for key, parameter in made.model.named_parameters():
+        close(parameter.grad_batch, oracle.grad_batch[key])
+        close(parameter.variance, oracle.variance[key])
+        close(parameter.diag_ggn_exact_batch, diagonals[key])
+        close(parameter.diag_ggn_exact, sum_batch(diagonals)[key])
+
+
+def test_losses_that_look_at_axis_0() -> None:
+    """Second-order quantities start where a loss has its samples, so the error says to turn them; first-order ones need no loss."""
+    model, x = extend(nn.GRU(4, 3)), torch.randn(5, 2, 4)
+    with backpack(DiagGGNExact()), pytest.raises(UnsupportedError, match=r"the 2 samples lie on axis 1 there.*Give it the samples on axis 0"):
+        extend(nn.MSELoss())(model(x)[0], torch.zeros(5, 2, 3)).backward()
+    assert results(model) == {}
+    with backpack(BatchGrad()):
+        extend(nn.MSELoss())(model(x)[0], torch.zeros(5, 2, 3)).backward()
+    assert model.weight_hh_l0.grad_batch.shape == (2, 9, 3)
+
+
+def test_wrapped_sequences() -> None:
+    """Of other modules it is not known: axis 0 of their output counts, and the error says to transpose."""
+    model, x = extend(nn.Sequential(nn.GRU(4, 3), ReduceTuple(0))), torch.randn(5, 2, 4)
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"samples on axis 0: transpose it, or set batch_first=True"):
+        model(x).sum().backward()
+
+
+SINGLE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "LayerNorm": (lambda: nn.LayerNorm(4), (4,)),
+    "LayerNorm, two axes": (lambda: nn.LayerNorm([3, 4]), (3, 4)),
+    "RMSNorm": (lambda: nn.RMSNorm(4), (4,)),
+    "InstanceNorm1d": (lambda: nn.InstanceNorm1d(3, affine=True), (3, 4)),
+    "Linear": (lambda: nn.Linear(4, 4), (4,)),
+    "Linear, other width": (lambda: nn.Linear(4, 3), (4,)),
+    "Conv1d": (lambda: nn.Conv1d(3, 3, 1), (3, 4)),
+    "Conv2d": (lambda: nn.Conv2d(2, 3, 1), (2, 4, 4)),
+    "GRU": (lambda: nn.GRU(4, 3), (5, 4)),
+    "LSTM": (lambda: nn.LSTM(4, 3, batch_first=True), (5, 4)),
+    "RNNCell": (lambda: nn.RNNCell(4, 4), (4,)),
+    "transformer": (lambda: transformer(batch_first=True), (5, 4)),
+}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("quantity", ["BatchGrad", "DiagGGNExact"])
+def test_without_batch_axis(name: str, quantity: str, nested: bool) -> None:
+    """One sample without a batch axis: neither its features nor its time steps are samples."""
+    make, shape = SINGLE[name]
+    layer = make()
+    if nested and isinstance(layer, nn.RNNBase):
+        layer = nn.Sequential(layer, ReduceTuple(0))
+    model = extend(nn.Sequential(layer) if nested else layer)
+    with backpack(QUANTITIES[quantity].make()), pytest.raises(MixedSamplesError, match=r"got an input of shape .* without a batch axis"):
+        out = first(model(torch.randn(shape)))
+        extend(nn.MSELoss())(out, torch.zeros_like(out)).backward()
+    assert results(model) == {}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.LayerNorm(4), lambda: nn.RNNCell(4, 4)])
+def test_one_call_a_sample(make: Callable[[], nn.Module], samples: int) -> None:
+    """A layer without a batch axis is right where it is called for each sample."""
+
+    class Each(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = make(), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.stack([self.layer(h) for h in x]))
+
+    def problem() -> Problem:
+        torch.manual_seed(0)
+        x, y = torch.randn(samples, 4, dtype=torch.float64), torch.randint(3, (samples,))
+        return Problem(Each().double(), x, [Term(nn.CrossEntropyLoss(), y)])
+
+    made, oracle = problem(), Oracle(problem())
+    extend(made.model)
+    extend(made.losses[0])
+    with backpack(BatchGrad(), DiagGGNExact()):
+        made.loss(made.outputs()).backward()
+    for key, value in collect(made, "grad_batch").items():
+        close(value, oracle.grad_batch[key])
+    for key, value in collect(made, "diag_ggn_exact").items():
+        close(value, sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))[key])
