@@ -213,7 +213,7 @@ def test_several_flows_and_losses_share_the_memory(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_cut_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Probe(monkeypatch)
     model, lossfunc, X, y = deep(ReLU)
-    whole = 16 * COLUMN * 3 // 2  # with what is read off for a bias
+    whole = 16 * COLUMN  # what is read off for a bias is not copied
     for memory in (None, whole, "1MB"):
         with backpack(extensions.DiagGGNExact(), extensions.BatchGrad(), memory=memory):
             lossfunc(model(X), y).backward()
@@ -226,7 +226,7 @@ def test_nothing_is_cut_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_depend_on_columns_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Module] = []
     moment = AffineDerivatives.input_moment
-    monkeypatch.setattr(AffineDerivatives, "input_moment", lambda rule, module: calls.append(module) or moment(rule, module))
+    monkeypatch.setattr(AffineDerivatives, "input_moment", lambda rule, module, scale: calls.append(module) or moment(rule, module, scale))
     model, lossfunc, X, y = deep(ReLU)
     with backpack(extensions.KFLR(), memory=1):
         lossfunc(model(X), y).backward()
