@@ -50,9 +50,10 @@ class Carry:
         plan, handles = self._plan, []
         for node, start in plan.losses.items() if any(not flow.is_gradient for flow in self._flows) else ():
             handles.append(node.register_prehook(self._hook(self._at_loss, node, start)))
-        for node, unit in plan.units.items():
-            handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
         only_gradient = all(flow.is_gradient for flow in self._flows)
+        for node, unit in plan.units.items():
+            if not only_gradient or self._reader.watches_calls or unit.parameters or unit.split or self._explicit(unit.below):
+                handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
         for node, composite in plan.composites.items():
             products = any(unit.parameters or unit.split for unit in composite.parts)
             if not only_gradient or products or any(self._explicit(edge) for edge, _ in composite.below):
@@ -60,7 +61,7 @@ class Carry:
         for gap in self.crossed():
             handles.append(gap.node.register_prehook(self._hook(self._at_gap, gap.node, gap)))
         for node, leaf in plan.walk.leaves.items():
-            if leaf in plan.uses and self._reader.wants_gradient(leaf):
+            if self._reader.wants_gradient(leaf) and leaf in plan.uses:
                 # a hook of the tensor comes before all hooks of the node, which may change the gradient
                 handles.append(leaf.register_hook(self._hook(self._at_gradient, node, leaf)))
         return handles
@@ -162,7 +163,7 @@ class Carry:
             use = Use(view, unit.parameters, value, grad, unit.layout)
             self._at_use(flow, unit, use)
             below = unit.below
-            if below is None or not self._concerns(flow, below) or (flow.is_gradient and not self._explicit(below)):
+            if below is None or (flow.is_gradient and not self._explicit(below)) or not self._concerns(flow, below):
                 continue
             born = flow.at_unit(self._plan.walk, self._concerned[flow], unit, use)
             value = flow.through(view, value, grad, unit.layout)
@@ -386,8 +387,8 @@ class Carry:
             self._used(upstream[0].variable)
 
     def _used(self, parameter: Parameter) -> None:
-        self._pending[parameter] -= 1
-        if not self._pending[parameter]:
+        self._pending[parameter] = left = self._pending[parameter] - 1
+        if not left:
             self._reader.finish(parameter)
 
     @staticmethod

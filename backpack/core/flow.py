@@ -129,7 +129,13 @@ class Use:
 
 
 class Reader(ABC):
-    """Reads quantities off at parameters."""
+    """Reads quantities off at parameters.
+
+    Attributes:
+        watches_calls: Whether ``after_call`` has something to do.
+    """
+
+    watches_calls: bool = False
 
     @abstractmethod
     def concerned(self, flow: Flow) -> int:

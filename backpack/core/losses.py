@@ -39,7 +39,10 @@ def batch_of(call: ModuleCall) -> int | None:
     Returns:
         Length of axis 0 of the first tensor; ``None`` if there is none.
     """
-    return next((slot.shape[0] for slot in call.tensor_inputs if slot.shape), None)
+    for slot in call.tensor_inputs:
+        if slot.shape:
+            return slot.shape[0]
+    return None
 
 
 def take_for_loss(call: ModuleCall) -> bool:

@@ -16,37 +16,18 @@ Edge = tuple[Node, int]
 
 
 class Slot:
-    """One tensor of a call: kept (detached), or only its shape and a weak reference."""
+    """One tensor of a call: kept (detached), or only its shape, type, device and a weak reference."""
 
-    # defaults live in the class, since writing seven attributes for each tensor of each call would be felt
-    edge: Edge | None = None
-    base_edge: Edge | None = None
-    kept = True
-    value: Tensor | None = None
+    __slots__ = ("base_edge", "device", "dtype", "edge", "kept", "origin", "shape", "value", "version")
 
     def __init__(self, tensor: Tensor, keep: bool, clone: bool = False) -> None:
-        self.shape, self.origin = tensor.shape, ref(tensor)
+        self.shape, self.dtype, self.device, self.origin, self.kept = tensor.shape, tensor.dtype, tensor.device, ref(tensor), keep
+        self.edge: Edge | None = None
+        self.base_edge: Edge | None = None
+        self.value: Tensor | None = None
         if keep:
-            self.value = tensor.detach().clone() if clone else tensor.detach()
-            tensor = self.value
-        else:
-            self.kept, self._kind = False, (tensor.dtype, tensor.device)
+            self.value = tensor = tensor.detach().clone() if clone else tensor.detach()
         self.version = version_of(tensor)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the tensor."""
-        return self._kind[0] if self.value is None else self.value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensor."""
-        return self._kind[1] if self.value is None else self.value.device
-
-    def drop(self) -> None:
-        """Keep the tensor no more: it is computed again."""
-        if self.value is not None:
-            self._kind, self.value = (self.value.dtype, self.value.device), None
 
     def locate(self, tensor: Tensor) -> None:
         """Note where the tensor comes from; for a view, also where its base does, to which an operation in place would lead.

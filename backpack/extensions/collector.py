@@ -59,15 +59,19 @@ class Collector(Reader):
         self._gradient_for = 0
         needing = [bits for bits, flow in ((self.concerned(f), f) for f in self._of_flow) if flow.needs_gradient(concerning(plan, bits))]
         self._gradient_for = reduce(or_, needing, 0)
-        self._rules: dict[Any, Rule] = {}
+        self._keys = {extension: extension.rule_key() for extension in self._extensions}
+        self._rules: dict[tuple[BackpropExtension, int], Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
+        # the extension hook may read what modules have recorded, which is given back before the gradient is there
+        self._after_gradients = plan.whole and hook is None and any(extension.wants_gradient for extension in self._extensions)
         self._wants_gradient: dict[int, bool] = {}
         self._waiting_for_gradient: dict[int, list[tuple[BackpropExtension, FromGradient]]] = {}
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
         self._hooks = None if hook is None else HookQueue(plan, hook, debug)
+        self.watches_calls = hook is not None
         samples = set(plan.batches.values()) | {start.layout.samples for start in plan.losses.values()}
         for extension in (extension for group in self._of_flow.values() for extension in group):
             for number in samples:
@@ -123,56 +127,60 @@ class Collector(Reader):
     # --------------------------------------------------------------------------------------------------------------- uses
     def at_call(self, flow: Flow, use: Use) -> None:
         for name, parameter in use.parameters.items():
-            if not self._readers(flow, parameter):
+            readers = self._readers(flow, parameter)
+            if not readers:
                 continue
-            if self._plan.uses[parameter] > 1 and isinstance(use.call.derivatives, AffineDerivatives) and use.layout.plain:
+            uses = self._plan.uses[parameter]
+            if uses > 1 and isinstance(use.call.derivatives, AffineDerivatives) and use.layout.plain:
                 self._parts.setdefault((id(parameter), flow), []).append((Part.of(use, name), name))
             else:
-                self._read(flow, use, name, parameter, self._plan.uses[parameter] == 1)
+                self._read(flow, readers, use, name, parameter, uses == 1)
 
-    def _read(self, flow: Flow, use: Use, name: str, parameter: Parameter, alone: bool) -> None:
+    def _read(self, flow: Flow, readers: list[BackpropExtension], use: Use, name: str, parameter: Parameter, alone: bool) -> None:
         """Read what extensions need off a use.
 
         Args:
             flow: The flow.
+            readers: The extensions.
             use: The use.
             name: Name of the parameter there.
             parameter: The parameter.
             alone: Whether there is no other use.
         """
         done: set[Any] = set()
+        alone = alone and use.layout.plain
         if self._connection is not None:
             self._connection.flow = flow
-        for extension in self._readers(flow, parameter):
-            if (id(parameter), extension) in self._values:
+        for extension in readers:
+            place, key = (id(parameter), extension), self._keys[extension]
+            if place in self._values:
                 continue
-            rule, key = self._rule(extension, use.layout.samples)
-            if alone and (id(parameter), key) not in self._states and extension.get_subsampling() is None and use.layout.plain:
+            if alone and (id(parameter), key) not in self._states and extension.get_subsampling() is None:
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, use, name)
                 if isinstance(value, FromGradient) and not self.wants_gradient(parameter):
                     value = value.function(use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0])
                 if value is not NotImplemented:
-                    self._values[id(parameter), extension] = value
+                    self._values[place] = value
                     continue
             if key not in done:
                 done.add(key)
+                rule = self._rule(extension, use.layout.samples)
                 self._add(parameter, rule, key, rule.at_call(use, name))
 
     def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
         samples = next(iter(columns.values())).shape[1]
         done: set[Any] = set()
         for extension in self._readers(flow, parameter):
-            rule, key = self._rule(extension, samples)
+            rule, key = self._rule(extension, samples), self._keys[extension]
             if key not in done and (id(parameter), extension) not in self._values:
                 done.add(key)
                 self._add(parameter, rule, key, rule.at_leaf(columns))
 
-    def _rule(self, extension: BackpropExtension, samples: int) -> tuple[Rule, Any]:
-        key = extension.rule_key()
-        if (key, samples) not in self._rules:
-            self._rules[key, samples] = extension.rule_at(samples)
-        return self._rules[key, samples], key
+    def _rule(self, extension: BackpropExtension, samples: int) -> Rule:
+        if (extension, samples) not in self._rules:
+            self._rules[extension, samples] = extension.rule_at(samples)
+        return self._rules[extension, samples]
 
     def _add(self, parameter: Parameter, rule: Rule, key: Any, state: Any) -> None:
         place = (id(parameter), key)
@@ -184,7 +192,7 @@ class Collector(Reader):
         for flow in self._of_flow if self._parts else ():
             parts = self._parts.pop((id(parameter), flow), ())
             for use, count in join((part for part, _ in parts), parts[0][1]) if parts else ():
-                self._read(flow, use, parts[0][1], parameter, count == self._plan.uses[parameter])
+                self._read(flow, self._readers(flow, parameter), use, parts[0][1], parameter, count == self._plan.uses[parameter])
         for extension in self._extensions:
             key = (id(parameter), extension)
             if key in self._values:
@@ -194,13 +202,11 @@ class Collector(Reader):
                 else:
                     self._write(parameter, extension, value)
                 continue
-            if extension.flow is None or not self._concerned[extension] & self._plan.walk.bits[id(parameter)]:
-                continue
-            rule_key = extension.rule_key()
+            rule_key = self._keys[extension]
             if rule_key not in states:
                 states[rule_key] = self._states.pop((id(parameter), rule_key), None)
             state = states[rule_key]
-            if state is None:
+            if state is None or not self._concerned[extension] & self._plan.walk.bits[id(parameter)]:
                 continue
             if extension.ordered and len(self._plan.losses) > 1:
                 self._late.append((parameter, extension, state))
@@ -210,10 +216,10 @@ class Collector(Reader):
             self._happened(id(parameter))
 
     def wants_gradient(self, parameter: Parameter) -> bool:
-        # the extension hook may read what modules have recorded, which is given back before the gradient is there
+        if not self._after_gradients:
+            return False
         if id(parameter) not in self._wants_gradient:  # asked before there is a hook of our own
-            plain = self._plan.whole and not parameter._backward_hooks and self._hooks is None
-            self._wants_gradient[id(parameter)] = plain and any(extension.wants_gradient for extension in self._extensions)
+            self._wants_gradient[id(parameter)] = not parameter._backward_hooks
         return self._wants_gradient[id(parameter)]
 
     def at_gradient(self, parameter: Parameter, grad: Tensor) -> None:

@@ -248,6 +248,22 @@ def faster(extension: type, derivatives: type[BaseDerivatives], *names: str) -> 
     return decorator
 
 
+def finish_at_once(extension: Any, use: Use, name: str) -> Any:
+    """Finish what a single use of a parameter contributes, for an extension whose results never share memory with it.
+
+    Args:
+        extension: The extension.
+        use: The use.
+        name: Name of the parameter in its module.
+
+    Returns:
+        The quantity.
+    """
+    rule, call = use.call.derivatives, use.call
+    columns = {source: rule._param_mjp(name, call, None, (use.grad,), mat, sum_batch=False) for source, mat in use.value.items()}
+    return extension.finish(columns, use.parameters[name])
+
+
 def find_faster(extension: Any, rule: BaseDerivatives, name: str) -> Faster | None:
     """Find the function registered for an extension, a rule and a parameter.
 

@@ -15,7 +15,7 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import faster, squares_of_lookups
+from backpack.extensions.rules import faster, finish_at_once, squares_of_lookups
 from backpack.utils.precision import wide
 
 
@@ -40,6 +40,9 @@ class BatchL2Grad(GradientExtension):
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = wide(state[0][0])
         return torch.linalg.vector_norm(gradients.reshape(len(gradients), parameter.numel()), dim=1).square()
+
+
+faster(BatchL2Grad, AffineDerivatives, "bias")(finish_at_once)
 
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")

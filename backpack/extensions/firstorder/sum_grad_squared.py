@@ -14,7 +14,7 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import faster, sum_at_rows
+from backpack.extensions.rules import faster, finish_at_once, sum_at_rows
 from backpack.utils.precision import wide
 
 
@@ -37,6 +37,9 @@ class SumGradSquared(GradientExtension):
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return wide(state[0][0]).square().sum(0)
+
+
+faster(SumGradSquared, AffineDerivatives, "bias")(finish_at_once)
 
 
 @faster(SumGradSquared, AffineDerivatives, "weight")

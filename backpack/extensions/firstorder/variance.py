@@ -15,7 +15,7 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import CentredSquares, Noted
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import FromGradient, faster
+from backpack.extensions.rules import FromGradient, faster, finish_at_once
 from backpack.utils.precision import wide
 
 
@@ -43,6 +43,9 @@ class Variance(GradientExtension):
         # Tensor.var over the first axis is ten times slower on a CPU
         variance = (gradients - gradients.mean(0)).square().mean(0) if len(gradients) else gradients.sum(0)
         return Noted(variance, lambda: gradients.sum(0))
+
+
+faster(Variance, AffineDerivatives, "bias")(finish_at_once)
 
 
 @faster(Variance, AffineDerivatives, "weight")
