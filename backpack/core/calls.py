@@ -77,7 +77,7 @@ class ModuleCall:
 
     def __init__(self, module: Module, recorder: Any, args: Sequence[Any]) -> None:
         rule = derivatives_for(module)
-        if any(p is not None and p.grad_fn is not None for p in module._parameters.values()):
+        if any([p is not None and p.grad_fn is not None for p in module._parameters.values()]):
             rule = None  # torch.func.functional_call: the weight is computed from something, and no parameter of the module
         self.derivatives: BaseDerivatives | None = rule
         self.recorder = recorder
@@ -146,7 +146,9 @@ class ModuleCall:
         if self.released:  # refused later, where the tensors are asked for
             return False
         kind, given = self.outputs[0].dtype, self.inputs[0].dtype
-        return (given != kind and given.is_floating_point) or any(p is not None and p.dtype != kind for p in self.module._parameters.values())
+        if given != kind and given.is_floating_point:
+            return True
+        return any([p is not None and p.dtype != kind for p in self.module._parameters.values()])
 
     @property
     def slots(self) -> list[Slot]:
@@ -237,7 +239,7 @@ class ModuleCall:
         slot = slots[index]
         if not isinstance(slot, Slot):
             return slot
-        value = slot.read(f"{name} of module {self.path}")
+        value = slot.read(name, self)
         if value is not None and recording.connection is not None:
             return recording.connection.connect(slot, name, self, value)
         return value

@@ -176,25 +176,23 @@ class Plan:
         Raises:
             UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
         """
-        call, shape = mark.call, mark.call.outputs[mark.index].shape
-        states = self.states.setdefault(node, {})
-        known = states.get(mark.nr)
-        batch = batch_of(call)
-        if not mark.base and not call.is_loss and shape and (shape[0] == batch or (known is None and not call.root)):
-            start = first_axis(shape[0])
-            if known is None:
-                states[mark.nr] = start
-                self._samples_at[node] = start.samples
-            elif call.root and call.module._modules and shape[0] > 1 and (known is SPLIT or settle(known) != start):
-                if self._second_order:
-                    raise UnsupportedError(
-                        f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call.path} "
-                        f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0, reshaped at most."
-                    )
-                states[mark.nr] = start
-                self._samples_at[node] = start.samples
-        if not states:
-            del self.states[node]
+        call, known = mark.call, self.states.get(node, {}).get(mark.nr)
+        if mark.base or call.is_loss or (known is not None and not (call.root and call.module._modules)):
+            return
+        shape, batch = call.outputs[mark.index].shape, batch_of(call)
+        if not shape or (shape[0] != batch and (known is not None or call.root)):
+            return
+        start = first_axis(shape[0])
+        if known is not None:
+            if shape[0] <= 1 or (known is not SPLIT and settle(known) == start):
+                return
+            if self._second_order:
+                raise UnsupportedError(
+                    f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call.path} "
+                    f"({batch} samples on axis 0). Give the loss that output with the samples on axis 0, reshaped at most."
+                )
+        self.states.setdefault(node, {})[mark.nr] = start
+        self._samples_at[node] = start.samples
 
     def _pass_without_samples(self, node: Node) -> None:
         """Go on above the place where the samples start: between the root and a loss, or along a path that no loss or module covers.
@@ -255,11 +253,13 @@ class Plan:
             unit.arrangement, unit.layout = arrangement(layout) if free else (None, layout)
             if needed:
                 unit.below = needed[0][1]
-                shape = shape_of(unit.below)
-                unit.arrives = layout if shape == call.inputs[0].shape else seen_through_reshape(layout, call.inputs[0].shape, shape)
+                given = call.inputs[0]
+                shape = given.shape if unit.below == given.edge else shape_of(unit.below)
+                unit.arrives = layout if shape == given.shape else seen_through_reshape(layout, given.shape, shape)
                 if unit.arrives is None or (rule is RANDOM and not piece.is_chain):
                     continue
-                unit.couples = self.walk.reach[unit.below[0]] & sum(self.walk.bits[id(p)] for p in set(unit.parameters.values()))
+                for parameter in unit.parameters.values():
+                    unit.couples |= self.walk.reach[unit.below[0]] & self.walk.bits[id(parameter)]
                 self._arrive(unit.below, unit.arrives, node, layout.samples)
             call.derivatives = rule
             self._claimed.add(call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 from weakref import ref
 
 import torch
@@ -48,11 +49,12 @@ class Slot:
         tensor = self.origin()
         return tensor if tensor is not None and version_of(tensor) == self.version else None
 
-    def read(self, name: str) -> Tensor | None:
+    def read(self, name: str, call: Any) -> Tensor | None:
         """Return the recorded tensor, detached.
 
         Args:
             name: Its name, for the error.
+            call: The call, for the error.
 
         Returns:
             The tensor; ``None`` if it was not kept, and nobody else holds it as it was.
@@ -65,7 +67,7 @@ class Slot:
             return None
         if version_of(tensor) != self.version:
             raise OverwrittenError(
-                f"{name} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
+                f"{name} of module {call.path} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
                 f"{version_of(tensor)}), but a rule needs its old value. Do the operation out of place."
             )
         return tensor if self.kept else tensor.detach()

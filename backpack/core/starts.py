@@ -224,7 +224,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     if layout is not None and (layout.axis == dim if classes else layout.axis):
         _refuse_axis(node.name(), below, layout)
     if layout is None:
-        if shape[0] not in _batches(walk) or dim == 0:
+        if shape[0] not in walk.batches or dim == 0:
             raise UnsupportedError(
                 f"{node.name()} takes a prediction of shape {list(shape)}, and which of its entries belong to which sample cannot be read off the "
                 "graph. Make it from the output of a module, with samples on axis 0, by reshaping and selecting alone."
@@ -279,12 +279,14 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     Returns:
         The layout; ``None`` where something else than reshaping, selecting and element-wise operations lies in between.
     """
-    shape, device = shape_of(edge), tensor_at(edge).device
-    positions = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape))
-    count, place, batches = positions.numel(), edge, _batches(walk)
+    shape = shape_of(edge)
+    if _samples_at(walk, edge) is not None:
+        return first_axis(shape[0])
+    positions, device = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape)), tensor_at(edge).device
+    count, place = positions.numel(), edge
     powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
     digits: Tensor | None = None
-    while (samples := _samples_at(walk, place, batches)) is None:
+    while (samples := _samples_at(walk, place)) is None:
         node, name = place[0], operation(place[0])
         ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
         if name in _KEEPS:
@@ -318,25 +320,12 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     return layout_of(labels.reshape(positions), torch.ones(positions, dtype=torch.bool, device=device), samples, 0)
 
 
-def _batches(walk: Walk) -> set[int]:
-    """Collect the numbers of samples with which outermost modules were called.
-
-    Args:
-        walk: The graph.
-
-    Returns:
-        The numbers.
-    """
-    return {batch for call in walk.calls if call.root and not call.is_loss and (batch := batch_of(call)) is not None}
-
-
-def _samples_at(walk: Walk, edge: Edge, batches: set[int]) -> int | None:
+def _samples_at(walk: Walk, edge: Edge) -> int | None:
     """Count the samples of a tensor, if it is the output of a module.
 
     Args:
         walk: The graph.
         edge: Edge of the tensor.
-        batches: Numbers of samples with which outermost modules were called.
 
     Returns:
         Their number; -1 if it is the output of an outermost module whose input has another number of rows, so that every row is one; ``None`` if
@@ -344,6 +333,6 @@ def _samples_at(walk: Walk, edge: Edge, batches: set[int]) -> int | None:
     """
     for mark in walk.marks.get(edge[0], ()):
         call, shape = mark.call, mark.call.outputs[mark.index].shape
-        if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or shape[0] in batches):
+        if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or shape[0] in walk.batches):
             return -1 if call.root and shape[0] != batch_of(call) else shape[0]
     return None

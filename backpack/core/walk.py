@@ -14,7 +14,7 @@ from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import LEAF, LINEAR, PRODUCTS, operation
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, take_for_loss
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, batch_of, take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
 from backpack.core.slots import Edge, Slot
@@ -203,25 +203,21 @@ class Walk:
             self.double = True
         if name == "CheckpointFunctionBackward":
             self.hidden = True
-        reach, has_data, to_loss = 0, self.has_data, self.to_loss
+        reach = 0
         for upstream in nexts:
             reach |= self.reach[upstream]
-            if upstream in has_data:
-                has_data.add(node)
-            if upstream in to_loss:
-                to_loss.add(node)
-            if upstream in self.to_function:
-                self.to_function.add(node)
         self.reach[node] = reach
+        for known in (self.has_data, self.to_loss, self.to_function):
+            if not known.isdisjoint(nexts):
+                known.add(node)
         if self._second_order and reach and name.rpartition("Backward")[0] in FUNCTIONS:
             self.to_function.add(node)
-        if node in self.marks:
-            for mark in self.marks[node]:
-                self.calls[mark.call] = None
-                if mark.call.is_loss or (self._second_order and node not in to_loss and take_for_loss(mark.call)):
-                    to_loss.add(node)
-                elif mark.call.has_data:
-                    has_data.add(node)
+        for mark in self.marks.get(node, ()):
+            self.calls[mark.call] = None
+            if mark.call.is_loss or (self._second_order and node not in self.to_loss and take_for_loss(mark.call)):
+                self.to_loss.add(node)
+            elif mark.call.has_data:
+                self.has_data.add(node)
 
     def is_linear(self, node: Node) -> bool:
         """Say whether a node between a loss and the root is linear in what depends on parameters.
@@ -265,8 +261,10 @@ class Walk:
         Returns:
             The piece; ``None`` if it is connected to anything but the inputs and own parameters.
         """
-        slots = [(i, slot) for i, slot in enumerate(call.inputs) if isinstance(slot, Slot)]
-        sources = {edge: i for i, slot in slots for edge in (slot.base_edge, slot.edge) if edge is not None}
+        sources = {}
+        for i, slot in enumerate(call.inputs):
+            if isinstance(slot, Slot) and slot.edge is not None:
+                sources |= {slot.edge: i} if slot.base_edge is None else {slot.base_edge: i, slot.edge: i}
         own = {id(p): name for name, p in call.module._parameters.items() if p is not None}
         piece, stack, edges = Piece({node}, {}, []), [node], {node: self._edges_into.get(node, 0)}
         while stack:
@@ -292,6 +290,11 @@ class Walk:
             if count != self._edges_into.get(inner, 0):
                 return None
         return piece
+
+    @cached_property
+    def batches(self) -> set[int]:
+        """Numbers of samples with which outermost modules were called."""
+        return {batch for call in self.calls if call.root and not call.is_loss and (batch := batch_of(call)) is not None}
 
     @cached_property
     def recorded(self) -> set[int]:
