@@ -30,6 +30,9 @@ def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor) -> Tens
     Returns:
         ``[[N]]``.
     """
+    vectors = layer.vectors(module)
+    if vectors is not None:
+        return (torch.linalg.vector_norm(wide(vectors), dim=1) * torch.linalg.vector_norm(wide(mat[0]), dim=1)).square()
     rows = wide(layer.rows(module, mat)[0])
     samples, groups, outputs, positions = rows.shape
     if positions == 1:
@@ -62,13 +65,13 @@ def sum_of_squares(layer: AffineDerivatives, module: Module, mat: Tensor, signs:
     Returns:
         ``[[*weight]]``.
     """
+    vectors = layer.vectors(module)
+    if vectors is not None:
+        return torch.mm(_weighted_squares(mat, signs).t(), wide(vectors).square())
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
-        squares, weights = wide(layer.columns(module)).squeeze(3).square(), _weighted_squares(rows, signs)
-        if weights.shape[1] == 1:  # a call less for each view counts in a small net
-            out = torch.mm(weights.squeeze(1).t(), squares.squeeze(1)).unsqueeze(0)
-        else:
-            out = torch.bmm(weights.movedim(0, 2), squares.transpose(0, 1))
+        squares, weights = wide(layer.columns(module)).squeeze(3).square(), _weighted_squares(rows.squeeze(4), signs)
+        out = torch.bmm(weights.movedim(0, 2), squares.transpose(0, 1))
     else:
         out = _zeros(module, rows)
         for v, n, products in layer.weight_blocks(module, mat):
@@ -90,7 +93,7 @@ def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, si
     """
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
-        out = _weighted_squares(rows, signs).unsqueeze(3) * wide(layer.columns(module)).squeeze(3).square().unsqueeze(2)
+        out = _weighted_squares(rows.squeeze(4), signs).unsqueeze(3) * wide(layer.columns(module)).squeeze(3).square().unsqueeze(2)
     else:
         out = _zeros(module, rows, rows.shape[1])
         for v, n, products in layer.weight_blocks(module, mat):
@@ -122,7 +125,7 @@ def _add_squares(out: Tensor, products: Tensor, signs: Tensor | None) -> None:
 
 
 def _weighted_squares(rows: Tensor, signs: Tensor | None) -> Tensor:
-    squares = wide(rows).squeeze(4).square()
+    squares = wide(rows).square()
     if signs is not None:
-        squares = squares * signs[:, :, None, None]
+        squares = squares * signs.reshape(*signs.shape, *[1] * (rows.dim() - 2))
     return squares[0] if len(squares) == 1 else squares.sum(0)

@@ -47,7 +47,7 @@ faster(BatchL2Grad, AffineDerivatives, "bias")(finish_at_once)
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
 def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    return squared_norms(use.call.derivatives, use.call, use.grad[None])
+    return squared_norms(use.call.derivatives, use.call, use.value[0])
 
 
 @faster(BatchL2Grad, LookupDerivatives, "weight")

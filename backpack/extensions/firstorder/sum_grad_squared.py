@@ -44,7 +44,7 @@ faster(SumGradSquared, AffineDerivatives, "bias")(finish_at_once)
 
 @faster(SumGradSquared, AffineDerivatives, "weight")
 def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    return sum_of_squares(use.call.derivatives, use.call, use.grad[None])
+    return sum_of_squares(use.call.derivatives, use.call, use.value[0])
 
 
 @faster(SumGradSquared, LookupDerivatives, "weight")

@@ -50,13 +50,13 @@ faster(Variance, AffineDerivatives, "bias")(finish_at_once)
 
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
-    squares = sum_of_squares(use.call.derivatives, use.call, use.grad[None])
+    squares = sum_of_squares(use.call.derivatives, use.call, use.value[0])
     return FromGradient(lambda grad: Noted(_variance(squares, grad, use.layout.samples), lambda: wide(grad)))
 
 
 @faster(Variance, LookupDerivatives, "weight")
 def _lookup(extension: Variance, use: Use, name: str) -> Noted:
-    sums, _, rows = use.call.derivatives.sums_per_sample(use.call, use.grad[None])
+    sums, _, rows = use.call.derivatives.sums_per_sample(use.call, use.value[0])
     found, places = torch.unique(rows, return_inverse=True)
     gradient, squares = (add_at(part, places, len(found))[0] for part in (sums, sums.square()))
     shape = use.call.weight.shape
