@@ -101,22 +101,15 @@ class backpack:  # noqa: N801
 
     def __enter__(self) -> None:
         recording.open.clear()  # calls that were interrupted, by a key, say
-        before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph(), recording.keep_all)
-        _entered.contexts.append((before, set(), self.accumulate, self.dtype))
-        CTX.set_active_exts(self.exts)
-        CTX.set_debug(self.debug)
-        CTX.set_extension_hook(self.extension_hook)
-        CTX.set_retain_graph(self.retain_graph)
+        before = CTX.exchange(self.exts, self.debug, self.extension_hook, self.retain_graph)
+        _entered.contexts.append(((before, recording.keep_all), set(), self.accumulate, self.dtype))
         recording.keep_all = any(ext.has_module_exts for ext in self.exts)
         watch(_on_backward)
 
     def __exit__(self, *exc: Any) -> None:
         unwatch()
-        (exts, debug, hook, retain_graph, recording.keep_all), *_ = _entered.contexts.pop()
-        CTX.set_active_exts(exts)
-        CTX.set_debug(debug)
-        CTX.set_extension_hook(hook)
-        CTX.set_retain_graph(retain_graph)
+        (before, recording.keep_all), *_ = _entered.contexts.pop()
+        CTX.exchange(*before)
 
 
 class _Entered(threading.local):
@@ -233,7 +226,8 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
             extension.saved_quantities.clear()
         if not (retain or keeps_tensors()):
             for call in plan.walk.calls:
-                call.release()
+                if not call.released:
+                    call.release()
     return result
 
 

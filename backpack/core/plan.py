@@ -6,7 +6,7 @@ depend on structure are raised here, before anything runs, in one error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch.autograd.graph import Node
 from torch.nn import Parameter
@@ -125,7 +125,7 @@ class Plan:
             self._use_at_leaf(node)
             return
         marks = self.walk.marks.get(node, ())
-        if self._start_at_loss(node, marks):
+        if node not in self.states and self._start_at_loss(node, marks):
             return
         for mark in marks if not self._second_order or node in self.states or node not in self.walk.to_function else ():
             self._start_at_output(node, mark)
@@ -135,7 +135,7 @@ class Plan:
                 self._pass_without_samples(node)
             return
         for nr, state in states.items():
-            if isinstance(state, Layout):
+            if state is not SPLIT and not state.plain:
                 states[nr] = settle(state)
         for mark in marks if SPLIT in states.values() else ():
             refuse_summed(self.walk, node, mark, self._samples_at[node])
@@ -156,7 +156,7 @@ class Plan:
         Returns:
             Whether a rule stands for the piece of the graph.
         """
-        start = None if node in self.states else start_at(self.walk, node, marks, self._second_order, self._curved.get(node))
+        start = start_at(self.walk, node, marks, self._second_order, self._curved.get(node))
         if start is None:
             return False
         self.losses[node] = start
@@ -213,7 +213,7 @@ class Plan:
                 if curved:
                     self._curved[upstream] = curved
 
-    def _choose_unit(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> bool:
+    def _choose_unit(self, node: Node, states: dict[int, State], marks: Sequence[Mark]) -> bool:
         """Choose the outermost call at a node whose rule can stand for its piece of the graph.
 
         Args:
@@ -224,16 +224,17 @@ class Plan:
         Returns:
             Whether there is one.
         """
-        for mark in reversed(list(marks)):
+        for mark in reversed(marks):
             call, state = mark.call, states.get(mark.nr)
             rule = self._rule(call)
-            if rule is None or call.is_loss or call.mixes_types or len(call.outputs) > 1 or call in self._claimed:
+            if rule is None or rule.is_loss or call.mixes_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
-            if not isinstance(state, Layout) or not isinstance(call.inputs[0], Slot):
+            given = call.inputs[0]
+            if not isinstance(state, Layout) or not isinstance(given, Slot):
                 continue
-            if len(call.inputs[0].shape) < rule.least_axes:
+            if len(given.shape) < rule.least_axes:
                 if state.samples > 1 and any(p is not None for p in call.module._parameters.values()):
-                    how = f"{call.path} got {list(call.inputs[0].shape)}, without a batch axis, as {state.samples} samples"
+                    how = f"{call.path} got {list(given.shape)}, without a batch axis, as {state.samples} samples"
                     self._note(mixing(self.walk, node, how))
                     return True
                 continue
@@ -242,7 +243,7 @@ class Plan:
             if layout is None or (layout.axis != 0 and not free):
                 continue
             piece = self.walk.piece(node, call)
-            if piece is None or not (set(piece.parameters) <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
+            if piece is None or not (piece.parameters.keys() <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
                 continue
             if rule is GENERIC and self._need is Need.CURVATURE and all(is_known(n) for n in piece.inside):
                 continue
@@ -253,7 +254,6 @@ class Plan:
             unit.arrangement, unit.layout = arrangement(layout) if free else (None, layout)
             if needed:
                 unit.below = needed[0][1]
-                given = call.inputs[0]
                 shape = given.shape if unit.below == given.edge else shape_of(unit.below)
                 unit.arrives = layout if shape == given.shape else seen_through_reshape(layout, given.shape, shape)
                 if unit.arrives is None or (rule is RANDOM and not piece.is_chain):
@@ -355,7 +355,7 @@ class Plan:
                 group.add(node)
         states = self.states.setdefault(node, {})
         known = states.setdefault(nr, state)
-        if SPLIT in (known, state):
+        if known is SPLIT or state is SPLIT:
             states[nr] = SPLIT
             layout = state if known is SPLIT else known
             if layout is not SPLIT and layout.samples > 1 and node in self.walk.has_data:

@@ -169,7 +169,7 @@ def settle(layout: Layout) -> Layout:
         Layout without such labels.
     """
     axis, labels, samples = layout
-    if layout.plain or -1 not in labels:
+    if -1 not in labels:
         return layout
     for pattern in _patterns(len(labels), samples):
         if all(label in (-1, guess) for label, guess in zip(labels, pattern, strict=True)):

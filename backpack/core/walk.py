@@ -185,16 +185,14 @@ class Walk:
             nexts: The nodes that follow it upstream.
         """
         if not nexts and node.name() == LEAF:
-            parameter = node.variable
+            parameter, bit = node.variable, 0
             owned = parameter in owners
-            tracked = owned and id(parameter) not in self._excluded
-            if tracked:
-                self.bits[id(parameter)] = 1 << len(self.parameters)
+            if owned and id(parameter) not in self._excluded:
+                self.bits[id(parameter)] = bit = 1 << len(self.parameters)
                 self.parameters.append(parameter)
             else:
                 self.foreign += isinstance(parameter, Parameter) and not owned
-            self.leaves[node] = parameter
-            self.reach[node] = self.bits[id(parameter)] if tracked else 0
+            self.leaves[node], self.reach[node] = parameter, bit
             return
         name = type(node).__name__  # cheaper than node.name(), and the same but for types that torch does not register
         if name == "CppFunction":
@@ -216,7 +214,7 @@ class Walk:
             self.calls[mark.call] = None
             if mark.call.is_loss or (self._second_order and node not in self.to_loss and take_for_loss(mark.call)):
                 self.to_loss.add(node)
-            elif mark.call.has_data:
+            elif node not in self.has_data and mark.call.has_data:
                 self.has_data.add(node)
 
     def is_linear(self, node: Node) -> bool:
@@ -265,29 +263,30 @@ class Walk:
         for i, slot in enumerate(call.inputs):
             if isinstance(slot, Slot) and slot.edge is not None:
                 sources |= {slot.edge: i} if slot.base_edge is None else {slot.base_edge: i, slot.edge: i}
-        own = {id(p): name for name, p in call.module._parameters.items() if p is not None}
-        piece, stack, edges = Piece({node}, {}, []), [node], {node: self._edges_into.get(node, 0)}
+        own = {id(p): name for name, p in call.module._parameters.items()}
+        piece, stack, edges = Piece({node}, {}, []), [node], {}
         while stack:
-            for upstream, nr in stack.pop().next_functions:
+            for edge in stack.pop().next_functions:
+                upstream = edge[0]
                 if upstream is None:
                     continue
-                if (upstream, nr) in sources:
-                    entry = (sources[upstream, nr], (upstream, nr))
+                if edge in sources:
+                    entry = (sources[edge], edge)
                     if entry not in piece.inputs:
                         piece.inputs.append(entry)
-                    continue
-                if upstream in self.leaves:
+                elif upstream in self.leaves:
                     name = own.get(id(self.leaves[upstream]))
                     if name is None:
                         return None
                     piece.parameters[name] = self.leaves[upstream]
-                    continue
-                edges[upstream] = edges.get(upstream, 0) + 1
-                if upstream not in piece.inside:
+                elif upstream in piece.inside:
+                    edges[upstream] += 1
+                else:
                     piece.inside.add(upstream)
                     stack.append(upstream)
+                    edges[upstream] = 1
         for inner, count in edges.items():
-            if count != self._edges_into.get(inner, 0):
+            if count != self._edges_into[inner]:
                 return None
         return piece
 
