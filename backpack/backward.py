@@ -26,7 +26,6 @@ from backpack.core.state import recording
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
-from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.utils.errors import (
     ArgumentError,
@@ -144,7 +143,7 @@ def keeps_tensors() -> bool:
     Returns:
         Whether they do.
     """
-    return CTX.get_retain_graph() or CTX.is_extension_active(HMP, GGNMP, PCHMP)
+    return CTX.get_retain_graph() or any(extension.keeps_calls for extension in CTX.get_active_exts())
 
 
 def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool, some: bool, create_graph: bool, retain: bool) -> Any:

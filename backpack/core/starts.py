@@ -153,9 +153,11 @@ def start_at(walk: Walk, node: Node, marks: Iterable[Mark], second_order: bool, 
     Returns:
         The loss, ``None`` if there is none, or its rule cannot stand for its piece of the graph.
     """
-    found = (_start_of_call(walk, node, mark, second_order) for mark in marks if mark.call.is_loss and not mark.base)
-    start = next((start for start in found if start is not None), None)
-    return _start_of_node(walk, node, curved) if start is None and second_order else start
+    for mark in marks:
+        start = _start_of_call(walk, node, mark, second_order) if mark.call.is_loss and not mark.base else None
+        if start is not None:
+            return start
+    return _start_of_node(walk, node, curved) if second_order else None
 
 
 def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> Start | None:

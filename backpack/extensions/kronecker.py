@@ -79,7 +79,7 @@ class KroneckerRule(Rule):
         if name == "bias":
             return KroneckerState(None, outputs) if rule.groups(use.call) == 1 else _without_structure(outputs.columns)
         if not self._mean_input:
-            return KroneckerState(rule.input_moment(use.call).div_(samples), outputs, rule)
+            return KroneckerState(rule.input_moment(use.call, samples), outputs, rule)
         x = wide(rule.columns(use.call))
         turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
         positions = int(turns.max()) + 1 if len(turns) else 1

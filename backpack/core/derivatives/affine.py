@@ -205,13 +205,17 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
             for v in large_blocks(rows.shape[0], size * len(columns)):
                 yield v, n, einsum("vngol,ngkl->vngok", rows[v, n], columns)
 
-    def input_moment(self, module: Module) -> Tensor:
+    def input_moment(self, module: Module, divisor: int = 1) -> Tensor:
         """Sum the outer products of the columns of the input with themselves, over samples and positions.
+
+        Args:
+            module: The layer with its recorded input.
+            divisor: What the sum is divided by.
 
         Returns:
             ``[[G, K, K]]``.
         """
-        return second_moment(wide(self.columns(module)).permute(1, 0, 3, 2).flatten(1, 2))  # makes no copy in a Linear layer
+        return second_moment(wide(self.columns(module)).permute(1, 0, 3, 2).flatten(1, 2), divisor)  # makes no copy in a Linear layer
 
     def _bias_jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None

@@ -115,13 +115,13 @@ class ConvolutionDerivatives(AffineDerivatives):
     def output_from_rows(self, module: Module, rows: Tensor) -> Tensor:
         return rows.reshape(rows.shape[0], *module.output.shape)
 
-    def input_moment(self, module: Module) -> Tensor:
+    def input_moment(self, module: Module, divisor: int = 1) -> Tensor:
         inputs = wide(module.input0)
         size = module.weight.numel() // module.out_channels
         total = inputs.new_zeros(module.groups, size, size)
         for n in large_blocks(len(inputs), inputs.shape[1:].numel()):
             total += self._moment(module, inputs[n])
-        return total
+        return total.div_(divisor)
 
     @abstractmethod
     def _moment(self, module: Module, inputs: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ class HBP(SecondOrderBackpropExtension):
         if self.averages_inputs:
             mean = wide(rule.columns(call)).mean(0)[0]
             return [side, mean @ mean.T]
-        return [side, rule.input_moment(call)[0] / max(1, use.layout.samples)]
+        return [side, rule.input_moment(call, max(1, use.layout.samples))[0]]
 
     def get_curv_type(self) -> str:
         """Return the kind of curvature.
