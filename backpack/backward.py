@@ -146,7 +146,7 @@ def keeps_tensors() -> bool:
     return CTX.get_retain_graph() or any(extension.keeps_calls for extension in CTX.get_active_exts())
 
 
-def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool, some: bool, create_graph: bool, retain: bool) -> Any:
+def _on_backward(execute: Callable[..., Any], roots: Iterable[Any], returns: bool, some: bool, create_graph: bool, retain: bool) -> Any:
     """Run a call of autograd, with quantities if the calling thread has asked for some.
 
     Args:
@@ -176,7 +176,7 @@ def _on_backward(execute: Callable[[], Any], roots: Iterable[Any], returns: bool
         _entered.running = False
 
 
-def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExtension, ...], create_graph: bool, retain: bool) -> Any:
+def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExtension, ...], create_graph: bool, retain: bool) -> Any:
     """Run autograd with hooks on the nodes at which something is to be read.
 
     Args:
@@ -198,7 +198,8 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
     hook = CTX.get_extension_hook()
     connection = Connection(plan) if create_graph else None
     combines = accumulates or _distributed()
-    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines, dtype)
+    spares = plan.whole and hook is no_op and not (create_graph or _distributed())  # hooks may read .grad, and ranks wait for it
+    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines, dtype, spares)
     collector.check()
     earlier = Earlier(extensions if accumulates else (), written)
     carry = Carry(plan, collector.flows, collector, connection)
@@ -210,7 +211,8 @@ def _run(execute: Callable[[], Any], plan: Plan, extensions: tuple[BackpropExten
             handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
         handles += carry.install()
         _remove_stale(plan, extensions, written)
-        result = execute()
+        result = execute(collector.spared.edges)
+        collector.spared.accumulate()
         new = collector.end()
         earlier.unite(plan, new)
         written |= new

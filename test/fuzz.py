@@ -25,11 +25,12 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from oracle import Oracle, Problem
 from random_nets import Drawn, build, kinds, nets
-from test_extensions import QUANTITIES, collect
+from test_extensions import QUANTITIES, close, collect
 from test_random import GROUPS, compare, must_be_exact
 from torch import Tensor
 
 from backpack import backpack, clear, extend
+from backpack.extensions import spared
 from backpack.utils.errors import OverwrittenError
 
 GROUP = {name: group for group, chosen in GROUPS.items() for name in chosen}
@@ -55,6 +56,7 @@ class Trial(NamedTuple):
         layout: How the data lie in memory.
         door: How autograd is called.
         frozen: Which parameters are frozen, counted modulo their number.
+        positions: From how many positions on gradients may be sums over samples.
     """
 
     drawn: Drawn
@@ -63,6 +65,7 @@ class Trial(NamedTuple):
     layout: str
     door: str
     frozen: tuple[int, ...]
+    positions: int = spared._POSITIONS
 
 
 def trainable(problem: Problem) -> list[Tensor]:
@@ -90,7 +93,8 @@ def trials(draw: st.DrawFn) -> Trial:
     names = draw(st.lists(st.sampled_from(POOL), min_size=1, max_size=5, unique=True))
     layout, door = draw(st.sampled_from(sorted(LAYOUTS))), draw(st.sampled_from(sorted(DOORS)))
     frozen = draw(st.lists(st.integers(0, 9), max_size=2))
-    return Trial(draw(nets(batches=(1, 2, 3, 4))), tuple(names), draw(st.sampled_from([False, False, True])), layout, door, tuple(frozen))
+    single, positions = draw(st.sampled_from([False, False, True])), draw(st.sampled_from([spared._POSITIONS, 1]))
+    return Trial(draw(nets(batches=(1, 2, 3, 4))), tuple(names), single, layout, door, tuple(frozen), positions)
 
 
 def make(trial: Trial) -> Problem:
@@ -151,7 +155,7 @@ def check(trial: Trial, tally: Counter[str]) -> None:
         extend(module)
     loss = problem.loss(problem.outputs())
     try:
-        with backpack(*(QUANTITIES[name].make() for name in names)):
+        with backpack(*(QUANTITIES[name].make() for name in names)), patch.object(spared, "_POSITIONS", trial.positions):
             DOORS[trial.door](loss, problem)
         values = {name: collect(problem, QUANTITIES[name].field) for name in names}
         products = {name: value for name, value in values.items() if name in ("HMP", "GGNMP")}
@@ -164,6 +168,8 @@ def check(trial: Trial, tally: Counter[str]) -> None:
         assert may, f"refused: {refusal}"
         tally["refused"] += 1
         return
+    for p, expected in zip([p for p in problem.model.parameters() if p.grad is not None], right, strict=True) if trial.door != "grad" else ():
+        (close_in_single if trial.single else close)(p.grad, expected * (2 if trial.door == "twice" else 1))
     oracle = Oracle(make(trial))
     with patch.object(test_extensions, "close", close_in_single) if trial.single else nullcontext():
         for name in names:

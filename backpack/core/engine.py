@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
+Handler = Callable[[Callable[..., Any], tuple, bool, bool, bool, bool], Any]
+
 
 class _WatchedEngine:
     """Stands in for autograd's engine: the one place through which ``backward`` and ``grad`` pass, however they were imported."""
 
-    def __init__(self, engine: Any, handler: Callable[[Callable[[], Any], tuple, bool, bool, bool, bool], Any]) -> None:
+    def __init__(self, engine: Any, handler: Handler) -> None:
         self._engine, self._handler = engine, handler
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,8 +49,8 @@ class _WatchedEngine:
         """
         accumulates = kwargs["accumulate_grad"] if "accumulate_grad" in kwargs else args[1]
 
-        def execute() -> Any:
-            return self._engine.run_backward(roots, grads, keep_graph, create_graph, inputs, *args, **kwargs)
+        def execute(chosen: tuple | None = None) -> Any:
+            return self._engine.run_backward(roots, grads, keep_graph, create_graph, inputs if chosen is None else chosen, *args, **kwargs)
 
         if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
             return execute()  # is_grads_batched=True
@@ -62,11 +64,12 @@ _watching = threading.Lock()
 _watchers = 0
 
 
-def watch(handler: Callable[[Callable[[], Any], tuple, bool, bool, bool, bool], Any]) -> None:
+def watch(handler: Handler) -> None:
     """Let a handler see all calls of autograd's engine, until as many calls of ``unwatch`` have followed.
 
     Args:
-        handler: Called with (the original call, roots, whether it returns gradients, whether leaves were chosen, create_graph, retain_graph).
+        handler: Called with (the original call, which takes other edges to ask for than it was given, roots, whether it returns gradients,
+            whether leaves were chosen, create_graph, retain_graph).
     """
     global _watchers  # noqa: PLW0603
     with _watching:

@@ -119,13 +119,15 @@ class Use:
         grad: Gradient at the output ``[R, *out]``.
         layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
         notes: What was computed for one parameter and is the same for the others.
+        sums: Name to what all samples contribute to the gradient of a parameter, from those who form it for each; ``None`` if it is not wanted.
     """
 
-    __slots__ = ("call", "grad", "layout", "notes", "parameters", "value")
+    __slots__ = ("call", "grad", "layout", "notes", "parameters", "sums", "value")
 
     def __init__(self, call: ModuleCall, parameters: dict[str, Parameter], value: Any, grad: Tensor, layout: Layout) -> None:
         self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
         self.notes: dict[Hashable, Any] = {}
+        self.sums: dict[str, Tensor] | None = None
 
 
 class Reader(ABC):

@@ -8,7 +8,7 @@ from copy import copy
 from typing import Any, ClassVar
 from warnings import warn
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives
@@ -145,6 +145,18 @@ class BackpropExtension(ABC):
             UnsupportedError: If the extension has no rule of its own.
         """
         raise UnsupportedError(f"{type(self).__name__} says what to do only for {[cls.__name__ for cls in self._module_exts]}.")
+
+    def forms_gradients(self, rows: Size, entries: int) -> bool:
+        """Say whether what each sample contributes to the gradient of the weight of an affine layer is formed on the way to the quantity.
+
+        Args:
+            rows: Shape ``[N, G, O, L]`` of the output: groups, outputs and positions.
+            entries: Number of entries of the weight.
+
+        Returns:
+            ``False``, by default.
+        """
+        return False
 
     def combined_by(self) -> Combination | None:
         """Return what the extension says of scaled losses and of parts, unless a subclass has made something else of its quantity.

@@ -29,10 +29,13 @@ from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join
 from backpack.extensions.rules import FromGradient, Rule, as_published, find_faster
+from backpack.extensions.spared import Spared
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss
 from backpack.utils.precision import in_type
+
+_GRADIENT = GradientFlow()
 
 
 class Collector(Reader):
@@ -47,6 +50,7 @@ class Collector(Reader):
         debug: bool,
         combines: bool,
         dtype: torch.dtype | None = None,
+        spares: bool = False,
     ) -> None:
         self._plan, self._extensions, self._combines = plan, list(extensions), combines
         self._connection, self._debug, self._dtype = connection, debug, dtype
@@ -59,6 +63,7 @@ class Collector(Reader):
         self._gradient_for = 0
         needing = [bits for bits, flow in ((self.concerned(f), f) for f in self._of_flow) if flow.needs_gradient(concerning(plan, bits))]
         self._gradient_for = reduce(or_, needing, 0)
+        self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(_GRADIENT, ()) if spares})
         self._keys = {extension: extension.rule_key() for extension in self._extensions}
         self._rules: dict[tuple[BackpropExtension, int], Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
@@ -80,7 +85,7 @@ class Collector(Reader):
     @property
     def flows(self) -> list[Flow]:
         """The flows that the extensions read, each once, and the gradient if one of them needs it."""
-        return list(self._of_flow | ({GradientFlow(): []} if self._gradient_for else {}))
+        return list(self._of_flow | ({_GRADIENT: []} if self._gradient_for else {}))
 
     def check(self) -> None:
         """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it.
@@ -126,15 +131,17 @@ class Collector(Reader):
 
     # --------------------------------------------------------------------------------------------------------------- uses
     def at_call(self, flow: Flow, use: Use) -> None:
+        if flow.is_gradient:
+            self.spared.prepare(use)
         for name, parameter in use.parameters.items():
-            readers = self._readers(flow, parameter)
+            readers, uses = self._readers(flow, parameter), self._plan.uses[parameter]
             if not readers:
                 continue
-            uses = self._plan.uses[parameter]
             if uses > 1 and isinstance(use.call.derivatives, AffineDerivatives) and use.layout.plain:
                 self._parts.setdefault((id(parameter), flow), []).append((Part.of(use, name), name))
             else:
                 self._read(flow, readers, use, name, parameter, uses == 1)
+        self.spared.take(use)
 
     def _read(self, flow: Flow, readers: list[BackpropExtension], use: Use, name: str, parameter: Parameter, alone: bool) -> None:
         """Read what extensions need off a use.
@@ -148,14 +155,13 @@ class Collector(Reader):
             alone: Whether there is no other use.
         """
         done: set[Any] = set()
-        alone = alone and use.layout.plain
         if self._connection is not None:
             self._connection.flow = flow
         for extension in readers:
             place, key = (id(parameter), extension), self._keys[extension]
             if place in self._values:
                 continue
-            if alone and (id(parameter), key) not in self._states and extension.get_subsampling() is None:
+            if alone and use.layout.plain and (id(parameter), key) not in self._states and extension.get_subsampling() is None:
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, use, name)
                 if isinstance(value, FromGradient) and not self.wants_gradient(parameter):
@@ -216,11 +222,9 @@ class Collector(Reader):
             self._happened(id(parameter))
 
     def wants_gradient(self, parameter: Parameter) -> bool:
-        if not self._after_gradients:
-            return False
-        if id(parameter) not in self._wants_gradient:  # asked before there is a hook of our own
+        if self._after_gradients and id(parameter) not in self._wants_gradient:  # asked before there is a hook of our own
             self._wants_gradient[id(parameter)] = not parameter._backward_hooks
-        return self._wants_gradient[id(parameter)]
+        return self._wants_gradient.get(id(parameter), False)
 
     def at_gradient(self, parameter: Parameter, grad: Tensor) -> None:
         waiting = self._waiting_for_gradient.pop(id(parameter), ())

@@ -109,6 +109,8 @@ class ColumnRule(Rule):
             return _owned(columns.to(use.parameters[name].dtype), mat)  # under autocast the layer's type is another one
 
         columns = apply_to_all(value, mjp)
+        if use.sums is not None and name not in use.sums and chosen is None:
+            use.sums[name] = columns[0][0].sum(0)
         return columns if direct else self.choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
 
     def at_leaf(self, columns: Columns) -> Columns:

@@ -11,12 +11,14 @@ from collections.abc import Hashable, Iterator
 from math import prod
 from typing import ClassVar
 
+import torch
 from torch import Tensor, einsum
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.kinds import ConstantJacobianDerivatives
 from backpack.utils.moment import second_moment
+from backpack.utils.pages import compute, empty
 from backpack.utils.precision import wide
 
 _SMALL = 2**18
@@ -168,7 +170,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         if sum_batch:
             products = _summed_products(rows, self.columns(module, subsampling))
         elif self.fills_blocks(module, rows):
-            products = mat.new_empty(*rows.shape[:4], module.weight.numel() // rows.shape[2:4].numel())
+            products = empty((*rows.shape[:4], module.weight.numel() // rows.shape[2:4].numel()), mat)
             for v, n, block in self.weight_blocks(module, mat, subsampling):
                 products[v, n] = block
         else:
@@ -241,10 +243,9 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
         ``[[V, N, G, O, K]]``.
     """
     # one position: a multiplication is two to four times as fast as N matrix products with an inner axis of length one
-    if columns.shape[3] == 1:
-        return rows * columns.mT
-    # a broadcast product would copy the columns V times
-    return rows @ columns.mT if len(rows) == 1 else einsum("vngol,ngkl->vngok", rows, columns)
+    if columns.shape[3] == 1 or len(rows) == 1:
+        return compute(torch.mul if columns.shape[3] == 1 else torch.matmul, (*rows.shape[:4], columns.shape[2]), rows, columns.mT)
+    return einsum("vngol,ngkl->vngok", rows, columns)  # a broadcast product would copy the columns V times
 
 
 def _summed_products(rows: Tensor, columns: Tensor) -> Tensor:

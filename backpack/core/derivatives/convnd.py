@@ -18,6 +18,7 @@ from backpack.core.derivatives.affine import AffineDerivatives, blocks, large_bl
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.registry import register
 from backpack.utils.conv import pad, paddings, unfold_by_conv, unfolded_moment
+from backpack.utils.pages import empty
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
@@ -157,7 +158,7 @@ class ConvolutionDerivatives(AffineDerivatives):
         parts = blocks(len(columns), size, _PULLED) if mat.device.type == "cpu" else [slice(None)]
         if len(parts) <= 1:
             return self._pull(module, columns).unflatten(0, mat.shape[:2])
-        result = columns.new_empty(len(columns), *features)
+        result = empty((len(columns), *features), columns)
         for part in parts:
             result[part] = self._pull(module, columns[part])
         return result.unflatten(0, mat.shape[:2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Size
 from torch.nn import Module
 
 from backpack.core.flow import Flow
@@ -43,3 +44,6 @@ class GradientExtension(FirstOrderBackpropExtension):
     @property
     def flow(self) -> Flow:
         return _GRADIENT
+
+    def forms_gradients(self, rows: Size, entries: int) -> bool:
+        return self._subsampling is None

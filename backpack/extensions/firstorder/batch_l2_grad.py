@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.affine_squares import squared_norms
+from backpack.core.derivatives.affine_squares import by_gram_matrices, squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
@@ -37,6 +37,9 @@ class BatchL2Grad(GradientExtension):
         """
         super().__init__("batch_l2", subsampling=subsampling, exclude=exclude)
 
+    def forms_gradients(self, rows: Size, entries: int) -> bool:
+        return super().forms_gradients(rows, entries) and not by_gram_matrices(rows, entries)
+
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = wide(state[0][0])
         return torch.linalg.vector_norm(gradients.reshape(len(gradients), parameter.numel()), dim=1).square()
@@ -47,7 +50,7 @@ faster(BatchL2Grad, AffineDerivatives, "bias")(finish_at_once)
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
 def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    return squared_norms(use.call.derivatives, use.call, use.value[0])
+    return squared_norms(use.call.derivatives, use.call, use.value[0], use.sums)
 
 
 @faster(BatchL2Grad, LookupDerivatives, "weight")

@@ -44,7 +44,7 @@ faster(SumGradSquared, AffineDerivatives, "bias")(finish_at_once)
 
 @faster(SumGradSquared, AffineDerivatives, "weight")
 def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    return sum_of_squares(use.call.derivatives, use.call, use.value[0])
+    return sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums)
 
 
 @faster(SumGradSquared, LookupDerivatives, "weight")

@@ -50,7 +50,7 @@ faster(Variance, AffineDerivatives, "bias")(finish_at_once)
 
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
-    squares = sum_of_squares(use.call.derivatives, use.call, use.value[0])
+    squares = sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums)
     return FromGradient(lambda grad: Noted(_variance(squares, grad, use.layout.samples), lambda: wide(grad)))
 
 

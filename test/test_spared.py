@@ -1,0 +1,194 @@
+"""Gradients that are sums over samples, where contributions of samples are formed anyway: the same numbers, with all hooks, and no second product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from cases import CASES
+from table import Case
+from test_extensions import QUANTITIES, close, collect, oracle_of, run
+from torch import Tensor, nn
+
+from backpack import backpack, extend, extensions
+from backpack.extensions import spared
+
+FIRST_ORDER = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
+ACTIVE = [("BatchL2Grad",), ("Variance",), FIRST_ORDER]
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare autograd the products of all layers, not only of those with many positions."""
+    monkeypatch.setattr(spared, "_POSITIONS", 1)
+
+
+def gradients(case: Case, batch: int) -> list[Tensor | None]:
+    problem = case.build(batch)
+    problem.loss(problem.outputs()).backward()
+    return [param.grad for param in problem.model.parameters()]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("active", ACTIVE, ids="-".join)
+@pytest.mark.usefixtures("everywhere")
+def test_every_case(case: str, active: tuple[str, ...]) -> None:
+    for batch in (1, 3):
+        problem = CASES[case].build(batch)
+        run(problem, *(QUANTITIES[name].make() for name in active))
+        for name in active:
+            QUANTITIES[name].check(oracle_of(case, batch), collect(problem, QUANTITIES[name].field))
+        for param, expected in zip(problem.model.parameters(), gradients(CASES[case], batch), strict=True):
+            assert param.grad is expected or expected is not None
+            if expected is not None:
+                close(param.grad, expected, 1e-12)
+
+
+def make_net(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
+    """A convolution, large enough to be spared, and a layer without positions, which is not."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Conv2d(3, 2, 3, groups=1), nn.Flatten(), nn.Linear(128, 3)).to(dtype)
+    return net, torch.randn(4, 2, 12, 12, dtype=dtype)
+
+
+def plain(prepare: Callable[[nn.Module], object] = lambda net: None) -> list[Tensor | None]:
+    net, x = make_net()
+    prepare(net)
+    net(x).square().sum().backward()
+    return [param.grad for param in net.parameters()]
+
+
+def given_by_autograd(net: nn.Module, x: Tensor, *exts: object, **options: object) -> list[bool]:
+    """Say for the weights of both convolutions whether autograd has computed their gradient."""
+    found = {}
+    with backpack(*exts, **options):
+        y = x
+        for i, layer in enumerate(net):
+            y = layer(y)
+            if isinstance(layer, nn.Conv2d):
+                y.grad_fn.register_hook(lambda inputs, _, i=i: found.update({i: inputs[1] is not None}))
+        y.square().sum().backward()
+    return [found[0], found[2]]
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_no_second_product(name: str) -> None:
+    net, x = make_net()
+    assert given_by_autograd(extend(net), x, getattr(extensions, name)()) == [False, False]
+    for param, expected in zip(net.parameters(), plain(), strict=True):
+        close(param.grad, expected, 1e-12)
+
+
+def test_where_it_is_left_to_autograd() -> None:
+    net, x = make_net()
+    extend(net)
+    left = partial(given_by_autograd, net, x)
+    assert left(extensions.BatchGrad(subsampling=[0])) == [True, True]
+    assert left(extensions.BatchGrad(), extension_hook=lambda module: None) == [True, True]
+    assert left(extensions.BatchGrad(exclude=[net[0].weight])) == [True, False]
+    assert left(extensions.BatchGrad(exclude=[net[0].weight]), extensions.Variance(exclude=[net[2].weight])) == [False, False]
+    assert left(extensions.BatchGrad(exclude=["0.bias"])) == [False, False]
+    half, x = make_net(torch.bfloat16)
+    assert given_by_autograd(extend(half), x, extensions.BatchGrad()) == [True, True]
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook")
+def test_hooks_of_modules_see_the_gradient_of_the_weight() -> None:
+    net, x = make_net()
+    seen: list[bool] = []
+    extend(net)[2].register_backward_hook(lambda module, inputs, outputs: seen.append(inputs[1] is not None))
+    with backpack(extensions.BatchGrad()):
+        net(x).square().sum().backward()
+    assert seen == [True]
+
+
+def test_chosen_leaves_are_autograds() -> None:
+    net, x = make_net()
+    extend(net)
+    with backpack(extensions.BatchGrad()):
+        net(x).square().sum().backward(inputs=[net[0].weight, net[4].weight])
+    assert net[0].bias.grad is None
+    assert net[2].weight.grad is None
+    assert torch.equal(net[0].weight.grad, plain()[0])
+
+
+def test_gradients_accumulate() -> None:
+    net, x = make_net()
+    extend(net)
+    for _ in range(3):
+        with backpack(extensions.BatchGrad()):
+            net(x).square().sum().backward()
+    for param, expected in zip(net.parameters(), plain(), strict=True):
+        close(param.grad, 3 * expected, 1e-12)
+
+
+def test_graph_may_be_kept() -> None:
+    net, x = make_net()
+    extend(net)
+    loss = net(x).square().sum()
+    with backpack(extensions.BatchGrad()):
+        loss.backward(retain_graph=True)
+        loss.backward()
+    for param, expected in zip(net.parameters(), plain(), strict=True):
+        close(param.grad, 2 * expected, 1e-12)
+    with backpack(extensions.BatchGrad()), pytest.raises(RuntimeError):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_hooks_run(name: str) -> None:
+    """Hooks of a parameter, of the node that accumulates its gradient, and of tensors between layers see what they always see."""
+
+    def prepare(net: nn.Module) -> list[str]:
+        seen: list[str] = []
+        weight = net[0].weight
+        weight.register_hook(lambda grad: seen.append("tensor") or 2 * grad)
+        weight.register_post_accumulate_grad_hook(lambda p: seen.append(f"accumulated {p.grad is not None}"))
+        weight.expand_as(weight).grad_fn.next_functions[0][0].register_hook(lambda *_: seen.append("node"))
+        net[1].register_full_backward_hook(lambda *_: seen.append("module"))
+        return seen
+
+    net, x = make_net()
+    seen, expected_seen = prepare(extend(net)), []
+    expected = plain(lambda net: expected_seen.append(prepare(net)))
+    x.requires_grad_()
+    with backpack(getattr(extensions, name)()):
+        net(x).square().sum().backward()
+    assert sorted(seen) == sorted(expected_seen[0])
+    for param, value in zip(net.parameters(), expected, strict=True):
+        close(param.grad, value, 1e-12)
+    assert x.grad is not None
+
+
+def test_frozen_parts_and_other_leaves() -> None:
+    net, x = make_net()
+    net[0].bias.requires_grad_(False)
+    net[2].weight.requires_grad_(False)
+    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+    extend(net)
+    with backpack(extensions.BatchGrad()):
+        net(x * scale).square().sum().backward()
+    values = [net[0].weight.grad, net[2].bias.grad, scale.grad]
+    for p in (*net.parameters(), scale):
+        p.grad = None
+    net(x * scale).square().sum().backward()
+    for value, expected in zip(values, [net[0].weight.grad, net[2].bias.grad, scale.grad], strict=True):
+        close(value, expected, 1e-12)
+    assert net[0].bias.grad is None
+
+
+def test_exceptions_leave_nothing() -> None:
+    net, x = make_net()
+    extend(net)
+    out = net[:2](x)
+    out.register_hook(lambda grad: 1 / 0)
+    with backpack(extensions.BatchGrad()), pytest.raises(ZeroDivisionError):
+        net[2:](out).square().sum().backward()
+    assert not any(hasattr(param, "grad_batch") for param in net.parameters())
+    with backpack(extensions.BatchGrad()):
+        net.zero_grad()
+        net(x).square().sum().backward()
+    for param, expected in zip(net.parameters(), plain(), strict=True):
+        close(param.grad, expected, 1e-12)
