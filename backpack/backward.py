@@ -221,7 +221,7 @@ def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExte
         earlier.restore()
         raise
     finally:
-        for handle in handles:
+        for handle in (*handles, *collector.handles):
             handle.remove()
         for extension in extensions:
             extension.saved_quantities.clear()

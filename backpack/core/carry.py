@@ -60,10 +60,6 @@ class Carry:
                 handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
         for gap in self.crossed():
             handles.append(gap.node.register_prehook(self._hook(self._at_gap, gap.node, gap)))
-        for node, leaf in plan.walk.leaves.items():
-            if self._reader.wants_gradient(leaf) and leaf in plan.uses:
-                # a hook of the tensor comes before all hooks of the node, which may change the gradient
-                handles.append(leaf.register_hook(self._hook(self._at_gradient, node, leaf)))
         return handles
 
     def crossed(self) -> list[Gap]:
@@ -234,9 +230,6 @@ class Carry:
                 self._used(parameter)
         for edge, _ in composite.below:
             self._used_below(edge)
-
-    def _at_gradient(self, node: Node, parameter: Parameter, grad: Tensor) -> None:
-        self._reader.at_gradient(parameter, grad)
 
     @staticmethod
     def _per_sample(use: Use, name: str, shape: torch.Size) -> Columns:

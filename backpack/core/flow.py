@@ -160,23 +160,6 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def wants_gradient(self, parameter: Parameter) -> bool:
-        """Say whether the gradient of a parameter is needed, when autograd has computed it.
-
-        Args:
-            parameter: The parameter.
-        """
-
-    @abstractmethod
-    def at_gradient(self, parameter: Parameter, grad: Tensor) -> None:
-        """Take note of the gradient of a parameter, complete, after its last use.
-
-        Args:
-            parameter: The parameter.
-            grad: The gradient.
-        """
-
-    @abstractmethod
     def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
         """Take note of a use outside all rules.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
 
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.concern import concerning
@@ -39,7 +40,11 @@ _GRADIENT = GradientFlow()
 
 
 class Collector(Reader):
-    """Quantities of one backward pass."""
+    """Quantities of one backward pass.
+
+    Attributes:
+        handles: Of hooks that wait for gradients of parameters.
+    """
 
     def __init__(
         self,
@@ -70,9 +75,8 @@ class Collector(Reader):
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
         # the extension hook may read what modules have recorded, which is given back before the gradient is there
-        self._after_gradients = plan.whole and hook is None and any(extension.wants_gradient for extension in self._extensions)
-        self._wants_gradient: dict[int, bool] = {}
-        self._waiting_for_gradient: dict[int, list[tuple[BackpropExtension, FromGradient]]] = {}
+        self._after_gradients = plan.whole and hook is None
+        self.handles: list[RemovableHandle] = []
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
         self._hooks = None if hook is None else HookQueue(plan, hook, debug)
@@ -164,7 +168,7 @@ class Collector(Reader):
             if alone and use.layout.plain and (id(parameter), key) not in self._states and extension.get_subsampling() is None:
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, use, name)
-                if isinstance(value, FromGradient) and not self.wants_gradient(parameter):
+                if isinstance(value, FromGradient) and (parameter._backward_hooks or not self._after_gradients):
                     value = value.function(use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0])
                 if value is not NotImplemented:
                     self._values[place] = value
@@ -194,7 +198,7 @@ class Collector(Reader):
 
     # ------------------------------------------------------------------------------------------------------------- results
     def finish(self, parameter: Parameter) -> None:
-        states, late = {}, len(self._late)
+        states, late, waiting = {}, len(self._late), []
         for flow in self._of_flow if self._parts else ():
             parts = self._parts.pop((id(parameter), flow), ())
             for use, count in join((part for part, _ in parts), parts[0][1]) if parts else ():
@@ -204,7 +208,7 @@ class Collector(Reader):
             if key in self._values:
                 value = self._values.pop(key)
                 if isinstance(value, FromGradient):
-                    self._waiting_for_gradient.setdefault(id(parameter), []).append((extension, value))
+                    waiting.append((extension, value))
                 else:
                     self._write(parameter, extension, value)
                 continue
@@ -218,19 +222,16 @@ class Collector(Reader):
                 self._late.append((parameter, extension, state))
             else:
                 self._write(parameter, extension, extension.finish(state, parameter))
-        if len(self._late) == late and id(parameter) not in self._waiting_for_gradient:
+        if waiting:
+            # a hook of the tensor comes before all hooks of the node, which may change the gradient
+            self.handles.append(parameter.register_hook(partial(self._at_gradient, parameter, waiting)))
+        elif len(self._late) == late:
             self._happened(id(parameter))
 
-    def wants_gradient(self, parameter: Parameter) -> bool:
-        if self._after_gradients and id(parameter) not in self._wants_gradient:  # asked before there is a hook of our own
-            self._wants_gradient[id(parameter)] = not parameter._backward_hooks
-        return self._wants_gradient.get(id(parameter), False)
-
-    def at_gradient(self, parameter: Parameter, grad: Tensor) -> None:
-        waiting = self._waiting_for_gradient.pop(id(parameter), ())
+    def _at_gradient(self, parameter: Parameter, waiting: list[tuple[BackpropExtension, FromGradient]], grad: Tensor) -> None:
         for extension, value in waiting:
             self._write(parameter, extension, value.function(grad))
-        if waiting and all(late is not parameter for late, _, _ in self._late):
+        if all(late is not parameter for late, _, _ in self._late):
             self._happened(id(parameter))
 
     def _write(self, parameter: Parameter, extension: BackpropExtension, value: Any) -> None:

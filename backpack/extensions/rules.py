@@ -230,8 +230,7 @@ _FOUND: dict[tuple[type, type, str], Faster | None] = {}
 def faster(extension: type, derivatives: type[BaseDerivatives], *names: str) -> Callable[[Faster], Faster]:
     """Register a function that computes a quantity at once, for a parameter that is used a single time.
 
-    It is called as ``function(extension, use, name)`` and may return ``NotImplemented`` to decline, or a ``FromGradient``, which an extension
-    announces by ``wants_gradient``.
+    It is called as ``function(extension, use, name)`` and may return ``NotImplemented`` to decline, or a ``FromGradient``.
 
     Args:
         extension: The extension class; its subclasses that keep ``finish`` use the function as well.

@@ -42,7 +42,7 @@ class BatchL2Grad(GradientExtension):
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = wide(state[0][0])
-        return torch.linalg.vector_norm(gradients.reshape(len(gradients), parameter.numel()), dim=1).square()
+        return torch.linalg.vector_norm(gradients.reshape(gradients.shape[0], parameter.numel()), dim=1).square()
 
 
 faster(BatchL2Grad, AffineDerivatives, "bias")(finish_at_once)

@@ -26,7 +26,6 @@ class Variance(GradientExtension):
     variance of the gradients of the samples' own losses.
     """
 
-    wants_gradient = True
     combination = CentredSquares()
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
