@@ -15,17 +15,19 @@ import backpack.core.node_layers  # noqa: F401  (layers that it reads off graph 
 from backpack.accumulation import Earlier, combination_of
 from backpack.context import CTX
 from backpack.core.calls import Mark
-from backpack.core.carry import Carry
 from backpack.core.checkpoints import once
 from backpack.core.connect import Connection
 from backpack.core.engine import transformed, unwatch, watch
 from backpack.core.owners import owners
+from backpack.core.passing import Pass
 from backpack.core.plan import Plan
 from backpack.core.refusals import refuse_added, refuse_graph, refuse_sharded
 from backpack.core.state import recording
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.blocks import blocks_for
 from backpack.extensions.collector import Collector
+from backpack.extensions.mapped import mapped
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.utils.errors import (
     ArgumentError,
@@ -37,6 +39,7 @@ from backpack.utils.errors import (
     UnsupportedError,
 )
 from backpack.utils.hooks import no_op
+from backpack.utils.memory import bytes_of
 
 
 class backpack:  # noqa: N801
@@ -60,6 +63,7 @@ class backpack:  # noqa: N801
         retain_graph: bool = False,
         accumulate: bool = False,
         dtype: torch.dtype | None = None,
+        memory: int | str | None = None,
     ) -> None:
         """Choose the extensions.
 
@@ -72,11 +76,15 @@ class backpack:  # noqa: N801
             accumulate: Unite the results of all backward passes under this context, as ``.grad`` does: parameters carry, after each pass, the
                 quantities of the sum of the losses so far on all their samples. ``clear(model)`` lets it begin anew.
             dtype: Type in which results are kept; ``None`` for that of the parameter, and at least ``float32`` for what is squared.
+            memory: What the columns that are carried beside the gradient may take at once: bytes, or a text such as ``"2GiB"`` or ``"500MB"``. Where
+                all of them would take more, as far as shapes tell, they are carried in blocks, of one column at least; the results are the same, and
+                not counted. ``None`` stands for 512 MiB. All at once are columns in a pass with ``create_graph=True``, in a model with checkpointed
+                parts, of an extension with module extensions, and Monte-Carlo estimates for samples that are chosen repeatedly.
 
         Raises:
             UnsupportedError: If an extension is to accumulate whose results for parts of a mini-batch do not make up that of the whole.
-            ArgumentError: If something is not an instance of an extension, or two of them save to the same field.
-            ArgumentTypeError: If the extension hook is not callable, or the type is none of floating-point numbers.
+            ArgumentError: If something is not an instance of an extension, two of them save to the same field, or the memory is not positive.
+            ArgumentTypeError: If the extension hook is not callable, the type is none of floating-point numbers, or the memory is no amount.
         """
         for ext in exts:
             if isinstance(ext, type) and issubclass(ext, BackpropExtension):
@@ -94,6 +102,7 @@ class backpack:  # noqa: N801
         for ext in exts if accumulate else ():
             combination_of(ext, ext.savefield)
         self.exts, self.accumulate, self.dtype = exts, accumulate, dtype
+        self.memory = None if memory is None else bytes_of(memory)
         self.debug = debug
         self.extension_hook = no_op if extension_hook is None else extension_hook
         self.retain_graph = retain_graph
@@ -101,7 +110,7 @@ class backpack:  # noqa: N801
     def __enter__(self) -> None:
         recording.open.clear()  # calls that were interrupted, by a key, say
         before = CTX.exchange(self.exts, self.debug, self.extension_hook, self.retain_graph)
-        _entered.contexts.append(((before, recording.keep_all), set(), self.accumulate, self.dtype))
+        _entered.contexts.append(((before, recording.keep_all), set(), self.accumulate, self.dtype, self.memory))
         recording.keep_all = any(ext.has_module_exts for ext in self.exts)
         watch(_on_backward)
 
@@ -192,7 +201,7 @@ def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExte
     Raises:
         UnsupportedError: If results that can be differentiated are to be accumulated.
     """
-    _, written, accumulates, dtype = _entered.contexts[-1]
+    _, written, accumulates, dtype, memory = _entered.contexts[-1]
     if accumulates and create_graph:
         raise UnsupportedError("Results of passes with create_graph=True cannot be accumulated: they could not be differentiated.")
     hook = CTX.get_extension_hook()
@@ -202,12 +211,13 @@ def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExte
     collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines, dtype, spares)
     collector.check()
     earlier = Earlier(extensions if accumulates else (), written)
-    carry = Carry(plan, collector.flows, collector, connection)
+    collector.cut = blocks_for(plan, collector, memory, connection)
+    carry = Pass(plan, collector.flows, collector, connection, collector.cut)
     handles = []
     for extension in extensions:
         extension.saved_quantities.clear()  # of what was left by hand
     try:
-        for node, mark, extension, chosen in collector.mapped() if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
+        for node, mark, extension, chosen in mapped(plan, extensions) if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
             handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
         handles += carry.install()
         _remove_stale(plan, extensions, written)
@@ -319,7 +329,7 @@ def _distributed() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _mapped_hook(carry: Carry, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:
+def _mapped_hook(carry: Pass, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:
     """Return a node hook that runs a user's rule.
 
     Args:

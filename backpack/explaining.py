@@ -14,11 +14,11 @@ from torch.nn import Module, Parameter
 
 from backpack.backward import backpack, make_plan
 from backpack.core.calls import ModuleCall
-from backpack.core.carry import Carry
 from backpack.core.crossings import SPLIT, Way
 from backpack.core.graph import operation
 from backpack.core.node_calls import NodeCall
 from backpack.core.owners import owners
+from backpack.core.passing import Pass
 from backpack.core.plan import Plan
 from backpack.core.recording import recorder_of
 from backpack.core.state import recording
@@ -31,6 +31,7 @@ from backpack.extensions.combining import Noted
 from backpack.extensions.costs import Costs, gradient, width
 from backpack.extensions.flows import Source, SqrtFlow
 from backpack.extensions.kronecker import KroneckerState, OutputSide
+from backpack.extensions.mapped import mapped
 from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import sides_of, units_of
 from backpack.trial import try_rules
@@ -186,7 +187,7 @@ class _Graph(NamedTuple):
             rules |= {id(p): rule for p, rule in _rules(plan).items()}
             collector = Collector(plan, extensions, None, None, debug=False, combines=False)
             collector.check()
-            collector.mapped()
+            mapped(plan, extensions)
             try_rules(self.loss, plan, collector)
             return plan, collector
         finally:
@@ -221,7 +222,7 @@ class _Study:
                 self.active = self.active.leaving_out(error.about)
         self.carried, self.read, self._crossed = 0.0, {}, Counter()
         if self.plan is not None:
-            crossed = Carry(self.plan, collector.flows, collector).crossed()
+            crossed = Pass(self.plan, collector.flows, collector).crossed()
             costs = Costs(self.plan, self.active, crossed)
             self.carried, self.read = costs.carried, costs.read
             self._crossed.update(_lower(gap.node) for gap in crossed)

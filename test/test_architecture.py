@@ -38,6 +38,7 @@ LAYERS = {
     "backpack.extensions.spared": 4,
     "backpack.extensions.curvature": 4,
     "backpack.extensions.collector": 4,
+    "backpack.extensions.mapped": 4,
     "backpack.extensions.short_names": 4,
     "backpack.extensions.firstorder": 5,
     "backpack.extensions.secondorder": 5,

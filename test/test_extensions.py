@@ -269,11 +269,11 @@ def oracle_of(case: str, batch: int) -> Oracle:
     return Oracle(CASES[case].build(batch))
 
 
-def run(problem: Problem, *active: BackpropExtension, seed: int = 0) -> None:
+def run(problem: Problem, *active: BackpropExtension, seed: int = 0, **options: object) -> None:
     """Extend everything and run a backward pass with extensions."""
     for module in (problem.model, *problem.losses):
         extend(module)
-    with backpack(*active):
+    with backpack(*active, **options):
         problem.loss(problem.outputs(seed)).backward()
 
 

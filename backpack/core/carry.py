@@ -6,8 +6,7 @@ What the columns are is the business of a ``Flow``; what is read off at paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from functools import partial
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -20,19 +19,17 @@ from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
-from backpack.core.graph import call_node, outputs_of, saved_maxima, shape_of, tensor_at
+from backpack.core.graph import outputs_of, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, keeps_samples, split, sum_to
 from backpack.core.slots import Edge
-from backpack.core.starts import LossNode, Start
-from backpack.core.state import recording
 from backpack.core.walk import Unit
 from backpack.utils.errors import NotRecordedError
 
 
 class Carry:
-    """Hooks for one backward pass."""
+    """What is carried, and the steps from node to node. In a pass of its own, nothing but what is put somewhere is carried, and nothing is born."""
 
     def __init__(self, plan: Plan, flows: list[Flow], reader: Reader, connection: Connection | None = None) -> None:
         self._plan, self._flows, self._reader, self._connection = plan, flows, reader, connection
@@ -41,57 +38,18 @@ class Carry:
         self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
         self._concerned = {flow: reader.concerned(flow) for flow in flows}
 
-    def install(self) -> list[Any]:
-        """Register the hooks.
-
-        Returns:
-            Handles that remove them.
-        """
-        plan, handles = self._plan, []
-        for node, start in plan.losses.items() if any(not flow.is_gradient for flow in self._flows) else ():
-            handles.append(node.register_prehook(self._hook(self._at_loss, node, start)))
-        only_gradient = all(flow.is_gradient for flow in self._flows)
-        for node, unit in plan.units.items():
-            if not only_gradient or self._reader.watches_calls or unit.parameters or unit.split or self._explicit(unit.below):
-                handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
-        for node, composite in plan.composites.items():
-            products = any(unit.parameters or unit.split for unit in composite.parts)
-            if not only_gradient or products or any(self._explicit(edge) for edge, _ in composite.below):
-                handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
-        for gap in self.crossed():
-            handles.append(gap.node.register_prehook(self._hook(self._at_gap, gap.node, gap)))
-        return handles
-
-    def crossed(self) -> list[Gap]:
-        """List the graph nodes that are crossed by calling them.
-
-        Returns:
-            The gaps.
-        """
-        only_gradient = all(flow.is_gradient for flow in self._flows)
-        return [gap for gap in self._plan.gaps.values() if not only_gradient or any(self._explicit(n) for n in gap.nexts)]
-
-    def peek(self, flow: Flow | None, edge: Edge) -> Any:
-        """Return what a flow carries at an edge, without taking it.
-
-        Args:
-            flow: The flow, or ``None``.
-            edge: The edge.
-
-        Returns:
-            The value; ``None`` if there is none.
-        """
-        return self._data.get(flow, {}).get(edge)
-
-    def _hook(self, run: Callable, node: Node, what: Any) -> Callable:
-        def connected(grads: Any) -> None:
-            recording.connection = self._connection  # of this thread, which autograd has chosen
-            try:
-                run(node, what, grads)
-            finally:
-                recording.connection = None
-
-        return partial(run, node, what) if self._connection is None else connected
+    def run(self) -> None:
+        """Carry what has been put somewhere through all nodes upstream, without gradients: what columns become there does not depend on them."""
+        (flow,), plan = self._flows, self._plan
+        visits = [(plan.units, self._at_unit), (plan.composites, self._at_composite), (plan.gaps, self._at_gap)]
+        for node in plan.walk.order:
+            for group, visit in visits:
+                if node in group:
+                    grads = (None,) * outputs_of(node)
+                    if any((node, nr) in store for store in (self._data[flow], self._split[flow]) for nr in range(len(grads))):
+                        visit(node, group[node], grads)
+                    else:
+                        self._leave(group[node])
 
     def _each_flow(self) -> Iterator[Flow]:
         for flow in self._flows:
@@ -117,31 +75,15 @@ class Carry:
         return node in self._plan.walk.leaves
 
     # --------------------------------------------------------------------------------------------------------------- nodes
-    def _at_loss(self, node: Node, start: Start, grads: tuple[Tensor | None, ...]) -> None:
-        call, grad = start.call, grads[start.nr]
-        self._refuse_released(call)
-        grad = None if grad is None else start.take(grad)
-        before, recording.on = recording.on, False  # the loss may be evaluated again
-        try:
-            for flow in self._each_flow():
-                if not flow.is_gradient and grad is not None:
-                    value = flow.start(call, grad, start.layout)
-                    if isinstance(call, LossNode) and flow.crosses_gaps:
-                        value = {source: call.back(columns) for source, columns in value.items()}
-                    self._deposit(flow, start.below, Way.DATA, value, start.layout)
-        finally:
-            recording.on = before
-        self._reader.after_call(call)
-
     def _at_unit(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
         call, turn = unit.call, unit.arrangement
         self._refuse_released(call)
         edge, slot = (node, unit.nr), call.outputs[0]
         grad = grads[unit.nr]
         if grad is None:
-            grad = torch.zeros(slot.shape, dtype=slot.dtype, device=slot.device)
+            grad = torch.zeros((), dtype=slot.dtype, device=slot.device).expand(slot.shape)
         if call.derivatives is RANDOM and unit.below is not None:
-            call.slope = self._slope(node, unit)
+            call.slope = unit.slope(node)
         elif isinstance(call.derivatives, MaxPoolNDDerivatives):
             call.maxima = saved_maxima(unit.inside)
         view = call if turn is None else BatchFirst(call, turn)
@@ -161,25 +103,39 @@ class Carry:
             below = unit.below
             if below is None or (flow.is_gradient and not self._explicit(below)) or not self._concerns(flow, below):
                 continue
-            born = flow.at_unit(self._plan.walk, self._concerned[flow], unit, use)
-            value = flow.through(view, value, grad, unit.layout)
-            if born is not None:
-                source, value[born[0]], factors = born
-                for name, columns in factors.items():
-                    if name in unit.parameters:
-                        self._reader.at_leaf(flow, unit.parameters[name], {source: columns})
-                    else:
-                        factor = unit.split[name]
-                        self._deposit(flow, factor, Way.SPLIT, {source: columns.reshape(*columns.shape[:2], *shape_of(factor))}, None)
-            if flow.crosses_gaps:
-                shape = shape_of(below)
-                value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
-                value = {s: c.reshape(len(c), *shape) for s, c in value.items()}
-            self._deposit(flow, below, Way.DATA, value, unit.arrives)
-        for parameter in unit.parameters.values():
-            self._used(parameter)
-        self._used_below(unit.below)
+            self.to_input(flow, unit, flow.through(view, value, grad, unit.layout))
+            self._bear_at_unit(flow, unit, use)
+        self._leave(unit)
         self._reader.after_call(call)
+
+    def to_input(self, flow: Flow, unit: Unit, value: Any) -> None:
+        """Hand a value to the input of a unit.
+
+        Args:
+            flow: The flow.
+            unit: The unit.
+            value: The value, samples first.
+        """
+        if flow.crosses_gaps:
+            shape, turn = shape_of(unit.below), unit.arrangement
+            value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
+            value = {s: c.reshape(len(c), *shape) for s, c in value.items()}
+        self.deposit(flow, unit.below, Way.DATA, value, unit.arrives)
+
+    def to_factor(self, flow: Flow, unit: Unit, name: str, columns: Columns) -> None:
+        """Hand columns to a factor of a unit.
+
+        Args:
+            flow: The flow.
+            unit: The unit.
+            name: Name of the factor there: a parameter, or something that is computed from some.
+            columns: ``{source: [V, N, *factor]}``.
+        """
+        if name in unit.parameters:
+            self._reader.at_leaf(flow, unit.parameters[name], columns)
+        else:
+            edge = unit.split[name]
+            self.deposit(flow, edge, Way.SPLIT, {s: c.reshape(*c.shape[:2], *shape_of(edge)) for s, c in columns.items()}, None)
 
     def _at_use(self, flow: Flow, unit: Unit, use: Use) -> None:
         """Let what needs it know of a use, and hand columns to factors that are no parameters.
@@ -193,7 +149,7 @@ class Carry:
             self._reader.at_call(flow, use)
         for name, upstream in unit.split.items():
             if self._concerns(flow, upstream):
-                self._deposit(flow, upstream, Way.SPLIT, self._per_sample(use, name, shape_of(upstream)), None)
+                self.deposit(flow, upstream, Way.SPLIT, use.per_sample(name, shape_of(upstream)), None)
 
     def _at_composite(self, node: Node, composite: Composite, grads: tuple[Tensor | None, ...]) -> None:
         outputs = [tensor_at((node, nr)) for nr in range(outputs_of(node))]
@@ -224,46 +180,8 @@ class Carry:
                 self._at_use(flow, unit, Use(BatchFirst(unit.call, turn), unit.parameters, columns, grad, unit.layout))
             for i, (edge, layout) in enumerate(composite.below, 1):
                 if self._concerns(flow, edge) and (not flow.is_gradient or self._explicit(edge)):
-                    self._deposit(flow, edge, Way.DATA, {source: parts[i] for source, parts in value.items()}, layout)
-        for unit in composite.parts:
-            for parameter in unit.parameters.values():
-                self._used(parameter)
-        for edge, _ in composite.below:
-            self._used_below(edge)
-
-    @staticmethod
-    def _per_sample(use: Use, name: str, shape: torch.Size) -> Columns:
-        """Return the columns of each sample at a factor that is computed from parameters.
-
-        Args:
-            use: The use.
-            name: Name of the factor.
-            shape: Its shape.
-
-        Returns:
-            ``{source: [V, N, *shape]}``.
-        """
-        rule = use.call.derivatives
-        columns = {s: rule._param_mjp(name, use.call, None, (use.grad,), c, sum_batch=False) for s, c in use.value.items()}
-        return {s: add_rows(c, use.layout).reshape(*c.shape[:1], use.layout.samples, *shape) for s, c in columns.items()}
-
-    @staticmethod
-    def _slope(node: Node, unit: Unit) -> Tensor:
-        """Return the derivative of an element-wise module, by sending ones through its piece of the graph.
-
-        Args:
-            node: Node of the output.
-            unit: The unit.
-
-        Returns:
-            Shape of the input.
-        """
-        edge, slot = (node, unit.nr), unit.call.outputs[0]
-        columns = torch.ones(1, *shape_of(edge), dtype=slot.dtype, device=slot.device)
-        while edge != unit.below:
-            returned = call_node(edge[0], [columns if nr == edge[1] else None for nr in range(outputs_of(edge[0]))])
-            edge, columns = next((n, c) for n, c in zip(edge[0].next_functions, returned, strict=True) if n[0] in unit.inside or n == unit.below)
-        return columns.reshape(slot.shape)
+                    self.deposit(flow, edge, Way.DATA, {source: parts[i] for source, parts in value.items()}, layout)
+        self._leave(composite)
 
     def _at_gap(self, node: Node, gap: Gap, grads: tuple[Tensor | None, ...]) -> None:
         own = [self._split[flow].get((node, 0), {}).get(0) for flow in self._flows if flow.is_gradient]  # the gradient of each sample
@@ -295,12 +213,27 @@ class Carry:
                 if any(w and c.way is Way.MASKED for w, c in zip(wanted, gap.crossings, strict=True)):
                     self._send(flow, source, gap, wanted, gap.call_masked(given), Way.MASKED)
             grad = grads[0] if not parts else own[0][0] if own and own[0] is not None else None
-            born = None if grad is None else flow.at_gap(self._plan.walk, self._concerned[flow], gap, grad)
-            for part in born[1] if born is not None else ():
-                self._hand_on(flow, gap.nexts[part.number], {born[0]: part.columns}, part.layout)
-        for upstream, crossing in zip(gap.nexts, gap.crossings, strict=True):
-            if crossing is not None:
-                self._used_below(upstream)
+            if grad is not None:
+                self._bear_at_gap(flow, gap, grad)
+        self._leave(gap)
+
+    def _bear_at_unit(self, flow: Flow, unit: Unit, use: Use) -> None:
+        """Let be born what the second derivative of a unit adds.
+
+        Args:
+            flow: The flow.
+            unit: The unit.
+            use: Its use of parameters.
+        """
+
+    def _bear_at_gap(self, flow: Flow, gap: Gap, grad: Tensor) -> None:
+        """Let be born what the second derivative of a gap adds.
+
+        Args:
+            flow: The flow.
+            gap: The gap.
+            grad: Gradient of its output; with a leading axis of samples where the columns are split.
+        """
 
     def _send_data(self, flow: Flow, source: Hashable, gap: Gap, wanted: list[bool], given: dict[int, Tensor]) -> None:
         """Call a gap node with columns that hold the samples on an axis, and hand on what still does, or what can be split afterwards.
@@ -318,9 +251,9 @@ class Carry:
         for i, columns in enumerate(gap.call(given)):
             if not usable[i] or columns is None:
                 continue
-            self._hand_on(flow, gap.nexts[i], {source: columns}, gap.crossings[i].returned)
+            self.hand_on(flow, gap.nexts[i], {source: columns}, gap.crossings[i].returned)
 
-    def _hand_on(self, flow: Flow, upstream: tuple[Node, int, torch.Size], columns: Columns, layout: Layout | None) -> None:
+    def hand_on(self, flow: Flow, upstream: tuple[Node, int, torch.Size], columns: Columns, layout: Layout | None) -> None:
         """Sum columns to the shape of an input that may have been broadcast, and hand them to its edge.
 
         Args:
@@ -332,22 +265,22 @@ class Carry:
         edge, shape = upstream[:2], upstream[2]
         for source, given in columns.items():
             if layout is None:
-                self._deposit(flow, edge, Way.SPLIT, {source: sum_to(given, shape, 2)}, None)
+                self.deposit(flow, edge, Way.SPLIT, {source: sum_to(given, shape, 2)}, None)
                 continue
             kept = keeps_samples(layout, given.shape[1:], shape)
             if kept is not None:
-                self._deposit(flow, edge, Way.DATA, {source: sum_to(given, shape, 1)}, layout._replace(axis=kept))
+                self.deposit(flow, edge, Way.DATA, {source: sum_to(given, shape, 1)}, layout._replace(axis=kept))
             else:
                 rows = add_rows(given.movedim(1 + layout.axis, 1), layout).unsqueeze(2 + layout.axis)
-                self._deposit(flow, edge, Way.SPLIT, {source: sum_to(rows, shape, 2)}, None)
+                self.deposit(flow, edge, Way.SPLIT, {source: sum_to(rows, shape, 2)}, None)
 
     def _send(self, flow: Flow, source: Hashable, gap: Gap, wanted: list[bool], returned: list[Tensor | None], way: Way) -> None:
         for upstream, crossing, use, columns in zip(gap.nexts, gap.crossings, wanted, returned, strict=True):
             if use and columns is not None and crossing.way is way:
-                self._deposit(flow, upstream[:2], SPLIT, {source: columns}, None)
+                self.deposit(flow, upstream[:2], SPLIT, {source: columns}, None)
 
     # --------------------------------------------------------------------------------------------------------------- edges
-    def _deposit(self, flow: Flow, edge: Edge, way: Way, value: Any, layout: Layout | None) -> None:
+    def deposit(self, flow: Flow, edge: Edge, way: Way, value: Any, layout: Layout | None) -> None:
         """Hand a value to an edge.
 
         Args:
@@ -375,9 +308,23 @@ class Carry:
             store = self._data[flow]
         store[edge] = flow.merge(store[edge], value) if edge in store else value
 
-    def _used_below(self, upstream: tuple | None) -> None:
-        if upstream is not None and self._is_leaf(upstream[0]):  # the input itself is a parameter
-            self._used(upstream[0].variable)
+    def _leave(self, what: Unit | Composite | Gap) -> None:
+        """Note the uses of parameters at a node, where everything is done.
+
+        Args:
+            what: What stands for the node.
+        """
+        units = what.parts if isinstance(what, Composite) else [what] if isinstance(what, Unit) else ()
+        for unit in units:
+            for parameter in unit.parameters.values():
+                self._used(parameter)
+        if isinstance(what, Gap):
+            below = [n for n, crossing in zip(what.nexts, what.crossings, strict=True) if crossing is not None]
+        else:
+            below = [what.below] if isinstance(what, Unit) else [edge for edge, _ in what.below]
+        for upstream in below:
+            if upstream is not None and self._is_leaf(upstream[0]):  # the input itself is a parameter
+                self._used(upstream[0].variable)
 
     def _used(self, parameter: Parameter) -> None:
         self._pending[parameter] = left = self._pending[parameter] - 1

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -13,7 +14,7 @@ from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born
-from backpack.core.samples import Arrangement, Layout
+from backpack.core.samples import Arrangement, Layout, add_rows
 from backpack.core.walk import Need, Unit, Walk
 
 Columns = dict[Hashable, Tensor]
@@ -75,8 +76,20 @@ class Flow(ABC):
         """
         return None
 
-    def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> tuple[Hashable, Tensor, dict[str, Tensor]] | None:
-        """Return what is born at a unit on its input and its parameters together: nothing, by default.
+    def part(self, source: Hashable, block: slice) -> Hashable:
+        """Return the source of some of the columns of a source: the same, by default.
+
+        Args:
+            source: The source.
+            block: Which of its columns.
+
+        Returns:
+            Their source.
+        """
+        return source
+
+    def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> Iterable[tuple[Hashable, Tensor, dict[str, Tensor]]]:
+        """Return what is born at a unit on its input, or on its input and its parameters together: nothing, by default.
 
         Args:
             walk: The graph.
@@ -85,9 +98,9 @@ class Flow(ABC):
             use: Its use of parameters.
 
         Returns:
-            The source, its columns on the input ``[V, R, *in]``, and on parameters ``[V, N, *parameter]`` by name.
+            For each birth the source, its columns on the input ``[V, R, *in]``, and on parameters ``[V, N, *parameter]`` by name.
         """
-        return None
+        return ()
 
     def needs_gradient(self, plan: Plan) -> bool:
         """Say whether ``at_gap`` needs the gradient of each sample at nodes where the columns are split.
@@ -128,6 +141,20 @@ class Use:
         self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
         self.notes: dict[Hashable, Any] = {}
         self.sums: dict[str, Tensor] | None = None
+
+    def per_sample(self, name: str, shape: torch.Size) -> Columns:
+        """Return the columns of each sample at a factor that is computed from parameters.
+
+        Args:
+            name: Name of the factor.
+            shape: Its shape.
+
+        Returns:
+            ``{source: [V, N, *shape]}``.
+        """
+        rule = self.call.derivatives
+        columns = {s: rule._param_mjp(name, self.call, None, (self.grad,), c, sum_batch=False) for s, c in self.value.items()}
+        return {s: add_rows(c, self.layout).reshape(*c.shape[:1], self.layout.samples, *shape) for s, c in columns.items()}
 
 
 class Reader(ABC):
@@ -184,6 +211,22 @@ class Reader(ABC):
         Args:
             call: The call.
         """
+
+
+class Blocks(ABC):
+    """How the columns of a flow are carried, if not all at once."""
+
+    @abstractmethod
+    def cut(self, width: int) -> list[slice]:
+        """Cut the columns of a source into blocks.
+
+        Args:
+            width: Number of columns.
+        """
+
+    @abstractmethod
+    def reader(self) -> Reader:
+        """Return what reads off a block."""
 
 
 class BatchFirst:

@@ -6,6 +6,7 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
@@ -13,7 +14,7 @@ from torch.nn import Parameter
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
-from backpack.core.graph import LEAF, LINEAR, PRODUCTS, operation
+from backpack.core.graph import LEAF, LINEAR, PRODUCTS, call_node, operation, outputs_of, shape_of
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, batch_of, take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
@@ -77,6 +78,22 @@ class Unit:
         self.layout: Layout | None = None
         self.split: dict[str, Edge] = {}
         self.couples = 0
+
+    def slope(self, node: Node) -> Tensor:
+        """Return the derivative of an element-wise module, by sending ones through its piece of the graph.
+
+        Args:
+            node: Node of the output.
+
+        Returns:
+            Shape of the input.
+        """
+        edge, slot = (node, self.nr), self.call.outputs[0]
+        columns = torch.ones(1, *shape_of(edge), dtype=slot.dtype, device=slot.device)
+        while edge != self.below:
+            returned = call_node(edge[0], [columns if nr == edge[1] else None for nr in range(outputs_of(edge[0]))])
+            edge, columns = next((n, c) for n, c in zip(edge[0].next_functions, returned, strict=True) if n[0] in self.inside or n == self.below)
+        return columns.reshape(slot.shape)
 
 
 class Walk:

@@ -53,12 +53,14 @@ class BackpropExtension(ABC):
         savefield: Name of the attribute under which parameters carry the result.
         ordered: Whether results of several losses have to be aligned, because their columns can be read.
         keeps_calls: Whether results read what modules have recorded, after the pass, too.
+        sums_columns: Whether ``finish`` is a sum over columns, so that results of blocks of columns add up.
         combination: How it scales with the loss, and is made of the results of parts of a mini-batch; ``None`` where that is not known.
         saved_quantities: What module extensions have sent, in an extension whose ``backpropagate`` methods carry it.
     """
 
     ordered: ClassVar[bool] = False
     keeps_calls: ClassVar[bool] = False
+    sums_columns: ClassVar[bool] = False
     combination: Combination | None = None
     _exclude: tuple[Excluded, ...] = ()
 
@@ -143,6 +145,24 @@ class BackpropExtension(ABC):
             UnsupportedError: If the extension has no rule of its own.
         """
         raise UnsupportedError(f"{type(self).__name__} says what to do only for {[cls.__name__ for cls in self._module_exts]}.")
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether results of blocks of columns add up, unless a subclass has made something else of its quantity."""
+        says = next(cls for cls in type(self).__mro__ if "sums_columns" in vars(cls))
+        return self.sums_columns and type(self).finish is says.finish
+
+    def beside(self, kept: Any, state: Any) -> Any:
+        """Put the linear part of a block of columns beside that of others. The default is that of per-sample columns.
+
+        Args:
+            kept: What was returned for the blocks before; ``None`` for the first one.
+            state: The linear part of further columns, which have other sources.
+
+        Returns:
+            What ``finish`` takes.
+        """
+        return state if kept is None else {**kept, **state}
 
     def forms_gradients(self, rows: Size, entries: int) -> bool:
         """Say whether what each sample contributes to the gradient of the weight of an affine layer is formed on the way to the quantity.

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial, reduce
 from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
-from backpack.core.calls import Mark, ModuleCall
+from backpack.core.calls import ModuleCall
 from backpack.core.concern import concerning
 from backpack.core.connect import Connection
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -43,6 +42,7 @@ class Collector(Reader):
     """Quantities of one backward pass.
 
     Attributes:
+        cut: Flows whose columns are carried in blocks.
         handles: Of hooks that wait for gradients of parameters.
     """
 
@@ -68,6 +68,8 @@ class Collector(Reader):
         self._gradient_for = 0
         needing = [bits for bits, flow in ((self.concerned(f), f) for f in self._of_flow) if flow.needs_gradient(concerning(plan, bits))]
         self._gradient_for = reduce(or_, needing, 0)
+        self.cut: Container[Flow] = ()
+        self._kept: dict[tuple[int, BackpropExtension], Any] = {}
         self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(_GRADIENT, ()) if spares})
         self._keys = {extension: extension.rule_key() for extension in self._extensions}
         self._rules: dict[tuple[BackpropExtension, int], Rule] = {}
@@ -129,6 +131,17 @@ class Collector(Reader):
         beside = self._gradient_for if flow.is_gradient else 0
         return reduce(or_, (self._concerned[extension] for extension in self._of_flow.get(flow, ())), beside)
 
+    def readers(self, flow: Flow) -> list[BackpropExtension]:
+        """List what reads a flow.
+
+        Args:
+            flow: The flow.
+
+        Returns:
+            The extensions.
+        """
+        return self._of_flow.get(flow, [])
+
     def _readers(self, flow: Flow, parameter: Parameter) -> list[BackpropExtension]:
         bit = self._plan.walk.bits[id(parameter)]
         return [extension for extension in self._of_flow.get(flow, ()) if self._concerned[extension] & bit]
@@ -165,7 +178,8 @@ class Collector(Reader):
             place, key = (id(parameter), extension), self._keys[extension]
             if place in self._values:
                 continue
-            if alone and use.layout.plain and (id(parameter), key) not in self._states and extension.get_subsampling() is None:
+            whole = flow not in self.cut or extension.adds_up
+            if alone and whole and (id(parameter), key) not in self._states and extension.get_subsampling() is None and use.layout.plain:
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, use, name)
                 if isinstance(value, FromGradient) and (parameter._backward_hooks or not self._after_gradients):
@@ -198,7 +212,51 @@ class Collector(Reader):
 
     # ------------------------------------------------------------------------------------------------------------- results
     def finish(self, parameter: Parameter) -> None:
-        states, late, waiting = {}, len(self._late), []
+        late, waiting = len(self._late), []
+        for extension, value, state in self._readings(parameter):
+            if isinstance(value, FromGradient):
+                waiting.append((extension, value))
+                continue
+            kept = self._kept.pop((id(parameter), extension), None)
+            if state is not None:
+                if kept is not None and not extension.adds_up:
+                    state, kept = extension.beside(kept, state), None  # noqa: PLW2901
+                if extension.ordered and len(self._plan.losses) > 1:
+                    self._late.append((parameter, extension, state))
+                    continue
+                value = extension.finish(state, parameter)  # noqa: PLW2901
+            self._write(parameter, extension, value if kept is None else kept.add_(value))
+        if waiting:
+            # a hook of the tensor comes before all hooks of the node, which may change the gradient
+            self.handles.append(parameter.register_hook(partial(self._at_gradient, parameter, waiting)))
+        elif len(self._late) == late:
+            self._happened(id(parameter))
+
+    def keep(self, parameter: Parameter, extension: BackpropExtension, part: Any) -> None:
+        """Keep what a block of columns has left at a parameter.
+
+        Args:
+            parameter: The parameter.
+            extension: The extension.
+            part: Its result for these columns, if results add up; else their linear part.
+        """
+        key = id(parameter), extension
+        before = self._kept.get(key)
+        if extension.adds_up:
+            self._kept[key] = part if before is None else before.add_(part)
+        else:
+            self._kept[key] = extension.beside(before, part)
+
+    def _readings(self, parameter: Parameter) -> Iterator[tuple[BackpropExtension, Any, Any]]:
+        """Go through what was read off at a parameter.
+
+        Args:
+            parameter: The parameter, whose last use has been noted.
+
+        Yields:
+            An extension, and its value; or, if that is yet to be made of it, the linear part.
+        """
+        states = {}
         for flow in self._of_flow if self._parts else ():
             parts = self._parts.pop((id(parameter), flow), ())
             for use, count in join((part for part, _ in parts), parts[0][1]) if parts else ():
@@ -206,27 +264,13 @@ class Collector(Reader):
         for extension in self._extensions:
             key = (id(parameter), extension)
             if key in self._values:
-                value = self._values.pop(key)
-                if isinstance(value, FromGradient):
-                    waiting.append((extension, value))
-                else:
-                    self._write(parameter, extension, value)
+                yield extension, self._values.pop(key), None
                 continue
             rule_key = self._keys[extension]
             if rule_key not in states:
                 states[rule_key] = self._states.pop((id(parameter), rule_key), None)
-            state = states[rule_key]
-            if state is None or not self._concerned[extension] & self._plan.walk.bits[id(parameter)]:
-                continue
-            if extension.ordered and len(self._plan.losses) > 1:
-                self._late.append((parameter, extension, state))
-            else:
-                self._write(parameter, extension, extension.finish(state, parameter))
-        if waiting:
-            # a hook of the tensor comes before all hooks of the node, which may change the gradient
-            self.handles.append(parameter.register_hook(partial(self._at_gradient, parameter, waiting)))
-        elif len(self._late) == late:
-            self._happened(id(parameter))
+            if states[rule_key] is not None and self._concerned[extension] & self._plan.walk.bits[id(parameter)]:
+                yield extension, None, states[rule_key]
 
     def _at_gradient(self, parameter: Parameter, waiting: list[tuple[BackpropExtension, FromGradient]], grad: Tensor) -> None:
         for extension, value in waiting:
@@ -298,54 +342,6 @@ class Collector(Reader):
             parameter.__dict__.pop(field, None)
 
     # --------------------------------------------------------------------------------------------------------------- users
-    def mapped(self) -> list[tuple[Node, Mark, BackpropExtension, ModuleExtension]]:
-        """List the calls for whose module class a user has said what to do.
-
-        Returns:
-            (node of the output, mark, extension, module extension).
-
-        Raises:
-            UnsupportedError: If a parameter is used more than once under a user's rule, a module has several outputs, or what a user says to be
-                carried is at odds with a flow of the library.
-        """
-        places: dict[ModuleCall, dict[bool, tuple[Node, Mark]]] = {}
-        for node, marks in self._plan.walk.marks.items():
-            for mark in marks:
-                places.setdefault(mark.call, {}).setdefault(mark.base, (node, mark))
-        found, taken = [], set()
-        failed: set[tuple[BackpropExtension, Module]] = set()
-        for call, place in places.items():
-            # after an operation in place on an output that is a view, only the node of its base is left in the graph
-            node, mark = place[min(place)]
-            module = call.module
-            for extension in self._extensions:
-                chosen = extension.module_extension(module)
-                if chosen is not None:
-                    if len(call.outputs) > 1:
-                        raise UnsupportedError(f"{call.path} returns {len(call.outputs)} tensors, {type(chosen).__name__} gets the gradient of one.")
-                    own = not type(chosen).backpropagate.__module__.startswith("backpack.")
-                    if own and call.derivatives is not None and extension.flow is not None and not extension.flow.is_gradient:
-                        raise UnsupportedError(
-                            f"{call.path}: {type(chosen).__name__}.backpropagate would not be called, as {type(extension).__name__} carries through "
-                            f"{type(module).__name__} by the library's own rule. Write an extension of your own (SecondOrderBackpropExtension with "
-                            "module_exts) to carry something else, or leave backpropagate out."
-                        )
-                    found.append((node, mark, extension, chosen))
-                    for name in chosen.params:
-                        parameter = getattr(module, name, None)
-                        if parameter is None or id(parameter) in extension.excluded():
-                            continue
-                        if (extension, id(parameter)) in taken or self._plan.uses.get(parameter, 1) > 1:
-                            raise UnsupportedError(
-                                f"{call.path}.{name} is used more than once, but {type(chosen).__name__} says only what one use contributes "
-                                f"to {extension.savefield!r}. Use the library's own rule, or a copy of the parameter for each use."
-                            )
-                        taken.add((extension, id(parameter)))
-                elif extension.flow is None and (extension, module) not in failed and not call.is_loss:
-                    failed.add((extension, module))
-                    extension.fail(module, call.path)
-        return found
-
     def at_mapped(
         self,
         call: ModuleCall,

@@ -54,10 +54,30 @@ def apply_to_all(columns: Columns, function: Callable[[Tensor], Tensor]) -> Colu
 
 
 class ColumnFlow(Flow):
-    """Columns ``[V, N, *]``, mapped by transposed Jacobians."""
+    """Columns ``[V, N, *]``, mapped by transposed Jacobians.
+
+    Attributes:
+        coupled: Whether some columns are of use only together with others.
+    """
+
+    coupled: bool = False
 
     def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
         return apply_to_all(value, lambda mat: call.derivatives._jac_t_mat_prod(call, None, (grad,), mat))
+
+    def born(self, plan: Plan) -> int:
+        """Estimate how many columns are born on the way.
+
+        Args:
+            plan: The plan.
+
+        Returns:
+            Columns of a sample: none, by default.
+        """
+        return 0
+
+    def part(self, source: Source, block: slice) -> Source:
+        return Source(source.order, None if source.signs is None else source.signs[block])
 
     def check(self, plan: Plan) -> None:
         """Accept every plan: the graph's own nodes carry columns exactly."""
@@ -89,6 +109,12 @@ class SqrtFlow(ColumnFlow):
     def differentiable(self) -> bool:
         """Whether it is; what is drawn is not, since the distribution depends on the parameters, too."""
         return self.mc_samples is None
+
+    @property
+    def coupled(self) -> bool:
+        """Whether they are: where a sample was chosen twice, its further columns are columns of their own."""
+        chosen = self.subsampling if self.mc_samples is not None else None
+        return chosen is not None and (len(set(chosen)) < len(chosen) or min(chosen, default=0) < 0)
 
     def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
         mat = scaled(self._factor(call, grad, layout), call, grad)

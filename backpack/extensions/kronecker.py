@@ -20,13 +20,14 @@ class OutputSide:
     """Columns at the output, of which weight and bias of a layer have the same second moment.
 
     Attributes:
-        columns: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened.
+        columns: ``{source: [V, N, G, O]}``, summed over positions; for a parameter without Kronecker structure ``[V, N, 1, *parameter]`` flattened;
+            none where only the moment is left.
     """
 
     __slots__ = ("_moment", "columns")
 
-    def __init__(self, columns: Columns) -> None:
-        self.columns, self._moment = columns, None
+    def __init__(self, columns: Columns, moment: Tensor | None = None) -> None:
+        self.columns, self._moment = columns, moment
 
     def moment(self) -> Tensor:
         """Sum the outer products of the columns with themselves, over columns and samples.
@@ -57,19 +58,23 @@ class KroneckerState:
 class KroneckerRule(Rule):
     """Input-side factor ``1/N sum_n sum_l x x^T`` and, for each sample, columns at the output summed over positions (Grosse & Martens 2016)."""
 
-    def __init__(self, mean_input: bool) -> None:
+    def __init__(self, mean_input: bool, reads_input: bool = True) -> None:
         """Choose the input-side factor.
 
         Args:
             mean_input: Use the mean input of the samples instead of each of them.
+            reads_input: Whether there is to be one.
         """
-        self._mean_input = mean_input
+        self._mean_input, self._reads_input = mean_input, reads_input
+
+    def again(self) -> KroneckerRule:
+        return KroneckerRule(self._mean_input, reads_input=False)
 
     def at_call(self, use: Use, name: str) -> KroneckerState:
         rule, samples = use.call.derivatives, max(use.layout.samples, 1)
         if isinstance(rule, EmbeddingDerivatives) and not self._mean_input:
             sums = apply_to_all(use.value, lambda mat: add_rows(rule.sums_over_positions(use.call, mat), use.layout).unsqueeze(2))
-            return KroneckerState(rule.counts(use.call)[None] / samples, OutputSide(sums))
+            return KroneckerState(rule.counts(use.call)[None] / samples if self._reads_input else None, OutputSide(sums))
         if not isinstance(rule, AffineDerivatives):
             columns = apply_to_all(use.value, lambda mat: rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False))
             return _without_structure(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
@@ -78,6 +83,8 @@ class KroneckerRule(Rule):
         outputs = use.notes["outputs"]
         if name == "bias":
             return KroneckerState(None, outputs) if rule.groups(use.call) == 1 else _without_structure(outputs.columns)
+        if not self._reads_input:
+            return KroneckerState(None, outputs, rule)
         if not self._mean_input:
             return KroneckerState(rule.input_moment(use.call, samples), outputs, rule)
         x = wide(rule.columns(use.call))

@@ -278,8 +278,9 @@ class DiagHBaseModule(MatToJacMat):
         if self.derivatives.is_loss:
             return signed_matrices(flow.start(at, g_out[0], first_axis(len(at.input0))))
         arrived = {Source(i): mat for i, mat in enumerate(bpQuantities["matrices"])}
-        result = flow.through(at, arrived, g_out[0], first_axis(len(g_out[0])))
-        born = signed_matrices({source: mat for source, mat in result.items() if source not in arrived})
+        layout = first_axis(len(g_out[0]))
+        result, residual = flow.through(at, arrived, g_out[0], layout), flow.residual_at(at, g_out[0], layout)
+        born = signed_matrices({} if residual is None else dict([residual]))
         return {"matrices": [*(result[source] for source in arrived), *born["matrices"]], "signs": [*bpQuantities["signs"], *born["signs"]]}
 
     def _diagonal(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, bp: dict[str, list]) -> Tensor:

@@ -58,6 +58,10 @@ class Rule(ABC):
             parameter: The parameter.
         """
 
+    def again(self) -> Rule:
+        """Return the rule for further columns at the same uses: what does not depend on columns is read off once."""
+        return self
+
 
 def _owned(result: Tensor, carried: Tensor) -> Tensor:
     # a copy where memory is shared with what is carried on, so that whoever changes the result changes nothing else
@@ -96,7 +100,8 @@ class ColumnRule(Rule):
 
     def __init__(self, flow: Any, subsampling: Subsampling) -> None:
         self.subsampling = subsampling
-        self._rounds = flow.mc_samples if isinstance(flow, SqrtFlow) and subsampling is not None else None
+        repeated = subsampling is not None and len(set(subsampling)) < len(subsampling)
+        self._rounds = flow.mc_samples if isinstance(flow, SqrtFlow) and repeated else None
 
     def at_call(self, use: Use, name: str) -> Columns:
         rule, chosen = use.call.derivatives, self.subsampling

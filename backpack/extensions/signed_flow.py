@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
@@ -15,10 +16,10 @@ from backpack.core.calls import ModuleCall
 from backpack.core.crossings import SPLIT, Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Use
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, shape_of
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born, has_complex, is_solvable, pairs, residual
-from backpack.core.samples import Layout, add_rows
+from backpack.core.samples import Layout, add_rows, numel
 from backpack.core.walk import Need, Unit, Walk
 from backpack.extensions.flows import ColumnFlow, Source, refuse_coupled, refuse_curved, separate_rows
 from backpack.extensions.loss_scale import position_weights
@@ -49,11 +50,21 @@ class SignedSqrtFlow(ColumnFlow):
         mat, signs = separate_rows(mat, signs, layout)
         return {Source(call.order, signs): mat}
 
-    def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
-        result = super().through(call, value, grad, layout)
+    @staticmethod
+    def residual_at(call: ModuleCall, grad: Tensor, layout: Layout) -> tuple[Source, Tensor] | None:
+        """Factorize the second derivative of a module with respect to its input.
+
+        Args:
+            call: The module call, samples first.
+            grad: Gradient at the output.
+            layout: Says to which sample each row belongs.
+
+        Returns:
+            The source, and columns on the input ``[V, R, *in]``; ``None`` if there is none.
+        """
         rule = call.derivatives
         if rule.hessian_is_zero(call):
-            return result
+            return None
         if rule.hessian_is_diagonal(call):
             residual = rule.hessian_diagonal(call, None, (grad,))
             flat = residual.reshape(len(residual), residual.shape[1:].numel())
@@ -67,8 +78,7 @@ class SignedSqrtFlow(ColumnFlow):
             mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(size, *shape).to(grad.dtype)
             signs = values.sign().T.to(grad.dtype)
         mat, signs = separate_rows(mat, signs, layout)
-        result[Source(call.order, signs)] = mat
-        return result
+        return Source(call.order, signs), mat
 
     def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Source, list[Born]] | None:
         if not _curved_in(walk, concerned, gap):
@@ -76,9 +86,12 @@ class SignedSqrtFlow(ColumnFlow):
         signs, born = residual(gap, grad)
         return Source(0, signs), born
 
-    def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> tuple[Source, Tensor, dict[str, Tensor]] | None:
+    def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> Iterator[tuple[Source, Tensor, dict[str, Tensor]]]:
+        own = self.residual_at(use.call, use.grad, use.layout)
+        if own is not None:
+            yield *own, {}
         if not _coupled(walk, concerned, unit):
-            return None
+            return
         # the layer is linear in its weight, and in its input: with an entry of the input in its place, the gradient of the weight is the other factor
         call, grad, layout = use.call, use.grad, use.layout
         shape = call.input0.shape
@@ -90,7 +103,14 @@ class SignedSqrtFlow(ColumnFlow):
         (below, weight), signs = pairs(units, partners)
         weight = add_rows(separate_rows(weight, signs, layout)[0], layout)
         below, signs = separate_rows(below, signs, layout)
-        return Source(call.order, signs), below, {"weight": weight}
+        yield Source(call.order, signs), below, {"weight": weight}
+
+    def born(self, plan: Plan) -> int:
+        samples = max(1, *plan.batches.values())
+        units = [u for u in plan.units.values() if u.below is not None and plan.walk.reach[u.below[0]] & plan.concerned]
+        gaps = [gap for gap in plan.gaps.values() if _curved_in(plan.walk, plan.concerned, gap)]
+        entries = sum(numel(shape_of(u.below)) for u in units if not u.call.derivatives.hessian_is_zero(u.call))
+        return (entries + sum(numel(n[2]) for gap in gaps for n in gap.nexts if n is not None)) // samples
 
     def needs_gradient(self, plan: Plan) -> bool:
         return any(SPLIT in gap.states.values() and _curved_in(plan.walk, plan.concerned, gap) for gap in plan.gaps.values())

@@ -19,6 +19,7 @@ from backpack.utils.precision import wide
 class DiagGGN(GGNExtension):
     """Diagonal of the generalized Gauss-Newton ``sum_n J_n^T H_n J_n``, ``[*parameter]`` (Schraudolph 2002; Dangel et al. 2020, eq. 19)."""
 
+    sums_columns = True
     combination = Sum(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
@@ -28,6 +29,7 @@ class DiagGGN(GGNExtension):
 class BatchDiagGGN(GGNExtension):
     """Diagonals of the samples' summands of the generalized Gauss-Newton, ``[N, *parameter]``."""
 
+    sums_columns = True
     combination = PerSample(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:

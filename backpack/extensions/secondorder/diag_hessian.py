@@ -31,6 +31,7 @@ class DiagHessian(HessianExtension):
     attention, norms; others are refused. Memory and time grow with the square of the number of entries that curved operations have.
     """
 
+    sums_columns = True
     combination = Sum(degree=1)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
@@ -52,6 +53,7 @@ class BatchDiagHessian(HessianExtension):
     The sum over samples is ``diag_h``.
     """
 
+    sums_columns = True
     combination = PerSample(degree=1)
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:

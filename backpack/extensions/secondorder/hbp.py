@@ -25,7 +25,7 @@ from backpack.extensions.chains import AverageFlow
 from backpack.extensions.combining import Combination, Factors, Noted
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import SqrtFlow
-from backpack.extensions.kronecker import KroneckerRule
+from backpack.extensions.kronecker import KroneckerRule, KroneckerState, OutputSide
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
@@ -153,6 +153,10 @@ class HBP(SecondOrderBackpropExtension):
                     "KFAC, or leave it out: {exclude}.",
                     about,
                 )
+
+    def beside(self, kept: KroneckerState | None, state: KroneckerState) -> KroneckerState:
+        moment = state.outputs.moment()
+        return KroneckerState(state.inputs, OutputSide({}, moment if kept is None else moment.add_(kept.outputs.moment())), state.rule)
 
     def finish(self, state: Any, parameter: Parameter) -> Noted:
         if self._averages:

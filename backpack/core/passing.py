@@ -1,0 +1,151 @@
+"""A backward pass of autograd, with hooks that run right before it runs a node: there flows start, are carried on, and are read.
+
+When the hook of a node fires, nothing upstream of it has run: what starts there can be carried through all that lies upstream at once, before the
+pass goes on. That is done with columns that would take too much memory together: block by block, each in a pass of its own, the last one with this
+pass. What is linear is added over all uses of a parameter within a block, so that it may be squared there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backpack.core.carry import Carry
+from backpack.core.connect import Connection
+from backpack.core.crossings import Gap, Way
+from backpack.core.flow import Blocks, Columns, Flow, Reader, Use
+from backpack.core.plan import Plan
+from backpack.core.slots import Edge
+from backpack.core.starts import LossNode, Start
+from backpack.core.state import recording
+from backpack.core.walk import Unit
+
+Place = Callable[[Carry, Columns], None]
+"""Puts columns where they are carried from."""
+
+
+class Pass(Carry):
+    """Hooks for one backward pass."""
+
+    def __init__(
+        self, plan: Plan, flows: list[Flow], reader: Reader, connection: Connection | None = None, blocks: dict[Flow, Blocks] | None = None
+    ) -> None:
+        super().__init__(plan, flows, reader, connection)
+        self._blocks = blocks or {}
+
+    def install(self) -> list[Any]:
+        """Register the hooks.
+
+        Returns:
+            Handles that remove them.
+        """
+        plan, handles = self._plan, []
+        for node, start in plan.losses.items() if any(not flow.is_gradient for flow in self._flows) else ():
+            handles.append(node.register_prehook(self._hook(self._at_loss, node, start)))
+        only_gradient = all(flow.is_gradient for flow in self._flows)
+        for node, unit in plan.units.items():
+            if not only_gradient or self._reader.watches_calls or unit.parameters or unit.split or self._explicit(unit.below):
+                handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
+        for node, composite in plan.composites.items():
+            products = any(unit.parameters or unit.split for unit in composite.parts)
+            if not only_gradient or products or any(self._explicit(edge) for edge, _ in composite.below):
+                handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
+        for gap in self.crossed():
+            handles.append(gap.node.register_prehook(self._hook(self._at_gap, gap.node, gap)))
+        return handles
+
+    def crossed(self) -> list[Gap]:
+        """List the graph nodes that are crossed by calling them.
+
+        Returns:
+            The gaps.
+        """
+        only_gradient = all(flow.is_gradient for flow in self._flows)
+        return [gap for gap in self._plan.gaps.values() if not only_gradient or any(self._explicit(n) for n in gap.nexts)]
+
+    def peek(self, flow: Flow | None, edge: Edge) -> Any:
+        """Return what a flow carries at an edge, without taking it.
+
+        Args:
+            flow: The flow, or ``None``.
+            edge: The edge.
+
+        Returns:
+            The value; ``None`` if there is none.
+        """
+        return self._data.get(flow, {}).get(edge)
+
+    def _hook(self, run: Callable, node: Node, what: Any) -> Callable:
+        def connected(grads: Any) -> None:
+            recording.connection = self._connection  # of this thread, which autograd has chosen
+            try:
+                run(node, what, grads)
+            finally:
+                recording.connection = None
+
+        return partial(run, node, what) if self._connection is None else connected
+
+    def _at_loss(self, node: Node, start: Start, grads: tuple[Tensor | None, ...]) -> None:
+        call, grad = start.call, grads[start.nr]
+        self._refuse_released(call)
+        grad = None if grad is None else start.take(grad)
+        before, recording.on = recording.on, False  # the loss may be evaluated again
+        try:
+            for flow in self._each_flow():
+                if not flow.is_gradient and grad is not None:
+                    self._start(flow, start, flow.start(call, grad, start.layout))
+        finally:
+            recording.on = before
+        self._reader.after_call(call)
+
+    def _start(self, flow: Flow, start: Start, value: Any) -> None:
+        """Let a flow start.
+
+        Args:
+            flow: The flow.
+            start: The loss.
+            value: The value at its input.
+        """
+        if not flow.crosses_gaps:
+            self.deposit(flow, start.below, Way.DATA, value, start.layout)
+            return
+        for source, given in value.items():
+            columns = start.call.back(given) if isinstance(start.call, LossNode) else given
+            self._bear(flow, source, [(columns, lambda to, c: to.deposit(flow, start.below, Way.DATA, c, start.layout))])
+
+    def _bear_at_unit(self, flow: Flow, unit: Unit, use: Use) -> None:
+        for source, columns, factors in flow.at_unit(self._plan.walk, self._concerned[flow], unit, use):
+            parts: list[tuple[Tensor, Place]] = [(columns, lambda to, c: to.to_input(flow, unit, c))]
+            parts += [(part, lambda to, c, name=name: to.to_factor(flow, unit, name, c)) for name, part in factors.items()]
+            self._bear(flow, source, parts)
+
+    def _bear_at_gap(self, flow: Flow, gap: Gap, grad: Tensor) -> None:
+        born = flow.at_gap(self._plan.walk, self._concerned[flow], gap, grad)
+        if born is not None:
+            self._bear(flow, born[0], [(p.columns, lambda to, c, p=p: to.hand_on(flow, gap.nexts[p.number], c, p.layout)) for p in born[1]])
+
+    def _bear(self, flow: Flow, source: Hashable, parts: list[tuple[Tensor, Place]]) -> None:
+        """Let new columns go their way: the last block in this pass, others before, in passes of their own.
+
+        Args:
+            flow: The flow.
+            source: Their source.
+            parts: What they are at several places, ``[V, ...]``, and how to put some of them there.
+        """
+        given = self._blocks.get(flow)
+        *blocks, last = [slice(None)] if given is None else given.cut(len(parts[0][0]))
+        for block in blocks:
+            apart = Carry(self._plan, [flow], given.reader())
+            _put(apart, flow, source, parts, block)
+            apart.run()
+        _put(self, flow, source, parts, last)
+
+
+def _put(to: Carry, flow: Flow, source: Hashable, parts: list[tuple[Tensor, Place]], block: slice) -> None:
+    some = source if block == slice(None) else flow.part(source, block)
+    for columns, place in parts:
+        place(to, {some: columns[block]})
