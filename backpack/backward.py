@@ -27,7 +27,6 @@ from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.blocks import blocks_for
 from backpack.extensions.collector import Collector
-from backpack.extensions.curvmatprod import GGNMP, HMP, PCHMP
 from backpack.extensions.mapped import mapped
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.utils.errors import (
@@ -110,22 +109,15 @@ class backpack:  # noqa: N801
 
     def __enter__(self) -> None:
         recording.open.clear()  # calls that were interrupted, by a key, say
-        before = (CTX.get_active_exts(), CTX.get_debug(), CTX.get_extension_hook(), CTX.get_retain_graph(), recording.keep_all)
-        _entered.contexts.append((before, set(), self.accumulate, self.dtype, self.memory))
-        CTX.set_active_exts(self.exts)
-        CTX.set_debug(self.debug)
-        CTX.set_extension_hook(self.extension_hook)
-        CTX.set_retain_graph(self.retain_graph)
+        before = CTX.exchange(self.exts, self.debug, self.extension_hook, self.retain_graph)
+        _entered.contexts.append(((before, recording.keep_all), set(), self.accumulate, self.dtype, self.memory))
         recording.keep_all = any(ext.has_module_exts for ext in self.exts)
         watch(_on_backward)
 
     def __exit__(self, *exc: Any) -> None:
         unwatch()
-        (exts, debug, hook, retain_graph, recording.keep_all), *_ = _entered.contexts.pop()
-        CTX.set_active_exts(exts)
-        CTX.set_debug(debug)
-        CTX.set_extension_hook(hook)
-        CTX.set_retain_graph(retain_graph)
+        (before, recording.keep_all), *_ = _entered.contexts.pop()
+        CTX.exchange(*before)
 
 
 class _Entered(threading.local):
@@ -160,7 +152,7 @@ def keeps_tensors() -> bool:
     Returns:
         Whether they do.
     """
-    return CTX.get_retain_graph() or CTX.is_extension_active(HMP, GGNMP, PCHMP)
+    return CTX.get_retain_graph() or any(extension.keeps_calls for extension in CTX.get_active_exts())
 
 
 def _on_backward(execute: Callable[..., Any], roots: Iterable[Any], returns: bool, some: bool, create_graph: bool, retain: bool) -> Any:
@@ -239,13 +231,14 @@ def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExte
         earlier.restore()
         raise
     finally:
-        for handle in handles:
+        for handle in (*handles, *collector.handles):
             handle.remove()
         for extension in extensions:
             extension.saved_quantities.clear()
         if not (retain or keeps_tensors()):
             for call in plan.walk.calls:
-                call.release()
+                if not call.released:
+                    call.release()
     return result
 
 

@@ -65,6 +65,23 @@ class CTX(metaclass=_Attributes):
         return _settings.extensions
 
     @staticmethod
+    def exchange(extensions: Iterable[BackpropExtension], debug: bool, hook: Callable[[Module], None], retain_graph: bool) -> tuple:
+        """Set all settings at once.
+
+        Args:
+            extensions: Active extensions.
+            debug: Debug mode.
+            hook: The extension hook.
+            retain_graph: Whether recorded tensors survive a backward pass.
+
+        Returns:
+            The settings before, in the same order.
+        """
+        before = _settings.extensions, _settings.debug, _settings.hook, _settings.retain_graph
+        _settings.extensions, _settings.debug, _settings.hook, _settings.retain_graph = tuple(extensions), debug, hook, retain_graph
+        return before
+
+    @staticmethod
     def add_extended(module: Module) -> None:
         """Remember an extended module, while it lives, for ``remove_hooks``.
 

@@ -226,7 +226,7 @@ def test_nothing_is_cut_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_does_not_depend_on_columns_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Module] = []
     moment = AffineDerivatives.input_moment
-    monkeypatch.setattr(AffineDerivatives, "input_moment", lambda rule, module, scale: calls.append(module) or moment(rule, module, scale))
+    monkeypatch.setattr(AffineDerivatives, "input_moment", lambda rule, module, *args: calls.append(module) or moment(rule, module, *args))
     model, lossfunc, X, y = deep(ReLU)
     with backpack(extensions.KFLR(), memory=1):
         lossfunc(model(X), y).backward()

@@ -56,10 +56,12 @@ class ModuleCall:
         order: Position among all calls, in the order of the forward passes.
         root: Whether no other extended module was running.
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
+        tensor_inputs: Those that are tensors.
         outputs: One ``Slot`` a tensor of the output.
         slope: Derivative of a random element-wise module, set when it is needed.
         maxima: Positions of the maxima of a max-pooling, set when they are needed.
         versions: How often each parameter and buffer of the module had been changed in place.
+        released: Whether tensors that were kept have been given back.
         seen: The positional arguments, as long as the module runs.
         origin: The checkpointed part in which the call lies.
         part: The same, as long as its tensors are yet to be computed again.
@@ -71,10 +73,11 @@ class ModuleCall:
     part: Any = None
     origin: Any = None
     versions: Sequence[int] = ()
+    released = False
 
     def __init__(self, module: Module, recorder: Any, args: Sequence[Any]) -> None:
         rule = derivatives_for(module)
-        if any(p is not None and p.grad_fn is not None for p in module._parameters.values()):
+        if any([p is not None and p.grad_fn is not None for p in module._parameters.values()]):
             rule = None  # torch.func.functional_call: the weight is computed from something, and no parameter of the module
         self.derivatives: BaseDerivatives | None = rule
         self.recorder = recorder
@@ -102,10 +105,11 @@ class ModuleCall:
         """
         keep = "input" in self._needs
         clone = keep and vars(module).get("inplace") is True
-        self.inputs = list(args)
+        self.inputs, self.tensor_inputs = list(args), []
         for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
                 self.inputs[i] = slot = Slot(arg, keep, clone)
+                self.tensor_inputs.append(slot)
                 if arg.requires_grad:
                     slot.locate(arg)
 
@@ -134,10 +138,7 @@ class ModuleCall:
     @property
     def has_data(self) -> bool:
         """Whether some input is a tensor that depends on no parameter."""
-        for slot in self.inputs:
-            if isinstance(slot, Slot) and slot.edge is None:
-                return True
-        return False
+        return any([slot.edge is None for slot in self.tensor_inputs])
 
     @property
     def mixes_types(self) -> bool:
@@ -145,17 +146,14 @@ class ModuleCall:
         if self.released:  # refused later, where the tensors are asked for
             return False
         kind, given = self.outputs[0].dtype, self.inputs[0].dtype
-        return (given != kind and given.is_floating_point) or any(p is not None and p.dtype != kind for p in self.module._parameters.values())
+        if given != kind and given.is_floating_point:
+            return True
+        return any([p is not None and p.dtype != kind for p in self.module._parameters.values()])
 
     @property
     def slots(self) -> list[Slot]:
         """The inputs and outputs that are tensors."""
         return [*self.tensor_inputs, *self.outputs]
-
-    @property
-    def tensor_inputs(self) -> list[Slot]:
-        """The inputs that are tensors."""
-        return [slot for slot in self.inputs if isinstance(slot, Slot)]
 
     def attach(self, output: Any) -> None:
         """Hand the call over to the graph nodes that made the output.
@@ -164,7 +162,7 @@ class ModuleCall:
             output: What the module returned.
         """
         keep = "output" in self._needs
-        sources = [slot.edge[0] for slot in self.inputs if isinstance(slot, Slot) and slot.edge is not None]
+        sources = [slot.edge[0] for slot in self.tensor_inputs if slot.edge is not None]
         tensors = [output] if isinstance(output, Tensor) else tensors_in(output)
         for index, tensor in enumerate(tensors):
             node = tensor.grad_fn
@@ -197,13 +195,14 @@ class ModuleCall:
         """
         self.origin = self.part = part
         for slot in self.slots:
-            slot.drop()
+            slot.value = None
 
     def release(self) -> None:
         """Give the recorded tensors back."""
         self.maxima = self.part = None
         for slot in self.slots:
             slot.value = None
+            self.released |= slot.kept
 
     def without_graph(self) -> ModuleCall:
         """Copy the record for somebody who reads it after the backward pass, maybe on behalf of a parameter, to which the graph leads.
@@ -216,14 +215,8 @@ class ModuleCall:
         other = object.__new__(ModuleCall)
         other.__dict__ |= vars(self)
         other.inputs, other.outputs = ([s.without_graph() if isinstance(s, Slot) else s for s in slots] for slots in (self.inputs, self.outputs))
+        other.tensor_inputs = [slot for slot in other.inputs if isinstance(slot, Slot)]
         return other
-
-    @property
-    def released(self) -> bool:
-        """Whether tensors that were kept have been given back."""
-        if self.part is not None:
-            return False
-        return any(slot.kept and slot.value is None for slot in self.slots)
 
     def tensor(self, name: str) -> Any:
         """Return a recorded input or output.
@@ -246,7 +239,7 @@ class ModuleCall:
         slot = slots[index]
         if not isinstance(slot, Slot):
             return slot
-        value = slot.read(f"{name} of module {self.path}")
+        value = slot.read(name, self)
         if value is not None and recording.connection is not None:
             return recording.connection.connect(slot, name, self, value)
         return value

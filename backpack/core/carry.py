@@ -102,7 +102,7 @@ class Carry:
             use = Use(view, unit.parameters, value, grad, unit.layout)
             self._at_use(flow, unit, use)
             below = unit.below
-            if below is None or not self._concerns(flow, below) or (flow.is_gradient and not self._explicit(below)):
+            if below is None or (flow.is_gradient and not self._explicit(below)) or not self._concerns(flow, below):
                 continue
             self.to_input(flow, unit, flow.through(view, value, grad, unit.layout))
             self._bear_at_unit(flow, unit, use)
@@ -323,8 +323,8 @@ class Carry:
                 self._used(upstream[0].variable)
 
     def _used(self, parameter: Parameter) -> None:
-        self._pending[parameter] -= 1
-        if not self._pending[parameter]:
+        self._pending[parameter] = left = self._pending[parameter] - 1
+        if not left:
             self._reader.finish(parameter)
 
     @staticmethod

@@ -127,7 +127,7 @@ def once() -> Iterator[None]:
         try:
             yield
         finally:
-            for holder in [holder for holder in _kept if key in holder.handles]:
+            for holder in [holder for holder in _kept if key in holder.handles] if len(_kept) else ():
                 holder.handles = dict.fromkeys(holder.handles)
                 _kept.discard(holder)
 

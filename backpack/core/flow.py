@@ -166,7 +166,13 @@ class Use:
 
 
 class Reader(ABC):
-    """Reads quantities off at parameters."""
+    """Reads quantities off at parameters.
+
+    Attributes:
+        watches_calls: Whether ``after_call`` has something to do.
+    """
+
+    watches_calls: bool = False
 
     @abstractmethod
     def concerned(self, flow: Flow) -> int:
@@ -186,23 +192,6 @@ class Reader(ABC):
         Args:
             flow: The flow.
             use: The use.
-        """
-
-    @abstractmethod
-    def wants_gradient(self, parameter: Parameter) -> bool:
-        """Say whether the gradient of a parameter is needed, when autograd has computed it.
-
-        Args:
-            parameter: The parameter.
-        """
-
-    @abstractmethod
-    def at_gradient(self, parameter: Parameter, grad: Tensor) -> None:
-        """Take note of the gradient of a parameter, complete, after its last use.
-
-        Args:
-            parameter: The parameter.
-            grad: The gradient.
         """
 
     @abstractmethod

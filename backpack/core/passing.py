@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import Parameter
 
 from backpack.core.carry import Carry
 from backpack.core.connect import Connection
@@ -47,19 +46,16 @@ class Pass(Carry):
         plan, handles = self._plan, []
         for node, start in plan.losses.items() if any(not flow.is_gradient for flow in self._flows) else ():
             handles.append(node.register_prehook(self._hook(self._at_loss, node, start)))
-        for node, unit in plan.units.items():
-            handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
         only_gradient = all(flow.is_gradient for flow in self._flows)
+        for node, unit in plan.units.items():
+            if not only_gradient or self._reader.watches_calls or unit.parameters or unit.split or self._explicit(unit.below):
+                handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
         for node, composite in plan.composites.items():
             products = any(unit.parameters or unit.split for unit in composite.parts)
             if not only_gradient or products or any(self._explicit(edge) for edge, _ in composite.below):
                 handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
         for gap in self.crossed():
             handles.append(gap.node.register_prehook(self._hook(self._at_gap, gap.node, gap)))
-        for node, leaf in plan.walk.leaves.items():
-            if leaf in plan.uses and self._reader.wants_gradient(leaf):
-                # a hook of the tensor comes before all hooks of the node, which may change the gradient
-                handles.append(leaf.register_hook(self._hook(self._at_gradient, node, leaf)))
         return handles
 
     def crossed(self) -> list[Gap]:
@@ -105,9 +101,6 @@ class Pass(Carry):
         finally:
             recording.on = before
         self._reader.after_call(call)
-
-    def _at_gradient(self, node: Node, parameter: Parameter, grad: Tensor) -> None:
-        self._reader.at_gradient(parameter, grad)
 
     def _start(self, flow: Flow, start: Start, value: Any) -> None:
         """Let a flow start.

@@ -6,7 +6,7 @@ depend on structure are raised here, before anything runs, in one error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch.autograd.graph import Node
 from torch.nn import Parameter
@@ -128,7 +128,7 @@ class Plan:
             self._use_at_leaf(node)
             return
         marks = self.walk.marks.get(node, ())
-        if self._start_at_loss(node, marks):
+        if node not in self.states and self._start_at_loss(node, marks):
             return
         for mark in reversed(marks) if not self._second_order or node in self.states or node not in self.walk.to_function else ():
             self._start_at_output(node, mark)
@@ -141,7 +141,7 @@ class Plan:
                 self._pass_without_samples(node)
             return
         for nr, state in states.items():
-            if isinstance(state, Layout):
+            if state is not SPLIT and not state.plain:
                 states[nr] = settle(state)
         for mark in marks if SPLIT in states.values() else ():
             refuse_summed(self.walk, node, mark, self._samples_at[node])
@@ -162,7 +162,7 @@ class Plan:
         Returns:
             Whether a rule stands for the piece of the graph.
         """
-        start = None if node in self.states else start_at(self.walk, node, marks, self._second_order, self._curved.get(node))
+        start = start_at(self.walk, node, marks, self._second_order, self._curved.get(node))
         if start is None:
             return False
         self.losses[node] = start
@@ -182,22 +182,21 @@ class Plan:
         Raises:
             UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
         """
-        call, shape, axis = mark.call, mark.call.outputs[mark.index].shape, sample_axis(mark.call, mark.index)
-        states = self.states.setdefault(node, {})
-        known = states.get(mark.nr)
-        batch, size = batch_of(call), shape[axis] if axis < len(shape) else None
-        if not mark.base and not call.is_loss and size is not None and (size == batch or (known is None and not call.root)):
-            start = first_axis(size)._replace(axis=axis)
-            if known is None:
-                states[mark.nr] = start
-                self._samples_at[node] = start.samples
-            elif call.root and call.module._modules and size > 1 and (known is SPLIT or settle(known) != start):
-                if self._second_order:
-                    refuse_prediction(call, shape, size, axis)
-                states[mark.nr] = start
-                self._samples_at[node] = start.samples
-        if not states:
-            del self.states[node]
+        call, known = mark.call, self.states.get(node, {}).get(mark.nr)
+        if mark.base or call.is_loss or (known is not None and not (call.root and call.module._modules)):
+            return
+        shape, axis = call.outputs[mark.index].shape, sample_axis(call, mark.index)
+        size = shape[axis] if axis < len(shape) else None
+        if size is None or (size != batch_of(call) and (known is not None or call.root)):
+            return
+        start = first_axis(size)._replace(axis=axis)
+        if known is not None:
+            if size <= 1 or (known is not SPLIT and settle(known) == start):
+                return
+            if self._second_order:
+                refuse_prediction(call, shape, size, axis)
+        self.states.setdefault(node, {})[mark.nr] = start
+        self._samples_at[node] = size
 
     def _pass_without_samples(self, node: Node) -> None:
         """Go on above the place where the samples start: between the root and a loss, or along a path that no loss or module covers.
@@ -218,7 +217,7 @@ class Plan:
                 if curved:
                     self._curved[upstream] = curved
 
-    def _choose_unit(self, node: Node, states: dict[int, State], marks: Iterable[Mark]) -> bool:
+    def _choose_unit(self, node: Node, states: dict[int, State], marks: Sequence[Mark]) -> bool:
         """Choose the outermost call at a node whose rule can stand for its piece of the graph.
 
         Args:
@@ -229,24 +228,25 @@ class Plan:
         Returns:
             Whether there is one.
         """
-        for mark in reversed(list(marks)):
+        for mark in reversed(marks):
             call, state = mark.call, states.get(mark.nr)
-            if isinstance(state, Layout) and len(set(state.labels)) > 1 and (refusal := single(self.walk, node, call)):
-                self._note(refusal)
-                return True
-            rule = self._rule(call)
-            if rule is None or call.is_loss or call.mixes_types or len(call.outputs) > 1 or call in self._claimed:
-                continue
-            if not isinstance(state, Layout) or not isinstance(call.inputs[0], Slot):
-                continue
             if lacks_batch(call):
+                if isinstance(state, Layout) and len(set(state.labels)) > 1 and (refusal := single(self.walk, node, call)):
+                    self._note(refusal)
+                    return True
+                continue
+            rule = self._rule(call)
+            if rule is None or rule.is_loss or call.mixes_types or len(call.outputs) > 1 or call in self._claimed:
+                continue
+            given = call.inputs[0]
+            if not isinstance(state, Layout) or not isinstance(given, Slot):
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - rule.feature_axes(call)
             if layout is None or (layout.axis != 0 and not free):
                 continue
             piece = self.walk.piece(node, call)
-            if piece is None or not (set(piece.parameters) <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
+            if piece is None or not (piece.parameters.keys() <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
                 continue
             if rule is GENERIC and self._need is Need.CURVATURE and all(is_known(n) for n in piece.inside):
                 continue
@@ -257,11 +257,12 @@ class Plan:
             unit.arrangement, unit.layout = arrangement(layout) if free else (None, layout)
             if needed:
                 unit.below = needed[0][1]
-                shape = shape_of(unit.below)
-                unit.arrives = layout if shape == call.inputs[0].shape else seen_through_reshape(layout, call.inputs[0].shape, shape)
+                shape = given.shape if unit.below == given.edge else shape_of(unit.below)
+                unit.arrives = layout if shape == given.shape else seen_through_reshape(layout, given.shape, shape)
                 if unit.arrives is None or (rule is RANDOM and not piece.is_chain):
                     continue
-                unit.couples = self.walk.reach[unit.below[0]] & sum(self.walk.bits[id(p)] for p in set(unit.parameters.values()))
+                for parameter in unit.parameters.values():
+                    unit.couples |= self.walk.reach[unit.below[0]] & self.walk.bits[id(parameter)]
                 self._arrive(unit.below, unit.arrives, node, layout.samples)
             call.derivatives = rule
             self._claimed.add(call)
@@ -357,7 +358,7 @@ class Plan:
                 group.add(node)
         states = self.states.setdefault(node, {})
         known = states.setdefault(nr, state)
-        if SPLIT in (known, state):
+        if known is SPLIT or state is SPLIT:
             states[nr] = SPLIT
             layout = state if known is SPLIT else known
             if layout is not SPLIT and layout.samples > 1 and node in self.walk.has_data:

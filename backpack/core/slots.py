@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 from weakref import ref
 
 import torch
@@ -16,37 +17,18 @@ Edge = tuple[Node, int]
 
 
 class Slot:
-    """One tensor of a call: kept (detached), or only its shape and a weak reference."""
+    """One tensor of a call: kept (detached), or only its shape, type, device and a weak reference."""
 
-    # defaults live in the class, since writing seven attributes for each tensor of each call would be felt
-    edge: Edge | None = None
-    base_edge: Edge | None = None
-    kept = True
-    value: Tensor | None = None
+    __slots__ = ("base_edge", "device", "dtype", "edge", "kept", "origin", "shape", "value", "version")
 
     def __init__(self, tensor: Tensor, keep: bool, clone: bool = False) -> None:
-        self.shape, self.origin = tensor.shape, ref(tensor)
+        self.shape, self.dtype, self.device, self.origin, self.kept = tensor.shape, tensor.dtype, tensor.device, ref(tensor), keep
+        self.edge: Edge | None = None
+        self.base_edge: Edge | None = None
+        self.value: Tensor | None = None
         if keep:
-            self.value = tensor.detach().clone() if clone else tensor.detach()
-            tensor = self.value
-        else:
-            self.kept, self._kind = False, (tensor.dtype, tensor.device)
+            self.value = tensor = tensor.detach().clone() if clone else tensor.detach()
         self.version = version_of(tensor)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the tensor."""
-        return self._kind[0] if self.value is None else self.value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the tensor."""
-        return self._kind[1] if self.value is None else self.value.device
-
-    def drop(self) -> None:
-        """Keep the tensor no more: it is computed again."""
-        if self.value is not None:
-            self._kind, self.value = (self.value.dtype, self.value.device), None
 
     def locate(self, tensor: Tensor) -> None:
         """Note where the tensor comes from; for a view, also where its base does, to which an operation in place would lead.
@@ -67,11 +49,12 @@ class Slot:
         tensor = self.origin()
         return tensor if tensor is not None and version_of(tensor) == self.version else None
 
-    def read(self, name: str) -> Tensor | None:
+    def read(self, name: str, call: Any) -> Tensor | None:
         """Return the recorded tensor, detached.
 
         Args:
             name: Its name, for the error.
+            call: The call, for the error.
 
         Returns:
             The tensor; ``None`` if it was not kept, and nobody else holds it as it was.
@@ -84,7 +67,7 @@ class Slot:
             return None
         if version_of(tensor) != self.version:
             raise OverwrittenError(
-                f"{name} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
+                f"{name} of module {call.path} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
                 f"{version_of(tensor)}), but a rule needs its old value. Do the operation out of place."
             )
         return tensor if self.kept else tensor.detach()

@@ -154,9 +154,11 @@ def start_at(walk: Walk, node: Node, marks: Iterable[Mark], second_order: bool, 
     Returns:
         The loss, ``None`` if there is none, or its rule cannot stand for its piece of the graph.
     """
-    found = (_start_of_call(walk, node, mark, second_order) for mark in marks if mark.call.is_loss and not mark.base)
-    start = next((start for start in found if start is not None), None)
-    return _start_of_node(walk, node, curved) if start is None and second_order else start
+    for mark in marks:
+        start = _start_of_call(walk, node, mark, second_order) if mark.call.is_loss and not mark.base else None
+        if start is not None:
+            return start
+    return _start_of_node(walk, node, curved) if second_order else None
 
 
 def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> Start | None:
@@ -225,7 +227,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     if layout is not None and (layout.axis == dim if classes else layout.axis):
         _refuse_axis(title(node), below, layout)
     if layout is None:
-        if shape[0] not in _batches(walk) or dim == 0:
+        if shape[0] not in walk.batches or dim == 0:
             raise UnsupportedError(
                 f"{title(node)} takes a prediction of shape {list(shape)}, and which of its entries belong to which sample cannot be read off the "
                 "graph. Make it from the output of a module, with samples on axis 0, by reshaping and selecting alone."
@@ -280,12 +282,14 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     Returns:
         The layout; ``None`` where something else than reshaping, selecting and element-wise operations lies in between.
     """
-    shape, device = shape_of(edge), tensor_at(edge).device
-    positions = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape))
-    count, place, batches = positions.numel(), edge, _batches(walk)
+    shape, found = shape_of(edge), _samples_at(walk, edge)
+    if found is not None:
+        return first_axis(shape[0] if found[0] < 0 else found[0])._replace(axis=found[1])
+    positions, device = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape)), tensor_at(edge).device
+    count, place = positions.numel(), edge
     powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
     digits: Tensor | None = None
-    while (found := _samples_at(walk, place, batches)) is None:
+    while (found := _samples_at(walk, place)) is None:
         node, name = place[0], operation(place[0])
         ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
         if name in _KEEPS:
@@ -322,25 +326,12 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     return layout_of(labels.reshape(positions), torch.ones(positions, dtype=torch.bool, device=device), samples, 0)
 
 
-def _batches(walk: Walk) -> set[int]:
-    """Collect the numbers of samples with which outermost modules were called.
-
-    Args:
-        walk: The graph.
-
-    Returns:
-        The numbers.
-    """
-    return {batch for call in walk.calls if call.root and not call.is_loss and (batch := batch_of(call)) is not None}
-
-
-def _samples_at(walk: Walk, edge: Edge, batches: set[int]) -> tuple[int, int] | None:
+def _samples_at(walk: Walk, edge: Edge) -> tuple[int, int] | None:
     """Count the samples of a tensor, if it is the output of a module.
 
     Args:
         walk: The graph.
         edge: Edge of the tensor.
-        batches: Numbers of samples with which outermost modules were called.
 
     Returns:
         Their number, and the axis on which they lie; -1 if it is the output of an outermost module whose input has another number of rows, so that
@@ -350,6 +341,6 @@ def _samples_at(walk: Walk, edge: Edge, batches: set[int]) -> tuple[int, int] | 
         call, shape = mark.call, mark.call.outputs[mark.index].shape
         axis = sample_axis(call, mark.index)
         size = shape[axis] if axis < len(shape) else None
-        if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or size in batches):
+        if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or size in walk.batches):
             return (-1, 0) if call.root and size != batch_of(call) else (size, axis)
     return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from backpack.core.batches import batch_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
@@ -202,16 +203,14 @@ class Walk:
             nexts: The nodes that follow it upstream.
         """
         if not nexts and node.name() == LEAF:
-            parameter = node.variable
+            parameter, bit = node.variable, 0
             owned = parameter in owners
-            tracked = owned and id(parameter) not in self._excluded
-            if tracked:
-                self.bits[id(parameter)] = 1 << len(self.parameters)
+            if owned and id(parameter) not in self._excluded:
+                self.bits[id(parameter)] = bit = 1 << len(self.parameters)
                 self.parameters.append(parameter)
             else:
                 self.foreign += isinstance(parameter, Parameter) and not owned
-            self.leaves[node] = parameter
-            self.reach[node] = self.bits[id(parameter)] if tracked else 0
+            self.leaves[node], self.reach[node] = parameter, bit
             return
         name = type(node).__name__  # cheaper than node.name(), and the same but for types that torch does not register
         if name == "CppFunction":
@@ -220,25 +219,21 @@ class Walk:
             self.double = True
         if name == "CheckpointFunctionBackward":
             self.hidden = True
-        reach, has_data, to_loss = 0, self.has_data, self.to_loss
+        reach = 0
         for upstream in nexts:
             reach |= self.reach[upstream]
-            if upstream in has_data:
-                has_data.add(node)
-            if upstream in to_loss:
-                to_loss.add(node)
-            if upstream in self.to_function:
-                self.to_function.add(node)
         self.reach[node] = reach
+        for known in (self.has_data, self.to_loss, self.to_function):
+            if not known.isdisjoint(nexts):
+                known.add(node)
         if self._second_order and reach and name.rpartition("Backward")[0] in FUNCTIONS:
             self.to_function.add(node)
-        if node in self.marks:
-            for mark in self.marks[node]:
-                self.calls[mark.call] = None
-                if mark.call.is_loss or (self._second_order and node not in to_loss and take_for_loss(mark.call)):
-                    to_loss.add(node)
-                elif mark.call.has_data:
-                    has_data.add(node)
+        for mark in self.marks.get(node, ()):
+            self.calls[mark.call] = None
+            if mark.call.is_loss or (self._second_order and node not in self.to_loss and take_for_loss(mark.call)):
+                self.to_loss.add(node)
+            elif node not in self.has_data and mark.call.has_data:
+                self.has_data.add(node)
 
     def is_linear(self, node: Node) -> bool:
         """Say whether a node between a loss and the root is linear in what depends on parameters.
@@ -282,33 +277,41 @@ class Walk:
         Returns:
             The piece; ``None`` if it is connected to anything but the inputs and own parameters.
         """
-        slots = [(i, slot) for i, slot in enumerate(call.inputs) if isinstance(slot, Slot)]
-        sources = {edge: i for i, slot in slots for edge in (slot.base_edge, slot.edge) if edge is not None}
-        own = {id(p): name for name, p in call.module._parameters.items() if p is not None}
-        piece, stack, edges = Piece({node}, {}, []), [node], {node: self._edges_into.get(node, 0)}
+        sources = {}
+        for i, slot in enumerate(call.inputs):
+            if isinstance(slot, Slot) and slot.edge is not None:
+                sources |= {slot.edge: i} if slot.base_edge is None else {slot.base_edge: i, slot.edge: i}
+        own = {id(p): name for name, p in call.module._parameters.items()}
+        piece, stack, edges = Piece({node}, {}, []), [node], {}
         while stack:
-            for upstream, nr in stack.pop().next_functions:
+            for edge in stack.pop().next_functions:
+                upstream = edge[0]
                 if upstream is None:
                     continue
-                if (upstream, nr) in sources:
-                    entry = (sources[upstream, nr], (upstream, nr))
+                if edge in sources:
+                    entry = (sources[edge], edge)
                     if entry not in piece.inputs:
                         piece.inputs.append(entry)
-                    continue
-                if upstream in self.leaves:
+                elif upstream in self.leaves:
                     name = own.get(id(self.leaves[upstream]))
                     if name is None:
                         return None
                     piece.parameters[name] = self.leaves[upstream]
-                    continue
-                edges[upstream] = edges.get(upstream, 0) + 1
-                if upstream not in piece.inside:
+                elif upstream in piece.inside:
+                    edges[upstream] += 1
+                else:
                     piece.inside.add(upstream)
                     stack.append(upstream)
+                    edges[upstream] = 1
         for inner, count in edges.items():
-            if count != self._edges_into.get(inner, 0):
+            if count != self._edges_into[inner]:
                 return None
         return piece
+
+    @cached_property
+    def batches(self) -> set[int]:
+        """Numbers of samples with which outermost modules were called."""
+        return {batch for call in self.calls if call.root and not call.is_loss and (batch := batch_of(call)) is not None}
 
     @cached_property
     def recorded(self) -> set[int]:

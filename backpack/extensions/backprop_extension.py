@@ -52,15 +52,15 @@ class BackpropExtension(ABC):
     Attributes:
         savefield: Name of the attribute under which parameters carry the result.
         ordered: Whether results of several losses have to be aligned, because their columns can be read.
+        keeps_calls: Whether results read what modules have recorded, after the pass, too.
         sums_columns: Whether ``finish`` is a sum over columns, so that results of blocks of columns add up.
-        wants_gradient: Whether a fast rule makes use of the gradient of the parameter.
         combination: How it scales with the loss, and is made of the results of parts of a mini-batch; ``None`` where that is not known.
         saved_quantities: What module extensions have sent, in an extension whose ``backpropagate`` methods carry it.
     """
 
     ordered: ClassVar[bool] = False
+    keeps_calls: ClassVar[bool] = False
     sums_columns: ClassVar[bool] = False
-    wants_gradient: ClassVar[bool] = False
     combination: Combination | None = None
     _exclude: tuple[Excluded, ...] = ()
 

@@ -23,7 +23,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.costs import width
 from backpack.extensions.flows import ColumnFlow
-from backpack.extensions.rules import ColumnRule, Rule, find_faster
+from backpack.extensions.rules import ColumnRule, Rule, find_faster, finish_at_once
 from backpack.extensions.secondorder import HBP
 from backpack.utils.errors import UnsupportedError
 
@@ -173,7 +173,7 @@ class Weight:
         affine = isinstance(rule, AffineDerivatives)
         if extension.ordered or (isinstance(extension, HBP) and (affine or isinstance(rule, EmbeddingDerivatives))):
             return 0  # results, and small
-        fast = find_faster(extension, rule, name) is not None and (affine or self._plan.uses.get(parameter) == 1)
+        fast = find_faster(extension, rule, name) not in (None, finish_at_once) and (affine or self._plan.uses.get(parameter) == 1)
         return 0 if fast and extension.get_subsampling() is None else self._samples * parameter.numel() * parameter.dtype.itemsize
 
 
@@ -214,9 +214,8 @@ class BlockReader(Collector):
         self._whole, self._extensions, self._hooks = whole, whole.readers(flow), None
         self._rules, self._states, self._parts, self._values = {}, {}, {}, {}
 
-    def _rule(self, extension: BackpropExtension, samples: int) -> tuple[Rule, Any]:
-        rule, key = super()._rule(extension, samples)
-        return rule.again(), key
+    def _rule(self, extension: BackpropExtension, samples: int) -> Rule:
+        return super()._rule(extension, samples).again()
 
     def finish(self, parameter: Parameter) -> None:
         for extension, value, state in self._readings(parameter):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
-from functools import reduce
+from functools import partial, reduce
 from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils.hooks import RemovableHandle
 
 from backpack.core.calls import ModuleCall
 from backpack.core.concern import concerning
@@ -41,6 +42,7 @@ class Collector(Reader):
 
     Attributes:
         cut: Flows whose columns are carried in blocks.
+        handles: Of hooks that wait for gradients of parameters.
     """
 
     def __init__(
@@ -68,15 +70,18 @@ class Collector(Reader):
         self.cut: Container[Flow] = ()
         self._kept: dict[tuple[int, BackpropExtension], Any] = {}
         self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(_GRADIENT, ()) if spares})
-        self._rules: dict[Any, Rule] = {}
+        self._keys = {extension: extension.rule_key() for extension in self._extensions}
+        self._rules: dict[tuple[BackpropExtension, int], Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
-        self._wants_gradient: dict[int, bool] = {}
-        self._waiting_for_gradient: dict[int, list[tuple[BackpropExtension, FromGradient]]] = {}
+        # the extension hook may read what modules have recorded, which is given back before the gradient is there
+        self._after_gradients = plan.whole and hook is None
+        self.handles: list[RemovableHandle] = []
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
         self._hooks = None if hook is None else HookQueue(plan, hook, debug)
+        self.watches_calls = hook is not None
         samples = set(plan.batches.values()) | {start.layout.samples for start in plan.losses.values()}
         for extension in (extension for group in self._of_flow.values() for extension in group):
             for number in samples:
@@ -145,19 +150,21 @@ class Collector(Reader):
         if flow.is_gradient:
             self.spared.prepare(use)
         for name, parameter in use.parameters.items():
-            if not self._readers(flow, parameter):
+            readers, uses = self._readers(flow, parameter), self._plan.uses[parameter]
+            if not readers:
                 continue
-            if self._plan.uses[parameter] > 1 and use.layout.plain and joins(use, self._plan, flow, parameter):
+            if uses > 1 and use.layout.plain and joins(use, self._plan, flow, parameter):
                 self._parts.setdefault((id(parameter), flow), []).append((Part.of(use, name), name))
             else:
-                self._read(flow, use, name, parameter, self._plan.uses[parameter] == 1)
+                self._read(flow, readers, use, name, parameter, uses == 1)
         self.spared.take(use)
 
-    def _read(self, flow: Flow, use: Use, name: str, parameter: Parameter, alone: bool) -> None:
+    def _read(self, flow: Flow, readers: list[BackpropExtension], use: Use, name: str, parameter: Parameter, alone: bool) -> None:
         """Read what extensions need off a use.
 
         Args:
             flow: The flow.
+            readers: The extensions.
             use: The use.
             name: Name of the parameter there.
             parameter: The parameter.
@@ -166,37 +173,37 @@ class Collector(Reader):
         done: set[Any] = set()
         if self._connection is not None:
             self._connection.flow = flow
-        for extension in self._readers(flow, parameter):
-            if (id(parameter), extension) in self._values:
+        for extension in readers:
+            place, key = (id(parameter), extension), self._keys[extension]
+            if place in self._values:
                 continue
-            rule, key = self._rule(extension, use.layout.samples)
-            whole = extension.adds_up or flow not in self.cut
+            whole = flow not in self.cut or extension.adds_up
             if alone and whole and (id(parameter), key) not in self._states and extension.get_subsampling() is None and use.layout.plain:
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, use, name)
-                if isinstance(value, FromGradient) and not self.wants_gradient(parameter):
+                if isinstance(value, FromGradient) and (parameter._backward_hooks or not self._after_gradients):
                     value = value.function(use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0])
                 if value is not NotImplemented:
-                    self._values[id(parameter), extension] = value
+                    self._values[place] = value
                     continue
             if key not in done:
                 done.add(key)
+                rule = self._rule(extension, use.layout.samples)
                 self._add(parameter, rule, key, rule.at_call(use, name))
 
     def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
         samples = next(iter(columns.values())).shape[1]
         done: set[Any] = set()
         for extension in self._readers(flow, parameter):
-            rule, key = self._rule(extension, samples)
+            rule, key = self._rule(extension, samples), self._keys[extension]
             if key not in done and (id(parameter), extension) not in self._values:
                 done.add(key)
                 self._add(parameter, rule, key, rule.at_leaf(columns))
 
-    def _rule(self, extension: BackpropExtension, samples: int) -> tuple[Rule, Any]:
-        key = extension.rule_key()
-        if (key, samples) not in self._rules:
-            self._rules[key, samples] = extension.rule_at(samples)
-        return self._rules[key, samples], key
+    def _rule(self, extension: BackpropExtension, samples: int) -> Rule:
+        if (extension, samples) not in self._rules:
+            self._rules[extension, samples] = extension.rule_at(samples)
+        return self._rules[extension, samples]
 
     def _add(self, parameter: Parameter, rule: Rule, key: Any, state: Any) -> None:
         place = (id(parameter), key)
@@ -204,10 +211,10 @@ class Collector(Reader):
 
     # ------------------------------------------------------------------------------------------------------------- results
     def finish(self, parameter: Parameter) -> None:
-        late = len(self._late)
+        late, waiting = len(self._late), []
         for extension, value, state in self._readings(parameter):
             if isinstance(value, FromGradient):
-                self._waiting_for_gradient.setdefault(id(parameter), []).append((extension, value))
+                waiting.append((extension, value))
                 continue
             kept = self._kept.pop((id(parameter), extension), None)
             if state is not None:
@@ -218,7 +225,10 @@ class Collector(Reader):
                     continue
                 value = extension.finish(state, parameter)  # noqa: PLW2901
             self._write(parameter, extension, value if kept is None else kept.add_(value))
-        if len(self._late) == late and id(parameter) not in self._waiting_for_gradient:
+        if waiting:
+            # a hook of the tensor comes before all hooks of the node, which may change the gradient
+            self.handles.append(parameter.register_hook(partial(self._at_gradient, parameter, waiting)))
+        elif len(self._late) == late:
             self._happened(id(parameter))
 
     def keep(self, parameter: Parameter, extension: BackpropExtension, part: Any) -> None:
@@ -249,32 +259,22 @@ class Collector(Reader):
         for flow in self._of_flow if self._parts else ():
             parts = self._parts.pop((id(parameter), flow), ())
             for use, count in join((part for part, _ in parts), parts[0][1]) if parts else ():
-                self._read(flow, use, parts[0][1], parameter, count == self._plan.uses[parameter])
+                self._read(flow, self._readers(flow, parameter), use, parts[0][1], parameter, count == self._plan.uses[parameter])
         for extension in self._extensions:
             key = (id(parameter), extension)
             if key in self._values:
                 yield extension, self._values.pop(key), None
                 continue
-            if extension.flow is None or not self._concerned[extension] & self._plan.walk.bits[id(parameter)]:
-                continue
-            rule_key = extension.rule_key()
+            rule_key = self._keys[extension]
             if rule_key not in states:
                 states[rule_key] = self._states.pop((id(parameter), rule_key), None)
-            if states[rule_key] is not None:
+            if states[rule_key] is not None and self._concerned[extension] & self._plan.walk.bits[id(parameter)]:
                 yield extension, None, states[rule_key]
 
-    def wants_gradient(self, parameter: Parameter) -> bool:
-        # the extension hook may read what modules have recorded, which is given back before the gradient is there
-        if id(parameter) not in self._wants_gradient:  # asked before there is a hook of our own
-            plain = self._plan.whole and not parameter._backward_hooks and self._hooks is None
-            self._wants_gradient[id(parameter)] = plain and any(extension.wants_gradient for extension in self._extensions)
-        return self._wants_gradient[id(parameter)]
-
-    def at_gradient(self, parameter: Parameter, grad: Tensor) -> None:
-        waiting = self._waiting_for_gradient.pop(id(parameter), ())
+    def _at_gradient(self, parameter: Parameter, waiting: list[tuple[BackpropExtension, FromGradient]], grad: Tensor) -> None:
         for extension, value in waiting:
             self._write(parameter, extension, value.function(grad))
-        if waiting and all(late is not parameter for late, _, _ in self._late):
+        if all(late is not parameter for late, _, _ in self._late):
             self._happened(id(parameter))
 
     def _write(self, parameter: Parameter, extension: BackpropExtension, value: Any) -> None:

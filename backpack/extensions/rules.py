@@ -235,8 +235,7 @@ _FOUND: dict[tuple[type, type, str], Faster | None] = {}
 def faster(extension: type, derivatives: type[BaseDerivatives], *names: str) -> Callable[[Faster], Faster]:
     """Register a function that computes a quantity at once, for a parameter that is used a single time.
 
-    It is called as ``function(extension, use, name)`` and may return ``NotImplemented`` to decline, or a ``FromGradient``, which an extension
-    announces by ``wants_gradient``.
+    It is called as ``function(extension, use, name)`` and may return ``NotImplemented`` to decline, or a ``FromGradient``.
 
     Args:
         extension: The extension class; its subclasses that keep ``finish`` use the function as well.
@@ -253,6 +252,22 @@ def faster(extension: type, derivatives: type[BaseDerivatives], *names: str) -> 
         return function
 
     return decorator
+
+
+def finish_at_once(extension: Any, use: Use, name: str) -> Any:
+    """Finish what a single use of a parameter contributes, for an extension whose results never share memory with it.
+
+    Args:
+        extension: The extension.
+        use: The use.
+        name: Name of the parameter in its module.
+
+    Returns:
+        The quantity.
+    """
+    rule, call = use.call.derivatives, use.call
+    columns = {source: rule._param_mjp(name, call, None, (use.grad,), mat, sum_batch=False) for source, mat in use.value.items()}
+    return extension.finish(columns, use.parameters[name])
 
 
 def find_faster(extension: Any, rule: BaseDerivatives, name: str) -> Faster | None:
@@ -287,22 +302,6 @@ def affine_arguments(use: Use) -> tuple[AffineDerivatives, ModuleCall, Tensor, T
         Derivatives, call, columns ``[V, *output]``, signs ``[V, N]`` or ``None``.
     """
     return use.call.derivatives, use.call, stack(use.value), signs_of(use.value, None)
-
-
-def bias_columns(use: Use) -> tuple[Tensor, Tensor | None]:
-    """Return the columns of each sample at the bias of an affine layer, those of all sources side by side, perhaps a view of what is carried.
-
-    Args:
-        use: A use by an affine layer.
-
-    Returns:
-        ``[V, N, *bias]``, and signs ``[V, N]`` or ``None``.
-    """
-    columns = use.call.derivatives._bias_jac_t_mat_prod(use.call, None, None, stack(use.value), sum_batch=False)
-    columns = columns.to(use.parameters["bias"].dtype)
-    if use.sums is not None and "bias" not in use.sums:
-        use.sums["bias"] = columns[0].sum(0)
-    return columns, signs_of(use.value, None)
 
 
 def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,7 +59,7 @@ def sum_of_squared_columns(mat: Tensor, signs: Tensor | None = None) -> Tensor:
     factors = mat if signs is None else signs.to(mat.dtype).reshape(*signs.shape, *[1] * (mat.dim() - 2))
     if not len(mat) or mat.numel() < _EACH * len(mat):
         squares = mat.square() if signs is None else mat.square() * factors
-        return squares.sum(0)
+        return squares[0] if len(squares) == 1 else squares.sum(0)
     total = None
     for column, factor in zip(mat, factors, strict=True):
         other = column if signs is None else column * factor

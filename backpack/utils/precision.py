@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_WIDE = (torch.float32, torch.float64)
+
 
 def wide(tensor: Tensor) -> Tensor:
     """Return a tensor in which squares can be added: ``float32`` instead of half precision, anything else as it is.
@@ -17,7 +19,7 @@ def wide(tensor: Tensor) -> Tensor:
     Returns:
         The same numbers.
     """
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor if tensor.dtype in _WIDE else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def in_type(value: Any, dtype: torch.dtype) -> Any:

@@ -122,6 +122,14 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
             ``[[V, *output]]``.
         """
 
+    def vectors(self, module: Module) -> Tensor | None:
+        """Input of each sample as one vector, which the whole weight ``[[O, K]]`` multiplies: in a small net, calls for views of it are felt.
+
+        Returns:
+            ``[[N, K]]``; ``None``, the default, where there are several positions or groups, or may be.
+        """
+        return None
+
     def groups(self, module: Module) -> int:
         """Number of groups of channels that do not meet.
 

@@ -52,6 +52,9 @@ def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor, sums: d
     Returns:
         ``[[N]]``.
     """
+    vectors = layer.vectors(module)
+    if vectors is not None:
+        return (torch.linalg.vector_norm(wide(vectors), dim=1) * torch.linalg.vector_norm(wide(mat[0]), dim=1)).square()
     rows = wide(layer.rows(module, mat)[0])
     samples, groups, outputs, positions = rows.shape
     if positions == 1:
@@ -85,13 +88,13 @@ def sum_of_squares(
     Returns:
         ``[[*weight]]``.
     """
+    vectors = layer.vectors(module)
+    if vectors is not None:
+        return torch.mm(sum_of_squared_columns(mat, signs).t(), wide(vectors).square())
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
         squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)
-        if weights.shape[1] == 1:  # a call less for each view counts in a small net
-            out = torch.mm(weights.squeeze(1).t(), squares.squeeze(1)).unsqueeze(0)
-        else:
-            out = torch.bmm(weights.movedim(0, 2), squares.transpose(0, 1))
+        out = torch.bmm(weights.movedim(0, 2), squares.transpose(0, 1))
     else:
         out = _zeros(module, rows)
         for v, n, products in _blocks(layer, module, mat, sums):

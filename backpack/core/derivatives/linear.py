@@ -24,6 +24,10 @@ class LinearDerivatives(AffineDerivatives):
     def _get_additional_dims(module: Linear) -> Size:
         return module.input0.shape[1:-1]
 
+    def vectors(self, module: Linear) -> Tensor | None:
+        inputs = module.input0
+        return inputs if inputs.dim() == 2 else None
+
     def columns(self, module: Linear, subsampling: Samples = None) -> Tensor:
         inputs = subsample(module.input0, subsampling=subsampling)
         if inputs.dim() == 2:

@@ -30,6 +30,7 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
     """
 
     combination = Function()
+    keeps_calls = True
 
     def __init__(self, savefield: str, curv_type: str, *, exclude: Iterable[Excluded] = ()) -> None:
         """Choose the matrix.

@@ -15,7 +15,7 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import bias_columns, faster, squares_of_lookups
+from backpack.extensions.rules import faster, finish_at_once, squares_of_lookups
 from backpack.utils.precision import wide
 
 
@@ -41,24 +41,19 @@ class BatchL2Grad(GradientExtension):
         return super().forms_gradients(rows, entries) and not by_gram_matrices(rows, entries)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return _squared_norms(state[0][0])
+        gradients = wide(state[0][0])
+        return torch.linalg.vector_norm(gradients.reshape(gradients.shape[0], parameter.numel()), dim=1).square()
+
+
+faster(BatchL2Grad, AffineDerivatives, "bias")(finish_at_once)
 
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
 def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    return squared_norms(use.call.derivatives, use.call, use.grad[None], use.sums)
-
-
-@faster(BatchL2Grad, AffineDerivatives, "bias")
-def _bias(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    return _squared_norms(bias_columns(use)[0][0])
+    return squared_norms(use.call.derivatives, use.call, use.value[0], use.sums)
 
 
 @faster(BatchL2Grad, LookupDerivatives, "weight")
 def _lookup(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
     squares, samples, _ = squares_of_lookups(use)
     return squares.new_zeros(use.layout.samples).index_add_(0, samples, squares.sum(1))
-
-
-def _squared_norms(gradients: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(wide(gradients).reshape(len(gradients), gradients.shape[1:].numel()), dim=1).square()

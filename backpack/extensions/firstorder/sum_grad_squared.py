@@ -14,8 +14,7 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import bias_columns, faster, sum_at_rows
-from backpack.utils.moment import sum_of_squared_columns
+from backpack.extensions.rules import faster, finish_at_once, sum_at_rows
 from backpack.utils.precision import wide
 
 
@@ -40,14 +39,12 @@ class SumGradSquared(GradientExtension):
         return wide(state[0][0]).square().sum(0)
 
 
+faster(SumGradSquared, AffineDerivatives, "bias")(finish_at_once)
+
+
 @faster(SumGradSquared, AffineDerivatives, "weight")
 def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    return sum_of_squares(use.call.derivatives, use.call, use.grad[None], sums=use.sums)
-
-
-@faster(SumGradSquared, AffineDerivatives, "bias")
-def _bias(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    return sum_of_squared_columns(*bias_columns(use)).sum(0)
+    return sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums)
 
 
 @faster(SumGradSquared, LookupDerivatives, "weight")

@@ -15,7 +15,7 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import CentredSquares, Noted
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import FromGradient, faster
+from backpack.extensions.rules import FromGradient, faster, finish_at_once
 from backpack.utils.precision import wide
 
 
@@ -26,7 +26,6 @@ class Variance(GradientExtension):
     variance of the gradients of the samples' own losses.
     """
 
-    wants_gradient = True
     combination = CentredSquares()
 
     def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
@@ -45,15 +44,18 @@ class Variance(GradientExtension):
         return Noted(variance, lambda: gradients.sum(0))
 
 
+faster(Variance, AffineDerivatives, "bias")(finish_at_once)
+
+
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
-    squares = sum_of_squares(use.call.derivatives, use.call, use.grad[None], sums=use.sums)
+    squares = sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums)
     return FromGradient(lambda grad: Noted(_variance(squares, grad, use.layout.samples), lambda: wide(grad)))
 
 
 @faster(Variance, LookupDerivatives, "weight")
 def _lookup(extension: Variance, use: Use, name: str) -> Noted:
-    sums, _, rows = use.call.derivatives.sums_per_sample(use.call, use.grad[None])
+    sums, _, rows = use.call.derivatives.sums_per_sample(use.call, use.value[0])
     found, places = torch.unique(rows, return_inverse=True)
     gradient, squares = (add_at(part, places, len(found))[0] for part in (sums, sums.square()))
     shape = use.call.weight.shape

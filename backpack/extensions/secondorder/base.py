@@ -12,10 +12,9 @@ from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Flow
 from backpack.extensions.backprop_extension import BackpropExtension, Excluded
 from backpack.extensions.flows import SqrtFlow
-from backpack.extensions.rules import affine_arguments, bias_columns, faster, place_at_rows, sum_at_rows
+from backpack.extensions.rules import affine_arguments, faster, finish_at_once, place_at_rows, sum_at_rows
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 from backpack.utils.errors import ArgumentError
-from backpack.utils.moment import sum_of_squared_columns
 
 
 class SecondOrderBackpropExtension(BackpropExtension):
@@ -97,7 +96,7 @@ def squares_at_once(summed: type[SecondOrderBackpropExtension], per_sample: type
     """
     faster(summed, AffineDerivatives, "weight")(lambda extension, use, name: sum_of_squares(*affine_arguments(use)))
     faster(per_sample, AffineDerivatives, "weight")(lambda extension, use, name: squares_per_sample(*affine_arguments(use)))
-    faster(summed, AffineDerivatives, "bias")(lambda extension, use, name: sum_of_squared_columns(*bias_columns(use)).sum(0))
-    faster(per_sample, AffineDerivatives, "bias")(lambda extension, use, name: sum_of_squared_columns(*bias_columns(use)))
+    for extension in (summed, per_sample):
+        faster(extension, AffineDerivatives, "bias")(finish_at_once)
     faster(summed, LookupDerivatives, "weight")(lambda extension, use, name: sum_at_rows(use))
     faster(per_sample, LookupDerivatives, "weight")(lambda extension, use, name: place_at_rows(use))

@@ -13,7 +13,7 @@ from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.rules import stack
 from backpack.extensions.secondorder.base import GGNExtension, squares_at_once
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
-from backpack.utils.precision import wide
+from backpack.utils.moment import sum_of_squared_columns
 
 
 class DiagGGN(GGNExtension):
@@ -23,7 +23,7 @@ class DiagGGN(GGNExtension):
     combination = Sum(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return wide(stack(state)).square().sum((0, 1))
+        return sum_of_squared_columns(stack(state)).sum(0)
 
 
 class BatchDiagGGN(GGNExtension):
@@ -33,7 +33,7 @@ class BatchDiagGGN(GGNExtension):
     combination = PerSample(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
-        return wide(stack(state)).square().sum(0)
+        return sum_of_squared_columns(stack(state))
 
 
 class DiagGGNExact(DiagGGN):

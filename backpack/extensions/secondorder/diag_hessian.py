@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import Tensor, einsum
+from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.flow import Columns, Flow
@@ -13,7 +13,7 @@ from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.rules import signs_of, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, squares_at_once
 from backpack.extensions.signed_flow import SignedSqrtFlow
-from backpack.utils.precision import wide
+from backpack.utils.moment import sum_of_squared_columns
 
 
 class HessianExtension(SecondOrderBackpropExtension):
@@ -79,9 +79,7 @@ def _squares(extension: HessianExtension, state: Columns) -> Tensor:
     Returns:
         ``[N, *parameter]``.
     """
-    signs = signs_of(state, extension.get_subsampling())
-    squares = wide(stack(state)).square()
-    return squares.sum(0) if signs is None else einsum("vn...,vn->n...", squares, wide(signs))
+    return sum_of_squared_columns(stack(state), signs_of(state, extension.get_subsampling()))
 
 
 squares_at_once(DiagHessian, BatchDiagHessian)

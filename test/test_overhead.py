@@ -1,0 +1,77 @@
+"""What a pass costs in Python: function calls a layer, which a busy machine does not change, beyond those of the plain gradient."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+from torch import rand, tensor
+from torch.nn import CrossEntropyLoss, Linear, ReLU, Sequential
+
+from backpack import backpack, extend
+from backpack.extensions import BatchL2Grad, DiagGGNMC, SumGradSquared, Variance
+
+X, Y = rand(4, 8), tensor([0, 1, 2, 3])
+
+
+def python_calls(function: Callable[[], None]) -> int:
+    """Count the calls of Python functions.
+
+    Args:
+        function: What is run, once before to warm up.
+
+    Returns:
+        Their number.
+    """
+    count = 0
+
+    def profile(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event == "call"
+
+    function()
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def calls_a_pair(*extensions: type, extended: bool = True) -> float:
+    """Count the calls for a linear layer and its activation.
+
+    Args:
+        *extensions: Classes of extensions; none for no context.
+        extended: Whether the network is extended.
+
+    Returns:
+        What a pair adds to the calls of a step.
+    """
+    counts = []
+    for pairs in (4, 12):
+        layers, loss = [part for _ in range(pairs) for part in (Linear(8, 8), ReLU())], CrossEntropyLoss()
+        model = Sequential(*layers)
+        if extended:
+            model, loss = extend(model), extend(loss)
+
+        def step(model: Sequential = model, loss: CrossEntropyLoss = loss) -> None:
+            with backpack(*(cls() for cls in extensions)) if extensions else nullcontext():
+                loss(model(X), Y).backward()
+
+        counts.append(python_calls(step))
+    return (counts[1] - counts[0]) / 8
+
+
+@pytest.mark.parametrize(
+    ("extensions", "most"),
+    [((), 70), ((BatchL2Grad,), 243), ((SumGradSquared,), 245), ((Variance,), 259), ((DiagGGNMC,), 380)],
+    ids=lambda value: "-".join(cls.__name__ for cls in value) or "recording" if isinstance(value, tuple) else "",
+)
+def test_python_calls_a_layer(extensions: tuple[type, ...], most: int) -> None:
+    """Each bound is a tenth above what was counted when it was written: nobody makes a pass slower without noticing."""
+    extra = calls_a_pair(*extensions) - calls_a_pair(extended=False)
+    assert 0 < extra <= most
