@@ -213,7 +213,7 @@ def test_several_flows_and_losses_share_the_memory(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_cut_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Probe(monkeypatch)
     model, lossfunc, X, y = deep(ReLU)
-    whole = 16 * COLUMN  # what is read off for a bias is not copied
+    whole = 24 * COLUMN
     for memory in (None, whole, "1MB"):
         with backpack(extensions.DiagGGNExact(), extensions.BatchGrad(), memory=memory):
             lossfunc(model(X), y).backward()
@@ -234,30 +234,37 @@ def test_what_does_not_depend_on_columns_is_computed_once(monkeypatch: pytest.Mo
 
 
 SCRIPT = """
-import resource, sys, torch
+import re, resource, sys, torch
+from pathlib import Path
 from torch import nn
 from backpack import backpack, extend, extensions
 torch.set_num_threads(1)
+def peak():
+    if sys.platform == "linux":  # where what getrusage tells begins with that of the process from which this one was started
+        return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) << 10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 layers = [nn.Conv2d(3, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 48, 3, padding=1), nn.ReLU(), nn.Conv2d(48, 60, 3, 4), nn.ReLU()]
 model = extend(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()))
 lossfunc, X, y = extend(nn.CrossEntropyLoss()), torch.rand(8, 3, 32, 32), torch.randint(60, (8,))
 lossfunc(model(X), y).backward()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+with backpack(getattr(extensions, sys.argv[1])(), memory=1):  # what is loaded at the first use
+    lossfunc(model(X[:1]), y[:1]).backward()
+before = peak()
 with backpack(getattr(extensions, sys.argv[1])(), memory=sys.argv[2]):
     lossfunc(model(X), y).backward()
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * (1 if sys.platform == "darwin" else 1024))
+print(peak() - before)
 """
 
 
 @pytest.mark.parametrize("quantity", ["DiagGGNExact", "BatchDiagGGNExact", "KFLR", "DiagHessian"])
 def test_the_memory_of_the_process(quantity: str) -> None:
-    """All columns of this net take 180 MiB: what rules need beside columns for a moment is less than 48 MiB."""
+    """All columns of this net take 180 MiB: what rules need beside columns for a moment is less than 78 MiB."""
     taken = {}
     for memory in ("1GiB", "32MiB"):
         command = [sys.executable, "-c", SCRIPT, quantity, memory]
         taken[memory] = int(subprocess.run(command, check=True, capture_output=True, text=True, cwd=Path(__file__).parents[1]).stdout)
-    assert taken["1GiB"] > 100 << 20
-    assert taken["32MiB"] < 80 << 20
+    assert taken["1GiB"] > 180 << 20
+    assert taken["32MiB"] < 110 << 20
 
 
 # --- what goes on around it -------------------------------------------------------------------------------------------------------------------

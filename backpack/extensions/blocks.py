@@ -52,10 +52,12 @@ def blocks_for(plan: Plan, collector: Collector, memory: int | None, connection:
     Raises:
         UnsupportedError: If the user has set a bound that cannot be kept.
     """
-    flows = [flow for flow in collector.flows if isinstance(flow, ColumnFlow) and not flow.is_gradient]
-    total, limit = sum(columns(flow, plan) * Weight(flow, plan, collector).most for flow in flows), AUTOMATIC if memory is None else memory
+    widths = {flow: columns(flow, plan) for flow in collector.flows if isinstance(flow, ColumnFlow) and not flow.is_gradient}
+    if memory is None and max(widths.values(), default=0) <= 1:
+        return {}  # nothing to cut
+    total, limit = sum(width * Weight(flow, plan, collector).most for flow, width in widths.items()), AUTOMATIC if memory is None else memory
     found: dict[Flow, Blocks] = {}
-    for flow in flows if total > limit else ():
+    for flow in widths if total > limit else ():
         reason = _obstacle(flow, plan, collector, connection)
         if reason is None:
             found[flow] = ColumnBlocks(collector, flow, limit, total)

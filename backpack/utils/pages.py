@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from ctypes import CDLL, c_int, c_size_t, c_void_p
 from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 _LARGE = 2**22
-"""Bytes from which on NumPy asks Linux for large pages, which torch does only where an environment variable says so.
+"""Bytes from which on large pages are asked for, which torch does only where an environment variable says so.
 
-Measured for products of 64 x 512 x 1152 numbers: 55 ms in fresh memory, 27 ms in fresh memory of large pages, 20 ms in memory that was used before.
+Measured for products of 64 x 512 x 1152 numbers: 55 ms in fresh memory, 26 ms in fresh memory of large pages, 19 ms in memory that was used before.
 """
+_PAGE, _HUGE_PAGES = 4096, 14
+_advise = getattr(CDLL(None), "madvise", None) if sys.platform == "linux" else None
+if _advise is not None:
+    _advise.argtypes = (c_void_p, c_size_t, c_int)
 
 
 def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
@@ -26,10 +31,11 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     Returns:
         Tensor of any content.
     """
-    size = prod(shape) * like.element_size()
-    if size < _LARGE or like.device.type != "cpu":
-        return like.new_empty(shape)
-    return torch.from_numpy(np.empty(size, np.uint8)).view(like.dtype).view(shape)
+    result = like.new_empty(shape)
+    if _advise is not None and result.nbytes >= _LARGE and result.device.type == "cpu":
+        start = -(-result.data_ptr() // _PAGE) * _PAGE
+        _advise(start, result.data_ptr() + result.nbytes - start, _HUGE_PAGES)  # a hint: it may be refused, and changes no content
+    return result
 
 
 def compute(function: Callable[..., Tensor], shape: tuple[int, ...], one: Tensor, other: Tensor) -> Tensor:
