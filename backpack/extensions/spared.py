@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Size, Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -42,7 +42,7 @@ class Spared:
             extensions: Extensions that read the gradient, and bit sets of the parameters that concern them; none if all is left to autograd.
         """
         self._sums: dict[Parameter, Tensor] = {}
-        self._leaves: dict[Parameter, Node] = {}
+        self._parameters: set[Parameter] = set()
         self.edges: tuple[GradientEdge, ...] | None = None
         nodes = []
         for node, unit in plan.units.items() if extensions else ():
@@ -53,13 +53,9 @@ class Spared:
             bit, entries = plan.walk.bits[id(weight)], weight.numel()
             if any(bits & bit and extension.forms_gradients(rows, entries) for extension, bits in extensions.items()):
                 nodes.append(node)
-                self._leaves |= dict.fromkeys(unit.parameters.values())
+                self._parameters.update(unit.parameters.values())
         if nodes:
-            for node, leaf in plan.walk.leaves.items():
-                if leaf in self._leaves:
-                    self._leaves[leaf] = node
-                else:
-                    nodes.append(node)
+            nodes += [node for node, leaf in plan.walk.leaves.items() if leaf not in self._parameters]
             self.edges = tuple(GradientEdge(node, 0) for node in nodes)
 
     def prepare(self, use: Use) -> None:
@@ -68,7 +64,7 @@ class Spared:
         Args:
             use: The use, with the gradient as its value.
         """
-        if self._leaves and any(parameter in self._leaves for parameter in use.parameters.values()):
+        if self._parameters and any(parameter in self._parameters for parameter in use.parameters.values()):
             use.sums = {}
 
     def take(self, use: Use) -> None:
@@ -85,8 +81,9 @@ class Spared:
     def accumulate(self) -> None:
         """Hand the gradients to the nodes that accumulate them."""
         if self._sums:
-            edges = [GradientEdge(self._leaves[parameter], 0) for parameter in self._sums]
-            torch.autograd.backward(edges, list(self._sums.values()))
+            with torch.enable_grad():
+                views = [parameter.view_as(parameter) for parameter in self._sums]
+            torch.autograd.backward(views, list(self._sums.values()))
 
 
 def _rows(plan: Plan, unit: Unit) -> Size | None:
