@@ -65,7 +65,7 @@ class Trial(NamedTuple):
     layout: str
     door: str
     frozen: tuple[int, ...]
-    positions: int = spared._POSITIONS
+    positions: int = spared.POSITIONS
 
 
 def trainable(problem: Problem) -> list[Tensor]:
@@ -93,7 +93,7 @@ def trials(draw: st.DrawFn) -> Trial:
     names = draw(st.lists(st.sampled_from(POOL), min_size=1, max_size=5, unique=True))
     layout, door = draw(st.sampled_from(sorted(LAYOUTS))), draw(st.sampled_from(sorted(DOORS)))
     frozen = draw(st.lists(st.integers(0, 9), max_size=2))
-    single, positions = draw(st.sampled_from([False, False, True])), draw(st.sampled_from([spared._POSITIONS, 1]))
+    single, positions = draw(st.sampled_from([False, False, True])), draw(st.sampled_from([spared.POSITIONS, 1]))
     return Trial(draw(nets(batches=(1, 2, 3, 4))), tuple(names), single, layout, door, tuple(frozen), positions)
 
 
@@ -155,7 +155,7 @@ def check(trial: Trial, tally: Counter[str]) -> None:
         extend(module)
     loss = problem.loss(problem.outputs())
     try:
-        with backpack(*(QUANTITIES[name].make() for name in names)), patch.object(spared, "_POSITIONS", trial.positions):
+        with backpack(*(QUANTITIES[name].make() for name in names)), patch.object(spared, "POSITIONS", trial.positions):
             DOORS[trial.door](loss, problem)
         values = {name: collect(problem, QUANTITIES[name].field) for name in names}
         products = {name: value for name, value in values.items() if name in ("HMP", "GGNMP")}

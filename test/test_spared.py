@@ -22,7 +22,7 @@ ACTIVE = [("BatchL2Grad",), ("Variance",), FIRST_ORDER]
 @pytest.fixture
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Spare autograd the products of all layers, not only of those with many positions."""
-    monkeypatch.setattr(spared, "_POSITIONS", 1)
+    monkeypatch.setattr(spared, "POSITIONS", 1)
 
 
 def gradients(case: Case, batch: int) -> list[Tensor | None]:

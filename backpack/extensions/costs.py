@@ -30,12 +30,13 @@ from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
 from backpack.extensions.sides import Sides, sides
 from backpack.extensions.signed_flow import SignedSqrtFlow, curved_in
+from backpack.extensions.spared import POSITIONS
 
 ENTRY = 12
 """An entry of a tensor that is read or written where it is in a cache, or nearly."""
 SQUARE = 2
 """An entry that is squared and added in blocks that stay in a cache."""
-FRESH = 90
+FRESH = 50
 """An entry of a result: memory that has to be provided first."""
 BORN = 1000
 """An entry of a column that is born at a curved operation: written, sorted by samples and signs."""
@@ -242,10 +243,11 @@ class Costs:
             return at_output + columns * samples * groups * outputs**2 + moment
         if use.inputs is None or len(use.inputs) < 3:
             return at_output + result
+        products = 0 if self._flow.is_gradient and positions >= POSITIONS else positions * entries  # else in place of autograd's own
         if isinstance(extension, BatchL2Grad):
             length = use.inputs[-1]
             gram = samples * positions**2 * (length + outputs) * groups
-            return ENTRY * samples * groups * (outputs + length) if positions == 1 else min(gram, positions * entries + SQUARE * entries)
+            return ENTRY * samples * groups * (outputs + length) if positions == 1 else min(gram, products + SQUARE * entries)
         if isinstance(extension, SumGradSquared | Variance | DiagGGN | BatchDiagGGN | DiagHessian | BatchDiagHessian):
-            return result + (at_output + entries if positions == 1 else columns * entries * (positions + SQUARE))
-        return result + columns * positions * entries
+            return result + (at_output + entries if positions == 1 else columns * (products + SQUARE * entries))
+        return result + columns * products

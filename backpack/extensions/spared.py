@@ -17,7 +17,7 @@ from backpack.core.plan import Plan
 from backpack.core.walk import Unit
 from backpack.extensions.backprop_extension import BackpropExtension
 
-_POSITIONS = 32
+POSITIONS = 32
 """Positions of a sample from which on it is cheaper to add up the contributions of samples than to multiply once more.
 
 Measured for 256 x 256, 192 x 864 and 512 x 784 weights on one thread: as long with 16 positions while contributions are in the cache, with 40
@@ -47,7 +47,7 @@ class Spared:
         nodes = []
         for node, unit in plan.units.items() if extensions else ():
             rows = _rows(plan, unit)
-            if rows is None or rows[3] < _POSITIONS:
+            if rows is None or rows[3] < POSITIONS:
                 continue
             weight = unit.parameters["weight"]
             bit, entries = plan.walk.bits[id(weight)], weight.numel()
