@@ -196,7 +196,8 @@ def unite(one: Layout, other: Layout) -> Layout | None:
     return Layout(one.axis, tuple(map(max, one.labels, other.labels)), one.samples)
 
 
-def _patterns(length: int, samples: int) -> list[tuple[int, ...]]:
+@lru_cache(maxsize=64)
+def _patterns(length: int, samples: int) -> tuple[tuple[int, ...], ...]:
     """Return the usual ways in which samples lie along an axis.
 
     Args:
@@ -207,11 +208,11 @@ def _patterns(length: int, samples: int) -> list[tuple[int, ...]]:
         One sample a row; consecutive rows a sample; samples in turn.
     """
     if length == samples:
-        return [_identity(samples)]
+        return (_identity(samples),)
     if samples == 0 or length % samples or length == 0:
-        return []
+        return ()
     rows = length // samples
-    return [tuple(i // rows for i in range(length)), tuple(i % samples for i in range(length))]
+    return tuple(i // rows for i in range(length)), tuple(i % samples for i in range(length))
 
 
 class Arrangement(NamedTuple):
