@@ -38,7 +38,7 @@ class BatchL2Grad(GradientExtension):
         super().__init__("batch_l2", subsampling=subsampling, exclude=exclude)
 
     def forms_gradients(self, rows: Size, entries: int) -> bool:
-        return super().forms_gradients(rows, entries) and not by_gram_matrices(rows, entries)
+        return super().forms_gradients(rows, entries) and not by_gram_matrices(rows, entries, formed=True)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = wide(state[0][0])
