@@ -103,6 +103,7 @@ def test_losses_that_look_at_axis_0() -> None:
     with backpack(BatchGrad()):
         extend(nn.MSELoss())(model(x)[0], torch.zeros(5, 2, 3)).backward()
     assert model.weight_hh_l0.grad_batch.shape == (2, 9, 3)
+    torch.testing.assert_close(model.weight_hh_l0.grad_batch.sum(0), model.weight_hh_l0.grad)
 
 
 def test_wrapped_sequences() -> None:

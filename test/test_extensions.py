@@ -356,6 +356,22 @@ def test_results_belong_to_the_user(case: str) -> None:
         assert param.grad is expected.grad or torch.equal(param.grad, expected.grad)
 
 
+@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize("case", ["net: Conv1d", "bare linear", "Embedding"])
+def test_results_of_equal_extensions_are_apart(case: str, memory: int | None) -> None:
+    """Two extensions that read the same factors write tensors of their own."""
+    problem, oracle = CASES[case].build(3), oracle_of(case, 3)
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(QUANTITIES["KFLR"].make(), QUANTITIES["HBP, square root"].make(), memory=memory):
+        problem.loss(problem.outputs()).backward()
+    for name in ("KFLR", "HBP, square root"):
+        values = collect(problem, QUANTITIES[name].field)
+        QUANTITIES[name].check(oracle, values)
+        for factor in flat(list(values.values())):
+            factor.fill_(torch.nan)
+
+
 IN_SINGLE_PRECISION = {
     "BatchGrad": lambda oracle: oracle.grad_batch,
     "Variance": lambda oracle: oracle.variance,

@@ -54,10 +54,19 @@ class KroneckerState:
         rule: Rule of the layer, if it is affine: says how the sides lie in the parameter.
     """
 
-    __slots__ = ("inputs", "outputs", "rule")
+    __slots__ = ("_taken", "inputs", "outputs", "rule")
 
     def __init__(self, inputs: Tensor | None, outputs: OutputSide, rule: AffineDerivatives | None = None) -> None:
-        self.inputs, self.outputs, self.rule = inputs, outputs, rule
+        self.inputs, self.outputs, self.rule, self._taken = inputs, outputs, rule, False
+
+    def take_inputs(self) -> Tensor | None:
+        """Return the input-side factor, for one of the extensions that read it.
+
+        Returns:
+            ``inputs``, a tensor that the caller may change.
+        """
+        copies, self._taken = self._taken, True
+        return self.inputs.clone() if copies and self.inputs is not None else self.inputs
 
 
 class KroneckerRule(Rule):

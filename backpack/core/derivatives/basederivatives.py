@@ -36,8 +36,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
     Attributes:
         keeps: Which recorded tensors the products read, a subset of ``{"input", "output"}``; of the others only shape, dtype and device.
         is_loss: Whether the module is a loss function.
-        least_axes: Number of axes that a mini-batch has at least, one more for each of the ``feature_axes`` beyond the first; with fewer, the
-            module was given a single sample without a batch axis.
+        least_axes: Least number of axes of a mini-batch, one more for each of the ``feature_axes`` beyond the first; with fewer, it is one sample.
         params: Names of the parameters that have a rule.
         any_forward: The rule asks the module's own ``forward``, so that subclasses that replace it inherit the rule all the same.
         any_batch_axis: The rule stays right if the axes in front of the ``feature_axes`` (the last, by default) are permuted, in the recorded

@@ -155,18 +155,18 @@ class HBP(SecondOrderBackpropExtension):
 
     def beside(self, kept: KroneckerState | None, state: KroneckerState) -> KroneckerState:
         moment = state.outputs.moment()
-        return KroneckerState(state.inputs, OutputSide({}, moment if kept is None else moment.add_(kept.outputs.moment())), state.rule)
+        return KroneckerState(state.take_inputs(), OutputSide({}, moment if kept is None else moment.add_(kept.outputs.moment())), state.rule)
 
     def finish(self, state: Any, parameter: Parameter) -> Noted:
         if self._averages:
             factors = self._from_average(*state)
             return Noted(factors, 1 if len(factors) > 1 else None)
-        sides = state.outputs.moment()
-        if state.inputs is None:
+        sides, inputs = state.outputs.moment(), state.take_inputs()
+        if inputs is None:
             return Noted([sides[0]], None)
-        if state.inputs.dim() == 2:
-            return Noted([state.inputs[0], sides[0]], 0)
-        pairs = [[given, output] if state.rule.transposed else [output, given] for output, given in zip(sides, state.inputs, strict=True)]
+        if inputs.dim() == 2:
+            return Noted([inputs[0], sides[0]], 0)
+        pairs = [[given, output] if state.rule.transposed else [output, given] for output, given in zip(sides, inputs, strict=True)]
         return Noted(pairs[0] if len(pairs) == 1 else pairs, 0 if state.rule.transposed else 1)
 
     @property
