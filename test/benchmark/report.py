@@ -27,9 +27,9 @@ writes this page.
 
 **How it is measured.** Each cell has a process of its own, in which the plain gradient and the quantity take turns. The ratio is taken in each
 round; the table shows the median over rounds, and [benchmarks.json](_static/benchmarks.json) has the quartiles, the number of rounds and the time
-of the gradient. A pass that takes more than five seconds is timed once, after a first one. On one thread of a CPU, time is that of the processor, which other programs
-disturb least. *Memory* is the most that the first pass of the process took, beyond what a process took that computed only the gradient; differences
-of a few MB are noise. The networks are as they are initialized, and the data are random.
+of the gradient. A pass that takes more than five seconds is timed once, after a first one. On one thread of a CPU, time is that of the processor,
+which other programs disturb least. *Memory* is the most that the first pass of the process took, beyond what a process took that computed only the
+gradient; differences of a few MB are noise. The networks are as they are initialized, and the data are random.
 
 **What is measured.** `extended` is the extended model outside of `with backpack(...)`. The products with curvature matrices (`GGNMP`, `HMP`,
 `PCHMP`) include one product with one vector for each parameter. Monte-Carlo quantities draw one sample. `HBP` is the Hessian, averaged over
