@@ -106,7 +106,7 @@ class _Owners:
         Returns:
             The parameters.
         """
-        found = [reference() for reference, _ in self._carriers.copy().values()]
+        found = [reference() for reference, _ in filter(None, map(self._carriers.get, list(self._carriers)))]
         return [parameter for parameter in found if parameter is not None]
 
     def __contains__(self, parameter: object) -> bool:
@@ -126,8 +126,9 @@ class _Owners:
             Their ids.
         """
         patterns = (pattern, f"{pattern}.*")
-        entries = self._names.copy().items()  # a copy that no collection of garbage, hence no death of a parameter, interrupts
-        return {key for key, (_, names) in entries if any(fnmatchcase(name, some) for name in names for some in patterns)}
+        # a list of keys: a collection of garbage, hence the death of a parameter, may interrupt everything else, even a copy of the dictionary
+        entries = ((key, self._names.get(key, (None, ()))[1]) for key in list(self._names))
+        return {key for key, names in entries if any(fnmatchcase(name, some) for name in names for some in patterns)}
 
 
 owners = _Owners()
