@@ -17,8 +17,9 @@ from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss, Module
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
-from backpack.core.derivatives.loss_generic import at_least_float32, module_of, signs_of
+from backpack.core.derivatives.loss_generic import at_least_float32, signs_of
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
+from backpack.core.derivatives.records import module_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import LossValueError
 from backpack.utils.subsampling import subsample

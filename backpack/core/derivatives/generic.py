@@ -6,7 +6,6 @@ The re-run must give the recorded output again. This refuses modules that mix sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count, takewhile
 from math import sqrt
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -18,11 +17,10 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
+from backpack.core.derivatives.records import inputs_of, module_of
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.subsampling import subsample
-
-_ABSENT = object()
 
 
 class GenericDerivatives(BaseParameterDerivatives):
@@ -86,7 +84,7 @@ class GenericDerivatives(BaseParameterDerivatives):
         return _Replay(module).residual_mat_prod(g_out[0], mat)
 
     def _parameter(self, module: Module, name: str) -> Tensor:
-        return _parameter(_module(module), name)
+        return _parameter(module_of(module), name)
 
 
 class _Replay:
@@ -104,9 +102,9 @@ class _Replay:
         Raises:
             UnsupportedError: If the module's input and output were not kept.
         """
-        self.module = _module(module)
+        self.module = module_of(module)
         self.param_str = param_str
-        recorded = list(takewhile(lambda value: value is not _ABSENT, (getattr(module, f"input{i}", _ABSENT) for i in count())))
+        recorded = inputs_of(module)
         is_split = [isinstance(value, Tensor) and value.shape[:1] == recorded[0].shape[:1] for value in recorded]
         self.inputs = [subsample(value, subsampling=subsampling) if split else value for value, split in zip(recorded, is_split, strict=True)]
         self.output = subsample(module.output, subsampling=subsampling)
@@ -184,11 +182,6 @@ class _Replay:
 _ADVICE = (
     "Per-sample quantities need a module that treats the entries of axis 0 alike and independently. If it does, register derivatives for its class."
 )
-
-
-def _module(module: Module) -> Module:
-    """Return the module, given itself or the record of one execution."""
-    return module if isinstance(module, Module) else module.module
 
 
 def _parameter(module: Module, name: str) -> Tensor:

@@ -8,9 +8,8 @@ of the Hessian; one more product with a fixed pseudo-random vector proves that n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from math import prod, sqrt
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -19,6 +18,7 @@ from torch.nn import CosineEmbeddingLoss, CTCLoss, Module, TripletMarginLoss, Tr
 from torch.nn.modules.loss import _Loss
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads, Samples
+from backpack.core.derivatives.records import inputs_of, module_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
@@ -282,7 +282,7 @@ def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
 
 def _evaluate(module: Module, point: Tensor) -> Tensor:
     # The forward method, not the call: the hooks that record a forward pass are not for this one.
-    output = module_of(module).forward(point, *_further_arguments(module))
+    output = module_of(module).forward(point, *inputs_of(module, first=1))
     tolerance = sqrt(torch.finfo(output.dtype).eps)
     if not torch.allclose(output.detach(), module.output.detach().to(output.dtype), rtol=tolerance, atol=tolerance, equal_nan=True):
         raise LossValueError(
@@ -290,14 +290,6 @@ def _evaluate(module: Module, point: Tensor) -> Tensor:
             "recorded value. Remove what is random or changes with each call."
         )
     return output
-
-
-def _further_arguments(module: Module) -> list[Any]:
-    arguments: list[Any] = []
-    with suppress(AttributeError):  # ends the recorded inputs
-        while True:
-            arguments.append(getattr(module, f"input{len(arguments) + 1}"))
-    return arguments
 
 
 def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]:
@@ -316,18 +308,6 @@ def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]
 
 def _tolerance(values: Tensor, dtype: torch.dtype) -> float:
     return sqrt(torch.finfo(dtype).eps) * values.abs().max().item() if values.numel() else 0.0
-
-
-def module_of(module: Module) -> Module:
-    """Return the loss itself.
-
-    Args:
-        module: The loss, or the record of one execution.
-
-    Returns:
-        The module, without recorded inputs: reading its attributes there is cheaper.
-    """
-    return module if isinstance(module, Module) else module.module
 
 
 register(_Loss, GenericLossDerivatives)
