@@ -27,7 +27,7 @@ from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.kronecker import KroneckerRule, KroneckerState, OutputSide
 from backpack.extensions.rules import Rule, ValueRule
-from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, checked_draws
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.extensions.sides import sides_of
 from backpack.utils.errors import ArgumentError, UnsupportedError, merge
@@ -82,7 +82,7 @@ class HBP(SecondOrderBackpropExtension):
 
     @property
     def flow(self) -> Flow:
-        if self._backprop_strategy == BackpropStrategy.BATCH_AVERAGE:
+        if self._averages:
             return AverageFlow(self._curv_type)
         sampled = self._loss_hessian_strategy == LossHessianStrategy.SAMPLING
         return SqrtFlow(self.get_num_mc_samples() if sampled else None)
@@ -90,7 +90,7 @@ class HBP(SecondOrderBackpropExtension):
     @property
     def combination(self) -> Combination:
         """Products of means over samples are no means of products: such factors are not made of those of parts."""
-        return Factors(unites=not (self._averages or ExpectationApproximation.should_average_param_jac(self._ea_strategy)))
+        return Factors(unites=not (self._averages or self.averages_inputs))
 
     def rule_at(self, samples: int) -> Rule:
         return ValueRule() if self._averages else KroneckerRule(self.averages_inputs)
@@ -264,13 +264,8 @@ class KFAC(HBP):
         Args:
             mc_samples: Labels drawn for each sample.
             exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-
-        Raises:
-            ArgumentError: If it is not a positive integer.
         """
-        if not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1:
-            raise ArgumentError(f"KFAC: mc_samples must be a positive integer, got {mc_samples!r}.")
-        self._mc_samples = mc_samples
+        self._mc_samples = checked_draws(mc_samples, self)
         super().__init__(
             Curvature.GGN, LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT, ExpectationApproximation.BOTEV_MARTENS, "kfac", exclude=exclude
         )
