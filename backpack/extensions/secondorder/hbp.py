@@ -243,8 +243,8 @@ class KFAC(HBP):
     """Kronecker factors with a Monte-Carlo estimate of the loss's Hessian (Martens & Grosse 2015; Grosse & Martens 2016), saved to ``kfac``.
 
     Linear, weight ``[out, in]``: ``[B, A]`` with ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss) and
-    ``A = 1/N sum_n x_n x_n^T``; bias: ``[B]``. Extra axes are positions: inputs are summed over them in ``A``, columns before the outer product in
-    ``B``. Further uses of a parameter are further positions, as are the places at which a convolution applies its kernel: its input is unfolded.
+    ``A = 1/N sum_n x_n x_n^T``; bias: ``[B]``. Extra axes are positions: ``A`` is summed over them, and the columns in ``B`` are, before the outer
+    product. Further uses of a parameter are further positions, as are the places at which a convolution applies its kernel: its input is unfolded.
     With groups there is a list of such lists. Factors of a transposed convolution are those of ``weight.transpose(0, 1)``.
 
     Products with a matrix are read off the graph, in attention, recurrent layers and functional code: ``F.linear(x, W)`` is a Linear layer, and a
