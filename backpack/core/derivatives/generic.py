@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.records import inputs_of, module_of
 from backpack.core.derivatives.shape_check import apply_checked
+from backpack.utils.columns import unit_columns
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.subsampling import subsample
 
@@ -71,11 +72,8 @@ class GenericDerivatives(BaseParameterDerivatives):
         Returns:
             Symmetric matrices ``[[N, D, D]]`` over the ``D`` entries of a sample's input.
         """
-        inputs = module.input0
-        size = inputs.shape[1:].numel()
-        units = torch.eye(size, dtype=inputs.dtype, device=inputs.device)
-        columns = units.reshape(size, 1, *inputs.shape[1:]).expand(size, *inputs.shape)
-        return self._residual_mat_prod(module, g_inp, g_out, columns).reshape(size, inputs.shape[0], size).movedim(0, 2)
+        product = self._residual_mat_prod(module, g_inp, g_out, unit_columns(module.input0.shape, module.input0))
+        return product.reshape(*product.shape[:2], len(product)).movedim(0, 2)
 
     def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
         return self.residual(module, g_in, g_out).diagonal(dim1=1, dim2=2).reshape(module.input0.shape)
