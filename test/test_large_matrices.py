@@ -81,7 +81,9 @@ def test_factors(name: str, quantity: str) -> None:
 
 def test_table_of_words() -> None:
     """The input factor of a table is a diagonal, and takes as many numbers as there are words."""
-    model = extend(nn.Sequential(nn.Embedding(50_257, 2), nn.Flatten(), nn.Linear(6, 2)))
+    model, words = extend(nn.Sequential(nn.Embedding(50_257, 2), nn.Flatten(), nn.Linear(6, 2))), torch.randint(50_257, (2, 3))
     with backpack(KFAC()):
-        extend(nn.MSELoss())(model(torch.randint(50_257, (2, 3))), torch.zeros(2, 2)).backward()
-    assert [tuple(factor.shape) for factor in model[0].weight.kfac] == [(50_257,), (2, 2)]
+        extend(nn.MSELoss())(model(words), torch.zeros(2, 2)).backward()
+    counts, outputs = model[0].weight.kfac
+    assert torch.equal(counts, torch.bincount(words.flatten(), minlength=50_257) / 2)
+    assert outputs.shape == (2, 2)
