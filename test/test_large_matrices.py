@@ -71,7 +71,7 @@ FACTORS = {
 
 @pytest.mark.parametrize("quantity", ["KFAC", "KFLR"])
 @pytest.mark.parametrize("name", FACTORS)
-def test_factors(name: str, quantity: str) -> None:
+def test_large_factors_are_refused(name: str, quantity: str) -> None:
     make, shape, message = FACTORS[name]
     model, x = extend(nn.Sequential(make(), nn.Flatten())), torch.randn(2, *shape)
     with backpack(QUANTITIES[quantity].make()), pytest.raises(UnsupportedError, match=f"{message}.*exclude="):
@@ -79,7 +79,7 @@ def test_factors(name: str, quantity: str) -> None:
     assert results(model) == {}
 
 
-def test_table_of_words() -> None:
+def test_factors_of_a_large_table_exist() -> None:
     """The input factor of a table is a diagonal, and takes as many numbers as there are words."""
     model, words = extend(nn.Sequential(nn.Embedding(50_257, 2), nn.Flatten(), nn.Linear(6, 2))), torch.randint(50_257, (2, 3))
     with backpack(KFAC()):

@@ -24,9 +24,9 @@ from backpack.utils.errors import BackpackError, UnsupportedError
 from backpack.utils.nested import tensors_in
 
 _COLUMNS = 2
-_DRAWS = 4096
 _TOLERANCE = 1e-6
-_STANDARD_ERRORS = 8
+_DRAWS, _STANDARD_ERRORS = 4096, 8
+"""Monte-Carlo samples of an estimate, and how far it may be from the truth: by chance alone, no entry ever is."""
 _GENERIC = GenericDerivatives()
 
 
