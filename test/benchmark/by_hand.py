@@ -46,8 +46,14 @@ class Layer(NamedTuple):
     out: Tensor
 
 
-Forward = Callable[[nn.Module, Tensor], tuple[list[Layer], Tensor]]
-Call = tuple[nn.Module, Tensor]
+class Call(NamedTuple):
+    """A module of a sequence that was called; ``kept`` is what its curvature needs."""
+
+    module: nn.Module
+    shape: torch.Size
+    kept: Tensor | None
+
+
 
 
 def sequence(model: nn.Sequential, x: Tensor) -> tuple[list[Layer], Tensor]:
@@ -111,7 +117,7 @@ def finish(quantity: str, per_sample: Tensor) -> Tensor:
 def without_positions(quantity: str, x: Tensor, g: Tensor) -> Tensor:
     """A quantity of a matrix that is used once for each sample."""
     if quantity == "BatchGrad":
-        return torch.bmm(g[:, :, None], x[:, None, :], out=pages.empty((*g.shape, x.shape[1]), x))
+        return torch.mul(g[:, :, None], x[:, None, :], out=pages.empty((*g.shape, x.shape[1]), x))
     if quantity == "BatchL2Grad":
         return torch.linalg.vector_norm(g, dim=1).mul_(torch.linalg.vector_norm(x, dim=1)).square_()
     return sum_of_squares(x, g)
@@ -191,24 +197,94 @@ def columns(p: Tensor) -> Tensor:
     return (factor * (p[:, :-1] / (here * behind * len(p))).sqrt()[:, :, None]).transpose(0, 1)
 
 
+def called(module: nn.Module, x: Tensor, out: Tensor) -> Call:
+    """Keep of a call what is needed: the slopes of a ReLU, and what a weight is multiplied with, of a convolution ``[N, L, K]``."""
+    kept = None
+    if isinstance(module, nn.Linear):
+        kept = x
+    elif isinstance(module, nn.Conv2d):
+        kept = unfold(x, module.kernel_size, module.dilation, module.padding, module.stride).transpose(1, 2).contiguous()
+    elif isinstance(module, nn.ReLU):
+        kept = out.sign().contiguous(memory_format=torch.channels_last) if out.dim() == 4 else out.sign()
+    return Call(module, x.shape, kept)
+
+
 def carried(calls: list[Call], s: Tensor) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
     """Carry columns at the output of a sequence, ``[V * N, C]``, to the output of each layer, from the last to the first one."""
-    first = next(module for module, _ in calls if hasattr(module, "weight"))
-    for module, x in reversed(calls):
+    first = next(call.module for call in calls if hasattr(call.module, "weight"))
+    for module, shape, kept in reversed(calls):
         if hasattr(module, "weight"):
-            yield module, x, s
+            yield module, kept, s
             if module is first:
                 return
         if isinstance(module, nn.Linear):
             s = s @ module.weight
         elif isinstance(module, nn.Conv2d):
-            like = s.new_empty((len(s), *x.shape[1:]))
+            like = torch.empty((len(s), *shape[1:]), memory_format=torch.channels_last, dtype=s.dtype)  # tells a shape, and is never written
             arguments = module.stride, module.padding, module.dilation, False, (0, 0), 1
             s = torch.ops.aten.convolution_backward(s, like, module.weight, None, *arguments, (True, False, False))[0]
         elif isinstance(module, nn.ReLU):
-            s = s.unflatten(0, (-1, len(x))).mul_(x > 0).flatten(0, 1)
+            s.unflatten(0, (-1, len(kept))).mul_(kept)
         elif isinstance(module, nn.AvgPool2d):
-            s = (s / module.kernel_size**2)[:, :, None, None].repeat(1, 1, module.kernel_size, module.kernel_size)
+            size = module.kernel_size
+            s = (s / size**2)[:, :, None, None].expand(-1, -1, size, size).contiguous(memory_format=torch.channels_last)
+
+
+def of_outputs(module: nn.Module, x: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
+    """The diagonal of weight and bias from that of the outputs, [N, O], without positions."""
+    return squares.t() @ x.square(), squares.sum(0)
+
+
+def diagonal(module: nn.Module, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Squares of the columns of weight and bias, summed over columns and samples."""
+    if isinstance(module, nn.Linear):
+        return of_outputs(module, x, s.square() if len(s) == len(x) else s.unflatten(0, (-1, len(x))).square().sum(0))
+    s = s.permute(0, 2, 3, 1).flatten(1, 2).unflatten(0, (-1, len(x)))  # [V, N, L, O], as it lies in memory
+    squares = x.new_zeros(s.shape[-1], x.shape[-1])
+    buffer = torch.empty_like(squares)
+    for n, column in enumerate(x):
+        for one in s[:, n]:
+            torch.mm(one.t(), column, out=buffer)
+            squares.addcmul_(buffer, buffer)
+    return squares.view_as(module.weight), s.sum(2).square().sum((0, 1))
+
+
+def curvature(quantity: str, calls: list[Call], p: Tensor) -> Results:
+    """A quantity of second order of a sequence, from the probabilities of the classes."""
+    results: Results = {}
+    samples, kronecker = len(p), quantity in ("KFAC", "KFLR")
+    if quantity in ("DiagGGNMC", "KFAC"):
+        s = drawn(p)
+    else:
+        s = columns(p).flatten(0, 1)
+        module, _, x = calls[-1]
+        if isinstance(module, nn.Linear):  # the Hessian of the loss is known without columns
+            calls = calls[:-1]
+            if kronecker:
+                output = torch.diag(p.sum(0)).addmm_(p.t(), p, alpha=-1).div_(samples)
+                results[module.weight], results[module.bias] = [output, square(x).div_(samples)], [output]
+            else:
+                results[module.weight], results[module.bias] = of_outputs(module, x, torch.addcmul(p, p, p, value=-1).div_(samples))
+            if not any(hasattr(call.module, "weight") for call in calls):
+                return results
+            s = s @ module.weight
+    for block in s.split(BLOCK * samples):
+        for module, x, t in carried(calls, block):
+            if kronecker:
+                output = square(t.sum((2, 3)) if t.dim() == 4 else t)
+            else:
+                weight, bias = diagonal(module, x, t)
+            if module.weight in results:
+                if kronecker:
+                    results[module.weight][0].add_(output)
+                else:
+                    results[module.weight].add_(weight)
+                    results[module.bias].add_(bias)
+            elif kronecker:
+                results[module.weight], results[module.bias] = [output, square(x.flatten(0, -2)).div_(samples)], [output]
+            else:
+                results[module.weight], results[module.bias] = weight, bias
+    return results
 
 
 def step(quantity: str, model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
@@ -218,10 +294,18 @@ def step(quantity: str, model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Ten
 
     def run() -> list[object]:
         model.zero_grad()
-        layers, out = forward(model, x)
-        logs = log_softmax(out, 1)
-        loss = nll_loss(logs, y)
-        results = first_order(quantity, layers, loss)
+        if quantity in FIRST:
+            layers, out = forward(model, x)
+            results = first_order(quantity, layers, nll_loss(log_softmax(out, 1), y))
+        else:
+            calls, out = [], x
+            for module in model:
+                given, out = out, module(out)
+                calls.append(called(module, given.detach(), out.detach()))
+            logs = log_softmax(out, 1)
+            nll_loss(logs, y).backward()
+            with torch.no_grad():
+                results = curvature(quantity, calls, logs.detach().exp())
         return [results[p] for p in parameters]
 
     return run
