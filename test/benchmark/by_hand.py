@@ -211,11 +211,10 @@ def called(module: nn.Module, x: Tensor, out: Tensor) -> Call:
 
 def carried(calls: list[Call], s: Tensor) -> Iterator[tuple[nn.Module, Tensor, Tensor]]:
     """Carry columns at the output of a sequence, ``[V * N, C]``, to the output of each layer, from the last to the first one."""
-    first = next(call.module for call in calls if hasattr(call.module, "weight"))
     for module, shape, kept in reversed(calls):
         if hasattr(module, "weight"):
             yield module, kept, s
-            if module is first:
+            if module is calls[0].module:
                 return
         if isinstance(module, nn.Linear):
             s = s @ module.weight
@@ -230,15 +229,13 @@ def carried(calls: list[Call], s: Tensor) -> Iterator[tuple[nn.Module, Tensor, T
             s = (s / size**2)[:, :, None, None].expand(-1, -1, size, size).contiguous(memory_format=torch.channels_last)
 
 
-def of_outputs(module: nn.Module, x: Tensor, squares: Tensor) -> tuple[Tensor, Tensor]:
-    """The diagonal of weight and bias from that of the outputs, [N, O], without positions."""
-    return squares.t() @ x.square(), squares.sum(0)
+def of_matrix(x: Tensor, squares: Tensor) -> list[Tensor]:
+    """The diagonal of weight and bias from that of the outputs, [N, O], of a matrix that is used once for each sample."""
+    return [squares.t() @ x.square(), squares.sum(0)]
 
 
-def diagonal(module: nn.Module, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    """Squares of the columns of weight and bias, summed over columns and samples."""
-    if isinstance(module, nn.Linear):
-        return of_outputs(module, x, s.square() if len(s) == len(x) else s.unflatten(0, (-1, len(x))).square().sum(0))
+def of_convolution(x: Tensor, s: Tensor) -> list[Tensor]:
+    """The diagonal of weight and bias, of a convolution."""
     s = s.permute(0, 2, 3, 1).flatten(1, 2).unflatten(0, (-1, len(x)))  # [V, N, L, O], as it lies in memory
     squares = x.new_zeros(s.shape[-1], x.shape[-1])
     buffer = torch.empty_like(squares)
@@ -246,44 +243,58 @@ def diagonal(module: nn.Module, x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         for one in s[:, n]:
             torch.mm(one.t(), column, out=buffer)
             squares.addcmul_(buffer, buffer)
-    return squares.view_as(module.weight), s.sum(2).square().sum((0, 1))
+    return [squares, s.sum(2).square().sum((0, 1))]
 
 
-def curvature(quantity: str, calls: list[Call], p: Tensor) -> Results:
-    """A quantity of second order of a sequence, from the probabilities of the classes."""
-    results: Results = {}
-    samples, kronecker = len(p), quantity in ("KFAC", "KFLR")
-    if quantity in ("DiagGGNMC", "KFAC"):
-        s = drawn(p)
+def summed(calls: list[Call], s: Tensor, kronecker: bool) -> dict[nn.Module, list[Tensor]]:
+    """Carry columns in blocks; add up the diagonals of weight and bias, or the Kronecker factor of the outputs."""
+    totals: dict[nn.Module, list[Tensor]] = {}
+    for block in s.split(BLOCK * len(calls[0].kept)):
+        for module, x, at in carried(calls, block):
+            if kronecker:
+                parts = [square(at if at.dim() == 2 else at.sum((2, 3)))]
+            else:
+                parts = of_matrix(x, at.unflatten(0, (-1, len(x))).square().sum(0)) if at.dim() == 2 else of_convolution(x, at)
+            totals[module] = [one.add_(other) for one, other in zip(totals[module], parts, strict=True)] if module in totals else parts
+    return totals
+
+
+def exact(quantity: str, calls: list[Call], p: Tensor) -> Results:
+    """A quantity of second order of a sequence, from the probabilities of the classes; with ReLU, the Hessian is the GGN."""
+    kronecker, (last, _, x) = quantity == "KFLR", calls[-1]
+    kept = {call.module: call.kept for call in calls if hasattr(call.module, "weight")}
+    if isinstance(last, nn.Linear):  # there, the Hessian is known without columns
+        if kronecker:
+            totals = {last: [torch.diag(p.sum(0)).addmm_(p.t(), p, alpha=-1).div_(len(p))]}
+        else:
+            totals = {last: of_matrix(x, torch.addcmul(p, p, p, value=-1).div_(len(p)))}
+        if calls := calls[:-1]:
+            totals |= summed(calls, columns(p).flatten(0, 1) @ last.weight, kronecker)
     else:
-        s = columns(p).flatten(0, 1)
-        module, _, x = calls[-1]
-        if isinstance(module, nn.Linear):  # the Hessian of the loss is known without columns
-            calls = calls[:-1]
-            if kronecker:
-                output = torch.diag(p.sum(0)).addmm_(p.t(), p, alpha=-1).div_(samples)
-                results[module.weight], results[module.bias] = [output, square(x).div_(samples)], [output]
-            else:
-                results[module.weight], results[module.bias] = of_outputs(module, x, torch.addcmul(p, p, p, value=-1).div_(samples))
-            if not any(hasattr(call.module, "weight") for call in calls):
-                return results
-            s = s @ module.weight
-    for block in s.split(BLOCK * samples):
-        for module, x, t in carried(calls, block):
-            if kronecker:
-                output = square(t.sum((2, 3)) if t.dim() == 4 else t)
-            else:
-                weight, bias = diagonal(module, x, t)
-            if module.weight in results:
-                if kronecker:
-                    results[module.weight][0].add_(output)
-                else:
-                    results[module.weight].add_(weight)
-                    results[module.bias].add_(bias)
-            elif kronecker:
-                results[module.weight], results[module.bias] = [output, square(x.flatten(0, -2)).div_(samples)], [output]
-            else:
-                results[module.weight], results[module.bias] = weight, bias
+        totals = summed(calls, columns(p).flatten(0, 1), kronecker)
+    results: Results = {}
+    for module, x in kept.items():
+        if kronecker:
+            output = totals[module]
+            results[module.weight], results[module.bias] = [*output, square(x.flatten(0, -2)).div_(len(p))], output
+        else:
+            results[module.weight], results[module.bias] = totals[module][0].view_as(module.weight), totals[module][1]
+    return results
+
+
+def sampled(quantity: str, layers: list[Layer], out: Tensor, p: Tensor) -> Results:
+    """A quantity of second order from one label for each sample."""
+    results: Results = {}
+    kronecker = quantity == "KFAC"
+    gradients = torch.autograd.grad(out, [layer.out for layer in layers], drawn(p))
+    for (weight, bias, x, _), s in zip(layers, gradients, strict=True):
+        bias_s = s if s.dim() == 2 else s.sum(1)
+        results[bias] = [square(bias_s)] if kronecker else bias_s.square().sum(0)
+        if weight.dim() == 1:
+            weight_s = (s * x).sum(1)
+            results[weight] = [square(weight_s)] if kronecker else weight_s.square().sum(0)
+        else:
+            results[weight] = [*results[bias], square(x.flatten(0, -2)).div_(len(p))] if kronecker else sum_of_squares(x, s)
     return results
 
 
@@ -294,18 +305,26 @@ def step(quantity: str, model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Ten
 
     def run() -> list[object]:
         model.zero_grad()
-        if quantity in FIRST:
+        if quantity in (*FIRST, "DiagGGNMC", "KFAC"):
             layers, out = forward(model, x)
-            results = first_order(quantity, layers, nll_loss(log_softmax(out, 1), y))
+            logs = log_softmax(out, 1)
+            loss = nll_loss(logs, y)
+            if quantity in FIRST:
+                results = first_order(quantity, layers, loss)
+            else:
+                loss.backward(retain_graph=True)
+                with torch.no_grad():
+                    results = sampled(quantity, layers, out, logs.detach().exp())
         else:
             calls, out = [], x
             for module in model:
                 given, out = out, module(out)
-                calls.append(called(module, given.detach(), out.detach()))
+                if calls or hasattr(module, "weight"):  # what is before the first layer needs no columns
+                    calls.append(called(module, given.detach(), out.detach()))
             logs = log_softmax(out, 1)
             nll_loss(logs, y).backward()
             with torch.no_grad():
-                results = curvature(quantity, calls, logs.detach().exp())
+                results = exact(quantity, calls, logs.detach().exp())
         return [results[p] for p in parameters]
 
     return run
