@@ -1,13 +1,13 @@
 """The floor: the least that an expert writes for exactly this network and quantity, with PyTorch alone; ``extended`` is what hooks cost at least.
 
-Autograd computes the gradients of the outputs of layers; all else is arithmetic on those and on the inputs of layers. What cuts it short: columns of a
-softmax are one less than classes; a symmetric matrix is computed by half; sums over samples add up what per-sample gradients were computed for. Of
+Autograd computes the gradients of the outputs of layers; all else is arithmetic on those and on the inputs of layers. What cuts it short: a softmax
+has one column less than classes; a symmetric matrix is computed by half; where per-sample gradients are computed, their sum is the gradient. Of
 backpack only ``pages`` is used, which is about memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch.nn.functional import gelu, linear, log_softmax, nll_loss, scaled_dot_
 from backpack.utils import pages
 
 FIRST = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
+EXACT = ("DiagGGNExact", "DiagHessian", "KFLR")
 QUANTITIES = {
     "logreg": ("extended", *FIRST, "DiagGGNMC", "DiagGGNExact", "KFAC", "KFLR"),
     "mlp": ("extended", *FIRST, "DiagGGNMC", "DiagGGNExact", "DiagHessian", "KFAC", "KFLR"),
@@ -52,8 +53,6 @@ class Call(NamedTuple):
     module: nn.Module
     shape: torch.Size
     kept: Tensor | None
-
-
 
 
 def sequence(model: nn.Sequential, x: Tensor) -> tuple[list[Layer], Tensor]:
@@ -197,6 +196,7 @@ def columns(p: Tensor) -> Tensor:
     return (factor * (p[:, :-1] / (here * behind * len(p))).sqrt()[:, :, None]).transpose(0, 1)
 
 
+@torch.no_grad()
 def called(module: nn.Module, x: Tensor, out: Tensor) -> Call:
     """Keep of a call what is needed: the slopes of a ReLU, and what a weight is multiplied with, of a convolution ``[N, L, K]``."""
     kept = None
@@ -219,7 +219,7 @@ def carried(calls: list[Call], s: Tensor) -> Iterator[tuple[nn.Module, Tensor, T
         if isinstance(module, nn.Linear):
             s = s @ module.weight
         elif isinstance(module, nn.Conv2d):
-            like = torch.empty((len(s), *shape[1:]), memory_format=torch.channels_last, dtype=s.dtype)  # tells a shape, and is never written
+            like = torch.empty((len(s), *shape[1:]), dtype=s.dtype, device=s.device, memory_format=torch.channels_last)  # tells a shape
             arguments = module.stride, module.padding, module.dilation, False, (0, 0), 1
             s = torch.ops.aten.convolution_backward(s, like, module.weight, None, *arguments, (True, False, False))[0]
         elif isinstance(module, nn.ReLU):
@@ -259,6 +259,7 @@ def summed(calls: list[Call], s: Tensor, kronecker: bool) -> dict[nn.Module, lis
     return totals
 
 
+@torch.no_grad()
 def exact(quantity: str, calls: list[Call], p: Tensor) -> Results:
     """A quantity of second order of a sequence, from the probabilities of the classes; with ReLU, the Hessian is the GGN."""
     kronecker, (last, _, x) = quantity == "KFLR", calls[-1]
@@ -282,6 +283,7 @@ def exact(quantity: str, calls: list[Call], p: Tensor) -> Results:
     return results
 
 
+@torch.no_grad()
 def sampled(quantity: str, layers: list[Layer], out: Tensor, p: Tensor) -> Results:
     """A quantity of second order from one label for each sample."""
     results: Results = {}
@@ -298,33 +300,56 @@ def sampled(quantity: str, layers: list[Layer], out: Tensor, p: Tensor) -> Resul
     return results
 
 
-def step(quantity: str, model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
-    """Return what is to be timed."""
-    parameters = list(model.parameters())
-    forward = transformer if isinstance(model, Classifier) else sequence
+def hooked(model: nn.Module) -> None:
+    """Keep the input of each module that computes on the node of its output, and be called when its gradient arrives, without doing anything."""
 
-    def run() -> list[object]:
+    def nothing(gradients: tuple[Tensor, ...]) -> None:
+        pass
+
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
+        node = (out[0] if isinstance(out, tuple) else out).grad_fn
+        if node is not None:
+            node.metadata["input"] = inputs[0].detach()
+            node.register_prehook(nothing)
+
+    for module in model.modules():
+        if module._parameters or not module._modules:
+            module.register_forward_hook(keep)
+
+
+def step(quantity: str, model: nn.Module, lossfunc: nn.Module, x: Tensor, y: Tensor) -> Callable[[], object]:
+    """Return what is to be timed; all gradients are set, too."""
+    parameters = list(model.parameters())
+
+    def gradient() -> None:
         model.zero_grad()
-        if quantity in (*FIRST, "DiagGGNMC", "KFAC"):
-            layers, out = forward(model, x)
-            logs = log_softmax(out, 1)
-            loss = nll_loss(logs, y)
-            if quantity in FIRST:
-                results = first_order(quantity, layers, loss)
-            else:
-                loss.backward(retain_graph=True)
-                with torch.no_grad():
-                    results = sampled(quantity, layers, out, logs.detach().exp())
+        lossfunc(model(x), y).backward()
+
+    def by_layers() -> list[object]:
+        model.zero_grad()
+        layers, out = (transformer if isinstance(model, Classifier) else sequence)(model, x)
+        logs = log_softmax(out, 1)
+        loss = nll_loss(logs, y)
+        if quantity in FIRST:
+            results = first_order(quantity, layers, loss)
         else:
-            calls, out = [], x
-            for module in model:
-                given, out = out, module(out)
-                if calls or hasattr(module, "weight"):  # what is before the first layer needs no columns
-                    calls.append(called(module, given.detach(), out.detach()))
-            logs = log_softmax(out, 1)
-            nll_loss(logs, y).backward()
-            with torch.no_grad():
-                results = exact(quantity, calls, logs.detach().exp())
+            loss.backward(retain_graph=True)
+            results = sampled(quantity, layers, out, logs.detach().exp())
         return [results[p] for p in parameters]
 
-    return run
+    def by_columns() -> list[object]:
+        model.zero_grad()
+        calls, out = [], x
+        for module in model:
+            given, out = out, module(out)
+            if calls or hasattr(module, "weight"):  # what is before the first layer needs no columns
+                calls.append(called(module, given.detach(), out.detach()))
+        logs = log_softmax(out, 1)
+        nll_loss(logs, y).backward()
+        results = exact(quantity, calls, logs.detach().exp())
+        return [results[p] for p in parameters]
+
+    if quantity == "extended":
+        hooked(model)
+        return gradient
+    return by_columns if quantity in EXACT else by_layers
