@@ -34,8 +34,8 @@ BLOCK = 10
 """Columns of a convolutional network that are carried at once."""
 
 
-MIRROR = 500
-"""From so many columns on, the half of a symmetric product is copied instead of computed."""
+MIRROR = 2**16
+"""Entries of a matrix from which on half of its square is copied from the other half."""
 
 
 class Layer(NamedTuple):
@@ -171,9 +171,9 @@ def first_order(quantity: str, layers: list[Layer], loss: Tensor) -> Results:
 
 def square(matrix: Tensor, strips: int = 4) -> Tensor:
     """Compute ``matrix^T matrix`` in strips, of which each leaves out what the one before had."""
-    size = matrix.shape[1]
-    if size < MIRROR:
+    if matrix.numel() < MIRROR:
         return matrix.t() @ matrix
+    size = matrix.shape[1]
     result, ends = matrix.new_empty(size, size), [size * strip // strips for strip in range(strips + 1)]
     for start, end in zip(ends, ends[1:], strict=False):
         strip = torch.mm(matrix[:, start:end].t(), matrix[:, start:], out=result[start:end, start:])
@@ -253,8 +253,14 @@ def summed(calls: list[Call], s: Tensor, kronecker: bool) -> dict[nn.Module, lis
         for module, x, at in carried(calls, block):
             if kronecker:
                 parts = [square(at if at.dim() == 2 else at.sum((2, 3)))]
+            elif at.dim() == 2:
+                first, *others = at.split(len(x))
+                squares = first.square()
+                for other in others:
+                    squares.addcmul_(other, other)
+                parts = of_matrix(x, squares)
             else:
-                parts = of_matrix(x, at.unflatten(0, (-1, len(x))).square().sum(0)) if at.dim() == 2 else of_convolution(x, at)
+                parts = of_convolution(x, at)
             totals[module] = [one.add_(other) for one, other in zip(totals[module], parts, strict=True)] if module in totals else parts
     return totals
 
