@@ -169,14 +169,14 @@ def first_order(quantity: str, layers: list[Layer], loss: Tensor) -> Results:
     return results
 
 
-def square(matrix: Tensor, strips: int = 4) -> Tensor:
-    """Compute ``matrix^T matrix`` in strips, of which each leaves out what the one before had."""
+def square(matrix: Tensor, divisor: int = 1, strips: int = 4) -> Tensor:
+    """Compute ``matrix^T matrix / divisor`` in strips, of which each leaves out what those before had."""
     if matrix.numel() < MIRROR:
-        return matrix.t() @ matrix
+        strips = 1
     size = matrix.shape[1]
     result, ends = matrix.new_empty(size, size), [size * strip // strips for strip in range(strips + 1)]
     for start, end in zip(ends, ends[1:], strict=False):
-        strip = torch.mm(matrix[:, start:end].t(), matrix[:, start:], out=result[start:end, start:])
+        strip = result[start:end, start:].addmm_(matrix[:, start:end].t(), matrix[:, start:], beta=0, alpha=1 / divisor)
         result[end:, start:end] = strip[:, end - start :].t()
     return result
 
@@ -283,7 +283,7 @@ def exact(quantity: str, calls: list[Call], p: Tensor) -> Results:
     for module, x in kept.items():
         if kronecker:
             output = totals[module]
-            results[module.weight], results[module.bias] = [*output, square(x.flatten(0, -2)).div_(len(p))], output
+            results[module.weight], results[module.bias] = [*output, square(x.flatten(0, -2), len(p))], output
         else:
             results[module.weight], results[module.bias] = totals[module][0].view_as(module.weight), totals[module][1]
     return results
@@ -302,7 +302,7 @@ def sampled(quantity: str, layers: list[Layer], out: Tensor, p: Tensor) -> Resul
             weight_s = (s * x).sum(1)
             results[weight] = [square(weight_s)] if kronecker else weight_s.square().sum(0)
         else:
-            results[weight] = [*results[bias], square(x.flatten(0, -2)).div_(len(p))] if kronecker else sum_of_squares(x, s)
+            results[weight] = [*results[bias], square(x.flatten(0, -2), len(p))] if kronecker else sum_of_squares(x, s)
     return results
 
 
