@@ -31,11 +31,10 @@ QUANTITIES = {
 }
 """What is written here for which problem."""
 BLOCK = 10
-"""Columns of a convolutional network that are carried at once."""
-
-
+"""Columns that are carried at once."""
 MIRROR = 2**16
 """Entries of a matrix from which on half of its square is copied from the other half."""
+Results = dict[Tensor, object]
 
 
 class Layer(NamedTuple):
@@ -138,9 +137,6 @@ def with_positions(quantity: str, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]
     return total, torch.stack(norms) if norms else squares
 
 
-Results = dict[Tensor, object]
-
-
 def first_order(quantity: str, layers: list[Layer], loss: Tensor) -> Results:
     """Set all gradients; return a quantity of first order."""
     once = [layer for layer in layers if layer.out.dim() == 2]  # there, sums over samples cost less than what is summed
@@ -187,13 +183,13 @@ def drawn(p: Tensor) -> Tensor:
     return p.scatter_add(1, labels, -torch.ones_like(p[:, :1])).div_(len(p) ** 0.5)
 
 
-def columns(p: Tensor) -> Tensor:
+def factor(p: Tensor) -> Tensor:
     """The columns of Cholesky's factor of the Hessian of the loss, one less than classes, [C - 1, N, C]."""
     rest = p.flip(1).cumsum(1).flip(1)  # of this class and all behind it
     here, behind = rest[:, :-1], rest[:, 1:]
-    factor = -p[:, None, :].expand(-1, p.shape[1] - 1, -1).triu(1)
-    factor.diagonal(dim1=1, dim2=2).copy_(behind)
-    return (factor * (p[:, :-1] / (here * behind * len(p))).sqrt()[:, :, None]).transpose(0, 1)
+    columns = -p[:, None, :].expand(-1, p.shape[1] - 1, -1).triu(1)
+    columns.diagonal(dim1=1, dim2=2).copy_(behind)
+    return (columns * (p[:, :-1] / (here * behind * len(p))).sqrt()[:, :, None]).transpose(0, 1)
 
 
 @torch.no_grad()
@@ -276,9 +272,9 @@ def exact(quantity: str, calls: list[Call], p: Tensor) -> Results:
         else:
             totals = {last: of_matrix(x, torch.addcmul(p, p, p, value=-1).div_(len(p)))}
         if calls := calls[:-1]:
-            totals |= summed(calls, columns(p).flatten(0, 1) @ last.weight, kronecker)
+            totals |= summed(calls, factor(p).flatten(0, 1) @ last.weight, kronecker)
     else:
-        totals = summed(calls, columns(p).flatten(0, 1), kronecker)
+        totals = summed(calls, factor(p).flatten(0, 1), kronecker)
     results: Results = {}
     for module, x in kept.items():
         if kronecker:
@@ -293,9 +289,9 @@ def exact(quantity: str, calls: list[Call], p: Tensor) -> Results:
 def sampled(quantity: str, layers: list[Layer], out: Tensor, p: Tensor) -> Results:
     """A quantity of second order from one label for each sample."""
     results: Results = {}
-    kronecker = quantity == "KFAC"
-    gradients = torch.autograd.grad(out, [layer.out for layer in layers], drawn(p))
-    for (weight, bias, x, _), s in zip(layers, gradients, strict=True):
+    kronecker, s, inner = quantity == "KFAC", drawn(p), [layer.out for layer in layers[:-1]]
+    columns = (*torch.autograd.grad(out, inner, s), s) if inner else (s,)
+    for (weight, bias, x, _), s in zip(layers, columns, strict=True):
         bias_s = s if s.dim() == 2 else s.sum(1)
         results[bias] = [square(bias_s)] if kronecker else bias_s.square().sum(0)
         if weight.dim() == 1:
