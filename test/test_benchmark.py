@@ -178,7 +178,7 @@ def test_by_hand_is_the_same(problem: str, quantity: str, samples: int) -> None:
 
 @pytest.mark.parametrize("problem", [name for name in PROBLEMS if name != "GPT-2"])
 def test_hooks_by_hand(problem: str) -> None:
-    """Every module that computes keeps its input, on a model with the same gradients."""
+    """A model with hooks has the same gradients."""
     torch.manual_seed(0)
     model, x, y = PROBLEMS[problem]()
     hooked = deepcopy(model)

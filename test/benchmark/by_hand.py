@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # noqa: F401  autograd.grad loads it at its first call with columns, which is no memory of the quantity
 from problems import Classifier
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, log_softmax, nll_loss, scaled_dot_product_attention, unfold
@@ -303,7 +304,7 @@ def sampled(quantity: str, layers: list[Layer], out: Tensor, p: Tensor) -> Resul
 
 
 def hooked(model: nn.Module) -> None:
-    """Keep the input of each module that computes on the node of its output, and be called when its gradient arrives, without doing anything."""
+    """Be called at the output of each module and when its gradient arrives, and keep the inputs of those with parameters, for no further use."""
 
     def nothing(gradients: tuple[Tensor, ...]) -> None:
         pass
@@ -311,7 +312,8 @@ def hooked(model: nn.Module) -> None:
     def keep(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
         node = (out[0] if isinstance(out, tuple) else out).grad_fn
         if node is not None:
-            node.metadata["input"] = inputs[0].detach()
+            if module._parameters:
+                node.metadata["input"] = inputs[0].detach()
             node.register_prehook(nothing)
 
     for module in model.modules():

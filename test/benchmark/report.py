@@ -40,8 +40,8 @@ parameters.
 
 *By hand* is the floor: the least code that an expert would write for exactly this network and this quantity, with PyTorch alone, `.grad` included
 (`test/benchmark/by_hand.py`; a test compares its results with ours). The pictures show it as a red mark across the bars. It is written for some cells
-only. Its row under `extended` is what hooks cost at least: a plain model with a forward hook for each module, which keeps the input, and a hook on
-the node of each output in the backward pass, which does nothing.
+only. Its row under `extended` is what hooks cost at least: a plain model with a forward hook for each module, which keeps the input of a layer, and
+a hook on the node of each output in the backward pass, which does nothing.
 
 **How to read it.** *Refused* says that the quantity is undefined for the model, or that the library has no rule for it; *not run*, that it would
 take more time or memory than this table is worth; *failed*, that the library raised another error. The notes at the end give the reasons. An empty
