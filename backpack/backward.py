@@ -40,6 +40,7 @@ from backpack.utils.errors import (
 )
 from backpack.utils.hooks import no_op
 from backpack.utils.memory import bytes_of
+from backpack.utils.precision import without_autocast
 
 
 class backpack:  # noqa: N801
@@ -180,7 +181,8 @@ def _on_backward(execute: Callable[..., Any], roots: Iterable[Any], returns: boo
                 return execute()
             plan.complete = not some
             plan.whole = not (returns or some or plan.walk.leaves_out)
-            return _run(execute, plan, extensions, create_graph, retain)
+            with without_autocast():
+                return _run(execute, plan, extensions, create_graph, retain)
     finally:
         _entered.running = False
 
