@@ -91,7 +91,10 @@ class backpack:  # noqa: N801
             if isinstance(ext, type) and issubclass(ext, BackpropExtension):
                 raise ArgumentError(f"backpack() needs instances of extensions, got the class {ext.__name__}. Write {ext.__name__}().")
             if not isinstance(ext, BackpropExtension):
-                raise ArgumentError(f"backpack() needs instances of extensions (backpack.extensions), got {ext!r} of type {type(ext).__name__}.")
+                hint = " Unpack it: backpack(*extensions)." if isinstance(ext, list | tuple) else ""
+                raise ArgumentError(
+                    f"backpack() needs instances of extensions (backpack.extensions), got {ext!r} of type {type(ext).__name__}.{hint}"
+                )
         fields = [ext.savefield for ext in exts]
         for ext in exts:
             if fields.count(ext.savefield) > 1:

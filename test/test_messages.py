@@ -1,0 +1,151 @@
+"""What errors say to whoever makes a common mistake: the thing that is meant, by its name, and a way out that works when it is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend
+from backpack.custom_module.branching import Parallel
+from backpack.extensions import GGNMP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagHessian
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
+from backpack.hessianfree.hvp import hessian_vector_product
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, BranchingError, LossValueError, UnsupportedError
+
+N = 5
+X, Y = torch.randn(N, 4), torch.arange(N) % 3
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def message(error: type[Exception], function: Callable[[], Any]) -> str:
+    with pytest.raises(error) as info:
+        function()
+    return str(info.value)
+
+
+def refusal(error: type[Exception], model: nn.Module, extension: BackpropExtension, loss: Callable[[Tensor], Tensor] | None = None) -> str:
+    output = extend(model)(X)
+    with backpack(extension):
+        return message(error, (extend(nn.CrossEntropyLoss())(output, Y) if loss is None else loss(output)).backward)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("many", [list, tuple])
+def test_extensions_in_a_list(many: type) -> None:
+    said = message(ArgumentError, lambda: backpack(many([BatchGrad(), KFAC()])))
+    assert "backpack(*extensions)" in said
+    backpack(*many([BatchGrad(), KFAC()]))
+
+
+def test_what_is_extended() -> None:
+    assert "torch.nn.Sequential" in message(ArgumentTypeError, lambda: extend([nn.Linear(4, 3), nn.Linear(3, 2)]))
+    assert "the module itself" in message(ArgumentTypeError, lambda: extend(mlp().parameters()))
+    assert "torch.nn.CrossEntropyLoss()" in message(ArgumentTypeError, lambda: extend(F.cross_entropy))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_scripted_module(place: str) -> None:
+    plain, scripted = mlp(), torch.jit.script(mlp())
+    model = scripted if place == "outside" else nn.Sequential(plain, scripted)
+    said = message(UnsupportedError, lambda: extend(model))
+    assert "torch.jit.script" in said and ("1 (" in said) == (place == "inside")
+    assert not any(child._forward_hooks for child in plain.modules())  # nothing is half extended
+
+
+@pytest.mark.parametrize("name", ["0.wieght", "bias", "head.weight", "zebra"])
+def test_unknown_names_are_completed(name: str) -> None:
+    model = extend(nn.Sequential(mlp(), nn.Linear(3, 3)))
+    said = message(ArgumentError, lambda: KFAC(exclude=[name]).excluded())
+    assert ('"*.bias"' in said) == (name == "bias")
+    assert ('"0.weight"' in said or '"0.0.weight"' in said) >= (name == "0.wieght")
+    assert "Did you mean" not in said or name != "zebra"
+    if name == "bias":
+        with backpack(KFAC(exclude=["*.bias"])):
+            F.cross_entropy(model(X), Y).backward()
+        assert {name for name, p in model.named_parameters() if hasattr(p, "kfac")} == {"0.0.weight", "0.2.weight", "1.weight"}
+
+
+class OfLinear(FirstOrderModuleExtension):
+    def weight(self, *_: Any) -> str:
+        return "mine"
+
+
+def test_entries_of_an_extension() -> None:
+    entry, extension = OfLinear(["weight"]), BatchGrad()
+    assert "OfLinear()" in message(ArgumentTypeError, lambda: extension.set_module_extension(nn.Linear, OfLinear))
+    assert "nn.Linear" in message(ArgumentTypeError, lambda: extension.set_module_extension(nn.Linear(2, 2), entry))
+    assert "'Linear'" in message(ArgumentTypeError, lambda: extension.set_module_extension("Linear", entry))
+    assert "ModuleExtension" in message(ArgumentTypeError, lambda: FirstOrderBackpropExtension("mine", {nn.Linear: print}))
+    assert not extension.has_module_exts
+    extension.set_module_extension(nn.Linear, entry)
+
+
+@pytest.mark.parametrize("base", [FirstOrderBackpropExtension, BackpropExtension])
+def test_a_warning_advises_what_is_not_the_case_yet(base: type) -> None:
+    made = type("Mine", (base,), {"expects_backpropagation_quantities": lambda _: False})("mine", {nn.Tanh: OfLinear()})
+    model = extend(mlp())
+    if made._fail_mode == "WARNING":
+        with pytest.warns(UserWarning) as warned, backpack(made):
+            F.cross_entropy(model(X), Y).backward()
+        assert all("fail_mode='SILENT'" in str(one.message) for one in warned)
+    else:
+        said = refusal(NotImplementedError, model, made)
+        assert "fail_mode='WARNING'" in said and "'SILENT'" in said
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("curve", [lambda loss: loss**2, torch.sqrt], ids=["square", "root"])
+def test_loss_that_was_transformed(curve: Callable, functional: bool) -> None:
+    """An operation is not taken for the loss; the products that are advised exist."""
+    model, lossfunc = mlp(), F.mse_loss if functional else extend(nn.MSELoss())
+    said = refusal(LossValueError, model, KFAC(), lambda out: curve(lossfunc(out, torch.ones(N, 3))))
+    name = said.split()[0]
+    assert name in {"PowBackward0", "SqrtBackward0"} and said.count(name) == 1 and "backpack.hessianfree" in said
+    parameters = list(model.parameters())
+    hessian_vector_product(curve(lossfunc(model(X), torch.ones(N, 3))), parameters, [torch.ones_like(p) for p in parameters])
+
+
+def test_negative_loss() -> None:
+    said = refusal(LossValueError, mlp(), DiagGGNExact(), lambda out: -extend(nn.CrossEntropyLoss())(out, Y))
+    assert "DiagHessian" in said
+    model = extend(mlp())
+    with backpack(DiagHessian()):
+        (-extend(nn.CrossEntropyLoss())(model(X), Y)).backward()
+
+
+# --- the model --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extension", [KFRA, GGNMP])
+def test_rules_that_do_not_hold_under_autocast(extension: type) -> None:
+    model = extend(mlp())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = extend(nn.CrossEntropyLoss())(model(X), Y)
+    with backpack(extension()):
+        said = message(BranchingError, loss.backward)
+    assert "autocast" in said and "axis 0" not in said
+
+
+@pytest.mark.parametrize("extension", [KFRA, GGNMP])
+def test_branches(extension: type) -> None:
+    """Modules for everything do not help where the graph branches, which is said; what is advised works."""
+    model = nn.Sequential(Parallel(nn.Linear(4, 3), nn.Linear(4, 3)), nn.Linear(3, 3))
+    said = refusal(BranchingError, model, extension())
+    assert "several inputs" in said and "without branches" in said and "KFLR" in said
+    with backpack(KFLR(), DiagGGNExact()):
+        F.cross_entropy(model(X), Y).backward()
