@@ -141,6 +141,20 @@ def test_rules_that_do_not_hold_under_autocast(extension: type) -> None:
     assert "autocast" in said and "axis 0" not in said
 
 
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_nothing_is_extended(extension: type) -> None:
+    """A warning, as other models may be trained under a context as well; it shows the user's line, and is not given for products by hand."""
+    model = mlp()
+    with backpack(extension()):
+        with pytest.warns(UserWarning, match=r"none of the 4 parameters.*extend\(model\)") as warned:
+            F.cross_entropy(model(X), Y).backward()
+        torch.autograd.grad(F.cross_entropy(model(X), Y), list(model.parameters()))
+        F.cross_entropy(extend(model)(X), Y).backward()
+        F.cross_entropy(torch.zeros(N, 3, requires_grad=True), Y).backward()
+    assert [one.filename for one in warned] == [__file__]
+    assert all(hasattr(p, extension().savefield) for p in model.parameters())
+
+
 @pytest.mark.parametrize("extension", [KFRA, GGNMP])
 def test_branches(extension: type) -> None:
     """Modules for everything do not help where the graph branches, which is said; what is advised works."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from warnings import warn
 
 import torch
 from torch.autograd.graph import Node
@@ -297,7 +298,7 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
 
 
 def refuse_graph(walk: Walk, returns: bool) -> None:
-    """Refuse graphs in which no quantity is defined, or from which parameters are missing.
+    """Refuse graphs in which no quantity is defined, or from which parameters are missing; warn where nothing is extended.
 
     Args:
         walk: The graph.
@@ -321,4 +322,10 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
         raise NotRecordedError(
             f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
             "`model = extend(model)` before the forward pass."
+        )
+    if walk.foreign and not (walk.parameters or walk.calls or returns):
+        warn(
+            f"backward was called inside of backpack(...), but nothing was computed: none of the {walk.foreign} parameters that it reaches belongs to "
+            "an extended module. Write `model = extend(model)` before the forward pass, or call backward outside of the context.",
+            stacklevel=9,  # the line that calls loss.backward()
         )
