@@ -325,7 +325,7 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
         )
     if walk.foreign and not (walk.parameters or walk.calls or returns):
         warn(
-            f"backward was called inside of backpack(...), but nothing was computed: none of the {walk.foreign} parameters that it reaches belongs to "
-            "an extended module. Write `model = extend(model)` before the forward pass, or call backward outside of the context.",
+            f"backward was called inside of backpack(...), but nothing was computed: none of the {walk.foreign} parameters that it reaches belongs "
+            "to an extended module. Write `model = extend(model)` before the forward pass, or call backward outside of the context.",
             stacklevel=9,  # the line that calls loss.backward()
         )
