@@ -16,7 +16,7 @@ from backpack.extensions import GGNMP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
 from backpack.hessianfree.hvp import hessian_vector_product
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, BranchingError, LossValueError, UnsupportedError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, BranchingError, LossNotExtendedError, LossValueError, UnsupportedError
 
 N = 5
 X, Y = torch.randn(N, 4), torch.arange(N) % 3
@@ -163,3 +163,11 @@ def test_branches(extension: type) -> None:
     assert "several inputs" in said and "without branches" in said and "KFLR" in said
     with backpack(KFLR(), DiagGGNExact()):
         F.cross_entropy(model(X), Y).backward()
+
+
+def test_names_come_in_the_order_of_the_model() -> None:
+    """Not in that in which nodes of the graph were visited, which differs from run to run."""
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.Tanh())), nn.Linear(4, 3))
+    with backpack(KFAC()), pytest.raises(LossNotExtendedError) as info:
+        extend(model)(X).exp().mean().backward()
+    assert list(info.value.about.values()) == [name for name, _ in model.named_parameters()]

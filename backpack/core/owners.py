@@ -131,6 +131,18 @@ class _Owners:
         entries = ((key, self._names.get(key, (None, ()))[1]) for key in list(self._names))
         return {key for key, names in entries if any(fnmatchcase(name, some) for name in names for some in patterns)}
 
+    def in_order(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Sort parameters.
+
+        Args:
+            parameters: Tracked ones.
+
+        Returns:
+            The same in the order in which they were tracked first, that of their model.
+        """
+        places = {key: place for place, key in enumerate(list(self._names))}
+        return sorted(parameters, key=lambda parameter: places[id(parameter)])
+
     def like(self, name: str) -> list[str]:
         """Find names that resemble one that is nobody's.
 

@@ -350,9 +350,9 @@ class Walk:
             bits: Bit set of parameters.
 
         Returns:
-            Parameter to name, for errors.
+            Parameter to name, for errors; in the order of the model, whatever the graph was visited in.
         """
-        return {p: owners[p] for i, p in enumerate(self.parameters) if bits >> i & 1}
+        return {p: owners[p] for p in owners.in_order(p for i, p in enumerate(self.parameters) if bits >> i & 1)}
 
     def bits_of(self, ids: frozenset[int]) -> int:
         """Return the bit set of parameters.
