@@ -128,6 +128,44 @@ def test_negative_loss() -> None:
         (-extend(nn.CrossEntropyLoss())(model(X), Y)).backward()
 
 
+class Hinge(nn.Module):
+    """A loss that torch does not have."""
+
+    def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return (1 - scores.gather(1, labels[:, None])).relu().square().mean()
+
+
+def test_loss_written_by_hand() -> None:
+    model, hinge = extend(mlp()), Hinge()
+    assert "a loss written by hand" in refusal(LossNotExtendedError, model, DiagGGNExact(), lambda out: hinge.forward(out, Y))
+    with backpack(DiagGGNExact(), BatchGrad()):
+        extend(hinge)(model(X), Y).backward()
+    assert all(hasattr(p, "diag_ggn_exact") for p in model.parameters())
+
+
+def test_both_sides_of_a_loss_depend_on_parameters() -> None:
+    model, zeros = extend(mlp()), torch.zeros(N, 3)
+    assert "difference of two" in refusal(LossValueError, model, DiagGGNExact(), lambda out: F.mse_loss(out, model(2 * X)))
+    with backpack(DiagGGNExact()):
+        F.mse_loss(model(X) - model(2 * X), zeros).backward()
+    weight = model[2].weight
+    inner = torch.tanh(model[0](X)) - torch.tanh(model[0](2 * X))
+    torch.testing.assert_close(weight.diag_ggn_exact, (2 / zeros.numel() * inner.square().sum(0)).expand(3, -1))
+
+
+def test_mini_batches_of_different_size() -> None:
+    model = extend(mlp())
+    parts = [(X[:2], Y[:2]), (X[2:], Y[2:])]
+    with backpack(BatchGrad()):
+        said = message(UnsupportedError, sum(F.cross_entropy(model(x), y, reduction="sum") for x, y in parts).backward)
+    assert "accumulate=True" in said
+    with backpack(BatchGrad(), accumulate=True):
+        for x, y in parts:
+            F.cross_entropy(model(x), y, reduction="sum").backward()
+    gradient = torch.autograd.grad(F.cross_entropy(model(X[3:4]), Y[3:4]), [model[2].weight])[0]
+    torch.testing.assert_close(model[2].weight.grad_batch[3], gradient)
+
+
 # --- the model --------------------------------------------------------------------------------------------------------------------------------
 
 

@@ -193,7 +193,8 @@ def sizes(walk: Walk, edge: Edge, one: int, other: int) -> UnsupportedError:
     """
     return UnsupportedError(
         f"Mini-batches of {one} and of {other} samples meet in a tensor of shape {list(shape_of(edge))}: per-sample quantities of "
-        "{names} are ambiguous. Call backward for each of them, or leave these parameters out of all extensions: {exclude}.",
+        "{names} are ambiguous. Call backward for each of them (backpack(..., accumulate=True) unites the results), or leave these parameters "
+        "out of all extensions: {exclude}.",
         walk.named(walk.reach[edge[0]]),
     )
 
@@ -211,7 +212,8 @@ def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
     """
     return UnsupportedError(
         f"{{names}}: used with mini-batches of {one} and of {other} samples in one backward pass: which samples belong together "
-        "is not known. Call backward for each of them, or leave it out of all extensions: {exclude}.",
+        "is not known. Call backward for each of them (backpack(..., accumulate=True) unites the results), or leave it out of all "
+        "extensions: {exclude}.",
         {parameter: owners[parameter]},
     )
 

@@ -260,7 +260,8 @@ def refuse_curved(node: Node, curved: Node) -> None:
 def _refuse_target(path: str) -> None:
     raise LossValueError(
         f"{path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
-        "respect to its prediction is not all of it. Detach the target, or whatever else it is."
+        "respect to its prediction is not all of it. Detach the target, or whatever else it is; or make one prediction of all that depends on "
+        "parameters (the difference of two, say, with zeros as its target)."
     )
 
 
