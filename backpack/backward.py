@@ -325,8 +325,12 @@ def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], retur
     if second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
         shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
         raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
-    if unreal := [owners[parameter] for parameter in plan.uses if parameter.is_complex()]:
-        raise UnsupportedError(f"{', '.join(unreal)}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex.")
+    if unreal := {parameter: owners[parameter] for parameter in plan.uses if parameter.is_complex()}:
+        raise UnsupportedError(
+            "{names}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex, or leave these parameters out of "
+            "all extensions: {exclude}.",
+            unreal,
+        )
     return plan
 
 

@@ -193,6 +193,29 @@ def test_nothing_is_extended(extension: type) -> None:
     assert all(hasattr(p, extension().savefield) for p in model.parameters())
 
 
+class ComplexFactor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(4, 3), nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.factor).real
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_complex_parameters_can_be_left_out(extension: type) -> None:
+    model, plain = ComplexFactor(), ComplexFactor()
+    plain.load_state_dict(model.state_dict())
+    assert 'exclude=["factor"]' in refusal(UnsupportedError, model, extension())
+    plain.factor.requires_grad_(False)
+    for net, left_out in ((model, ["factor"]), (plain, [])):
+        with backpack(extension(exclude=left_out)):
+            F.cross_entropy(extend(net)(X), Y).backward()
+    field = extension().savefield
+    torch.testing.assert_close(getattr(model.layer.weight, field), getattr(plain.layer.weight, field))
+    assert not hasattr(model.factor, field)
+
+
 @pytest.mark.parametrize("extension", [KFRA, GGNMP])
 def test_branches(extension: type) -> None:
     """Modules for everything do not help where the graph branches, which is said; what is advised works."""
