@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack import backpack, extend
+from backpack import backpack, extend, unextend
 from backpack.custom_module.branching import Parallel
 from backpack.extensions import GGNMP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -189,6 +189,7 @@ def test_nothing_is_extended(extension: type) -> None:
         torch.autograd.grad(F.cross_entropy(model(X), Y), list(model.parameters()))
         F.cross_entropy(extend(model)(X), Y).backward()
         F.cross_entropy(torch.zeros(N, 3, requires_grad=True), Y).backward()
+        F.cross_entropy(unextend(extend(mlp()))(X), Y).backward()
     assert [one.filename for one in warned] == [__file__]
     assert all(hasattr(p, extension().savefield) for p in model.parameters())
 
