@@ -40,6 +40,7 @@ from backpack.utils.errors import (
 )
 from backpack.utils.hooks import no_op
 from backpack.utils.memory import bytes_of
+from backpack.utils.precision import without_autocast
 
 
 class backpack:  # noqa: N801
@@ -90,7 +91,10 @@ class backpack:  # noqa: N801
             if isinstance(ext, type) and issubclass(ext, BackpropExtension):
                 raise ArgumentError(f"backpack() needs instances of extensions, got the class {ext.__name__}. Write {ext.__name__}().")
             if not isinstance(ext, BackpropExtension):
-                raise ArgumentError(f"backpack() needs instances of extensions (backpack.extensions), got {ext!r} of type {type(ext).__name__}.")
+                hint = " Unpack it: backpack(*extensions)." if isinstance(ext, list | tuple) else ""
+                raise ArgumentError(
+                    f"backpack() needs instances of extensions (backpack.extensions), got {ext!r} of type {type(ext).__name__}.{hint}"
+                )
         fields = [ext.savefield for ext in exts]
         for ext in exts:
             if fields.count(ext.savefield) > 1:
@@ -180,7 +184,8 @@ def _on_backward(execute: Callable[..., Any], roots: Iterable[Any], returns: boo
                 return execute()
             plan.complete = not some
             plan.whole = not (returns or some or plan.walk.leaves_out)
-            return _run(execute, plan, extensions, create_graph, retain)
+            with without_autocast():
+                return _run(execute, plan, extensions, create_graph, retain)
     finally:
         _entered.running = False
 
@@ -320,8 +325,12 @@ def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], retur
     if second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
         shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
         raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
-    if unreal := [owners[parameter] for parameter in plan.uses if parameter.is_complex()]:
-        raise UnsupportedError(f"{', '.join(unreal)}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex.")
+    if unreal := {parameter: owners[parameter] for parameter in plan.uses if parameter.is_complex()}:
+        raise UnsupportedError(
+            "{names}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex, or leave these parameters out of "
+            "all extensions: {exclude}.",
+            unreal,
+        )
     return plan
 
 

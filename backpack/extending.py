@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -13,7 +14,7 @@ from backpack.core.recording import Recorder, recorder_of
 from backpack.core.walk import LEFT_OUT
 from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.extensions.backprop_extension import savefields
-from backpack.utils.errors import ArgumentTypeError
+from backpack.utils.errors import ArgumentTypeError, UnsupportedError
 from backpack.utils.module_classification import is_no_op
 
 FLAG = "_backpack_extend"
@@ -37,14 +38,26 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
 
     Raises:
         ArgumentTypeError: If ``module`` is no ``torch.nn.Module``.
+        UnsupportedError: If it was scripted, or contains a module that was.
 
     Example:
         >>> model = extend(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))
         >>> lossfunc = extend(torch.nn.CrossEntropyLoss())
     """
     if not isinstance(module, Module):
-        hint = "Create it first: extend(torch.nn.CrossEntropyLoss())." if isinstance(module, type) else "Functions have a module in torch.nn."
+        if isinstance(module, type):
+            hint = "Create it first: extend(torch.nn.CrossEntropyLoss())."
+        elif isinstance(module, list | tuple):
+            hint = "Put modules into one: torch.nn.Sequential(*modules)."
+        else:
+            hint = "Give it the module itself; functions have one in torch.nn: extend(torch.nn.CrossEntropyLoss())."
         raise ArgumentTypeError(f"extend() needs a torch.nn.Module, got {module!r} of type {type(module).__name__}. {hint}")
+    for path, child in module.named_modules():
+        if isinstance(child, torch.jit.RecursiveScriptModule):
+            raise UnsupportedError(
+                f"{path or 'The module'} ({child.original_name}) was made by torch.jit.script, and takes no hooks. Extend the module that it was "
+                "made of, and call that one where you ask for quantities."
+            )
     if use_converter:
         with disable():  # tracing calls the modules, which may be extended
             module = convert_module_to_backpack(module, debug)

@@ -57,7 +57,7 @@ def checkpointed_functional(net: Net, x: Tensor) -> Tensor:
 
 graph("weight of functional_call", doubled, layers(3, 3, 4), (3,), *CHAIN)
 graph("parameters of functional_call", own_parameters, layers(3, 3, 4, tanh=Tanh), (3,), "chain")
-graph("experts without tokens", experts, partial(mixture, [0.0, 0.0, 0.0, -50.0]), (2, 3), *CHAIN, "curved")
+graph("experts without tokens", experts, partial(mixture, [0.0, 0.0, 0.0, -50.0]), (2, 3), *CHAIN)
 graph("prototypes", lambda net, x: net.b(torch.cdist(net.a(x), net.points)), layers(3, 3, 4, points=parameter(3, 3)), (3,), *CHAIN, "curved")
 graph(
     "parameter through a layer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -82,6 +83,36 @@ OF_PARAMETERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+INDEX = torch.tensor([2, 0, 0])
+LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "index_add": lambda h: h.index_add(1, INDEX, 2 * h, alpha=3),
+    "index_add of rows": lambda h: torch.zeros_like(h).index_add(0, torch.arange(len(h)).repeat_interleave(2), h.sin().repeat_interleave(2, 0)),
+    "index_copy": lambda h: h.index_copy(1, torch.tensor([1, 0]), h[:, 1:].sin()),
+    "index_fill": lambda h: h.sin().index_fill(1, torch.tensor([1]), 2.0),
+    "index_put": lambda h: h.index_put((torch.arange(len(h)), torch.arange(len(h)) % 3), h[:, 0].sin()),
+    "index_put, accumulate": lambda h: h.index_put((torch.arange(len(h)), torch.arange(len(h)) % 2), h[:, 2].sin(), accumulate=True),
+    "assignment at indices": lambda h: operator.setitem(z := h * 1, (slice(None), [0, 2]), h[:, [1, 1]].sin()) or z,
+    "scatter_add": lambda h: h.scatter_add(1, INDEX.expand(len(h), 3), h.sin()),
+    "select_scatter": lambda h: torch.select_scatter(h, h[:, 1].sin(), 1, 0),
+    "diagonal_scatter": lambda h: torch.diagonal_scatter(h[:, :, None] * h[:, None], h, 0, 1, 2).sum(2),
+    "diag_embed": lambda h: h.sin().diag_embed().sum(1),
+    "take": lambda h: h.sin().take(torch.arange(h.numel()).view(h.shape).flip(1)),
+    "rot90": lambda h: torch.rot90(h.sin()[:, :, None], 2, (1, 2))[:, :, 0],
+    "nansum": lambda h: h.sin().nansum(1, keepdim=True) + h,
+    "packed sequence": lambda h: nn.utils.rnn.pack_padded_sequence(h.sin(), [3] * len(h), batch_first=True).data.view(3, -1).T,
+    "sort": lambda h: h.sin().sort(1).values,
+    "topk": lambda h: h + h.sin().topk(2, 1).values.sum(1, keepdim=True),
+    "kthvalue": lambda h: h + h.sin().kthvalue(2, 1, keepdim=True).values,
+    "median": lambda h: h + h.sin().median(1, keepdim=True).values,
+    "nanmedian": lambda h: h + h.sin().nanmedian(1, keepdim=True).values,
+    "mode": lambda h: h + torch.cat([h, h[:, :1]], 1).sin().mode(1, keepdim=True).values,
+    "cummax": lambda h: h.sin().cummax(1).values,
+    "cummin": lambda h: h.sin().cummin(1).values,
+    "aminmax": lambda h: h + torch.sub(*h.sin().aminmax(dim=1, keepdim=True)),
+}
+"""(Piecewise) linear operations behind or beside curved ones."""
+
+
 ALL = {name: lambda net, x, f=function: net.b(f(net.a(x))) for name, function in FUNCTIONS.items()}
 ALL |= {f"{name} of parameters": lambda net, x, f=f: net.b(f(net.a(x).tanh(), net.a.weight, net.a.bias)) for name, f in OF_PARAMETERS.items()}
 
@@ -89,7 +120,8 @@ ALL |= {f"{name} of parameters": lambda net, x, f=f: net.b(f(net.a(x).tanh(), ne
 def build(name: str, N: int) -> Problem:
     with torch.random.fork_rng(), default_dtype(torch.float64):
         torch.manual_seed(0)
-        return classify(Net(ALL[name], **layers(3, 3, 4)()), randn(N, 3))
+        forward = ALL.get(name) or (lambda net, x: net.b(LINEAR[name](net.a(x))))
+        return classify(Net(forward, **layers(3, 3, 4)()), randn(N, 3))
 
 
 def keys(node: Node | None, found: set[str]) -> set[str]:
@@ -102,7 +134,7 @@ def keys(node: Node | None, found: set[str]) -> set[str]:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("N", [1, 3])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [*ALL, *LINEAR])
 def test_diagonal_behind_a_curved_function(name: str, N: int) -> None:
     problem = build(name, N)
     run(problem, BatchDiagHessian())

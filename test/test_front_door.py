@@ -1092,9 +1092,9 @@ def test_hooks_that_change_something(change: str, first: str) -> None:
 def test_retained_gradients() -> None:
     problem, plain = extended(), build()
     got, wanted = (p.model[0](p.x) for p in (problem, plain))
-    for p, hidden in ((problem, got), (plain, wanted)):
+    for p, hidden, active in ((problem, got, [BatchGrad()]), (plain, wanted, [])):
         hidden.retain_grad()
-        with backpack(BatchGrad()):
+        with backpack(*active):
             p.losses[0](p.model[2](p.model[1](hidden)), p.terms[0].target).backward()
     assert torch.equal(got.grad, wanted.grad)
     check(problem.model, "grad_batch")

@@ -148,6 +148,26 @@ def test_autocast_with_a_scaled_loss(case: str, dtype: torch.dtype) -> None:
     scaler.update()
 
 
+@pytest.mark.parametrize("name", [*SQUARED[:4], "KFLR", "SqrtGGNExact"])
+@pytest.mark.parametrize("case", ["Tanh", "net: Conv2d", "matrix on positions"])
+def test_backward_pass_inside_of_autocast(case: str, name: str) -> None:
+    """Where a user leaves the backward pass inside, contrary to what torch advises, results are the same, digits and types included."""
+    found = []
+    for inside in (False, True):
+        problem = CASES[case].build(3, torch.float32)
+        for module in (problem.model, *problem.losses):
+            extend(module)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = problem.loss([out.float() for out in problem.outputs()])
+        with backpack(QUANTITIES[name].make()), torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+            assert torch.is_autocast_enabled("cpu") == inside
+        found.append(list(values_of(problem, name)))
+    assert len(found[0]) >= 2
+    for (parameter, wanted), (other, got) in zip(*found, strict=True):
+        assert parameter == other and torch.equal(got, wanted) and got.dtype == wanted.dtype == torch.float32
+
+
 def test_overflow() -> None:
     """Where the scaler skips the step, quantities are not finite, as the gradients are."""
     model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())

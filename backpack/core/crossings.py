@@ -15,7 +15,8 @@ from backpack.core.samples import Layout, blocks, decode, keeps_samples, numel, 
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
 _STATIC = LINEAR - frozenset(
-    "Index IndexSelect Gather AsStrided MaskedSelect Scatter Where MaxUnpool2D MaxUnpool3D Embedding BackwardHookFunction".split()
+    """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect Scatter ScatterAdd Where MaxUnpool2D MaxUnpool3D
+    Embedding BackwardHookFunction Nansum PackPaddedSequence""".split()
 )
 ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow

@@ -127,12 +127,13 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
     Raises:
         LossNotExtendedError: Always.
     """
-    hint = "write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `lossfunc(model(X), y).backward()`"
+    write = "write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `lossfunc(model(X), y).backward()`"
+    hint = f"{write}; a loss written by hand goes into a module of your own, `(prediction, target) -> loss`, which is extended likewise"
     for call in calls:
         if not call.root:
             continue
         if not call.recorder.bare and _makes_a_number(call):
-            hint = f"{call.path} has parameters, but a loss is a function of the model's output: {hint} for it"
+            hint = f"{call.path} has parameters, but a loss is a function of the model's output: {write} for it"
         elif call.recorder.bare and len(call.inputs) > 1 and (call.derivatives in (None, _OWN) or isinstance(call.derivatives, GenericDerivatives)):
             hint = (
                 f"{call.path} has no rule, or depends on more than its arguments. If it is a loss, whose first argument is the prediction with the "

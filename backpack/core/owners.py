@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 from weakref import ref
@@ -129,6 +130,32 @@ class _Owners:
         # a list of keys: a collection of garbage, hence the death of a parameter, may interrupt everything else, even a copy of the dictionary
         entries = ((key, self._names.get(key, (None, ()))[1]) for key in list(self._names))
         return {key for key, names in entries if any(fnmatchcase(name, some) for name in names for some in patterns)}
+
+    def in_order(self, parameters: Iterable[Parameter]) -> list[Parameter]:
+        """Sort parameters.
+
+        Args:
+            parameters: Tracked ones.
+
+        Returns:
+            The same in the order in which they were tracked first, that of their model.
+        """
+        places = {key: place for place, key in enumerate(list(self._names))}
+        return sorted(parameters, key=lambda parameter: places[id(parameter)])
+
+    def like(self, name: str) -> list[str]:
+        """Find names that resemble one that is nobody's.
+
+        Args:
+            name: The name.
+
+        Returns:
+            A pattern of all that end so; else up to three names of parameters and modules, the most similar first.
+        """
+        names = {some for key in list(self._names) for some in self._names.get(key, (None, ()))[1]}
+        if any(some.endswith(f".{name}") for some in names):
+            return [f"*.{name}"]
+        return get_close_matches(name, sorted(names | {some.rpartition(".")[0] for some in names}), cutoff=0.75)
 
 
 owners = _Owners()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from warnings import warn
 
 import torch
 from torch.autograd.graph import Node
@@ -192,7 +193,8 @@ def sizes(walk: Walk, edge: Edge, one: int, other: int) -> UnsupportedError:
     """
     return UnsupportedError(
         f"Mini-batches of {one} and of {other} samples meet in a tensor of shape {list(shape_of(edge))}: per-sample quantities of "
-        "{names} are ambiguous. Call backward for each of them, or leave these parameters out of all extensions: {exclude}.",
+        "{names} are ambiguous. Call backward for each of them (backpack(..., accumulate=True) unites the results), or leave these parameters "
+        "out of all extensions: {exclude}.",
         walk.named(walk.reach[edge[0]]),
     )
 
@@ -210,7 +212,8 @@ def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
     """
     return UnsupportedError(
         f"{{names}}: used with mini-batches of {one} and of {other} samples in one backward pass: which samples belong together "
-        "is not known. Call backward for each of them, or leave it out of all extensions: {exclude}.",
+        "is not known. Call backward for each of them (backpack(..., accumulate=True) unites the results), or leave it out of all "
+        "extensions: {exclude}.",
         {parameter: owners[parameter]},
     )
 
@@ -297,7 +300,7 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
 
 
 def refuse_graph(walk: Walk, returns: bool) -> None:
-    """Refuse graphs in which no quantity is defined, or from which parameters are missing.
+    """Refuse graphs in which no quantity is defined, or from which parameters are missing; warn where nothing is extended.
 
     Args:
         walk: The graph.
@@ -321,4 +324,10 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
         raise NotRecordedError(
             f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
             "`model = extend(model)` before the forward pass."
+        )
+    if walk.foreign and not (walk.parameters or walk.calls or returns or all(map(owners.released, walk.leaves.values()))):
+        warn(
+            f"backward was called inside of backpack(...), but nothing was computed: none of the {walk.foreign} parameters that it reaches belongs "
+            "to an extended module. Write `model = extend(model)` before the forward pass, or call backward outside of the context.",
+            stacklevel=9,  # the line that calls loss.backward()
         )

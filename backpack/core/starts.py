@@ -249,16 +249,19 @@ def refuse_curved(node: Node, curved: Node) -> None:
     Raises:
         LossValueError: Always.
     """
+    loss = "the loss" if node is curved else f"the loss {title(node)}"
     raise LossValueError(
-        f"{curved.name()} lies between the loss {title(node)} and the tensor on which backward was called. Second-order quantities are exact only "
-        "for weighted sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss."
+        f"{curved.name()} lies between {loss} and the tensor on which backward was called. Second-order quantities are exact only for weighted "
+        "sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss. Call backward on the loss "
+        "without this operation; products with the Hessian of what you have are in backpack.hessianfree."
     )
 
 
 def _refuse_target(path: str) -> None:
     raise LossValueError(
         f"{path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
-        "respect to its prediction is not all of it. Detach the target, or whatever else it is."
+        "respect to its prediction is not all of it. Detach the target, or whatever else it is; or make one prediction of all that depends on "
+        "parameters (the difference of two, say, with zeros as its target)."
     )
 
 

@@ -335,6 +335,10 @@ class Walk:
             why = "which has no rule"
         elif call.derivatives is None:
             why = f"whose rule does not hold here, in {'training' if module.training else 'evaluation'} mode"
+        elif call.mixes_types:
+            why = "which computes in another precision than that of its parameters and input, as under autocast, where its rule does not hold"
+        elif sum(slot.edge is not None for slot in call.tensor_inputs) > 1:
+            why = "which has several inputs that may depend on parameters"
         else:
             why = "whose rule stands for calls with a single output, of which axis 0 holds the samples"
         return f"{node.name()} of {call.path} ({type(module).__name__}, {why})"
@@ -346,9 +350,9 @@ class Walk:
             bits: Bit set of parameters.
 
         Returns:
-            Parameter to name, for errors.
+            Parameter to name, for errors; in the order of the model, whatever the graph was visited in.
         """
-        return {p: owners[p] for i, p in enumerate(self.parameters) if bits >> i & 1}
+        return {p: owners[p] for p in owners.in_order(p for i, p in enumerate(self.parameters) if bits >> i & 1)}
 
     def bits_of(self, ids: frozenset[int]) -> int:
         """Return the bit set of parameters.

@@ -20,7 +20,7 @@ from backpack.extensions.combining import Combination
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
 from backpack.extensions.saved_quantities import SavedQuantities
-from backpack.utils.errors import ArgumentError, UnsupportedError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError, exclusion
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -217,7 +217,10 @@ class BackpropExtension(ABC):
             if isinstance(entry, str):
                 named = owners.named(entry)
                 if not named:
-                    raise ArgumentError(f"{type(self).__name__}: exclude={entry!r} names no parameter of an extended module, and no module with one.")
+                    meant = f" Did you mean {exclusion(*similar)}?" if (similar := owners.like(entry)) else ""
+                    raise ArgumentError(
+                        f"{type(self).__name__}: exclude={entry!r} names no parameter of an extended module, and no module with one.{meant}"
+                    )
                 found |= named
             else:
                 found.update(map(id, entry.parameters() if isinstance(entry, Module) else (entry,)))
@@ -247,7 +250,13 @@ class BackpropExtension(ABC):
 
         Raises:
             ArgumentError: If there is an entry and ``overwrite`` is not set.
+            ArgumentTypeError: If it is no class of modules, or no module extension.
         """
+        if not (isinstance(module_cls, type) and issubclass(module_cls, Module)):
+            raise ArgumentTypeError(f"{type(self).__name__} maps classes of modules, like torch.nn.Linear, to module extensions, got {module_cls!r}.")
+        if not isinstance(extension, ModuleExtension):
+            hint = f" Create it first: {extension.__name__}()." if isinstance(extension, type) else ""
+            raise ArgumentTypeError(f"{type(self).__name__}, {module_cls.__name__}: needs an instance of ModuleExtension, got {extension!r}.{hint}")
         if module_cls in self._module_exts and not overwrite:
             raise ArgumentError(
                 f"{type(self).__name__} has a module extension for {module_cls.__name__}: {self._module_exts[module_cls]}. Pass overwrite=True."
@@ -303,9 +312,10 @@ class BackpropExtension(ABC):
         excluded = self.excluded()
         if not blocks and all(parameter is None or id(parameter) in excluded for parameter in module._parameters.values()):
             return
+        allowed = "'WARNING' or 'SILENT'" if self._fail_mode == FAIL_ERROR else "'SILENT'"
         message = (
             f"Extension saving to {self.savefield} does not have an extension for Module {type(module)} ({path}). "
-            "Register one with set_module_extension(), or set fail_mode to 'WARNING' or 'SILENT'."
+            f"Register one with set_module_extension(), or leave the module out with fail_mode={allowed}."
         )
         if self._fail_mode == FAIL_ERROR:
             raise UnsupportedError(message)

@@ -48,5 +48,8 @@ def scaled(mat: Tensor, call: ModuleCall, grad: Tensor, subsampling: list[int] |
     if weights is None:
         return mat
     if (weights < 0).any():
-        raise LossValueError(f"{call.path} is multiplied by a negative number: the generalized Gauss-Newton has no square root then.")
+        raise LossValueError(
+            f"{call.path} is multiplied by a negative number: the generalized Gauss-Newton has no square root then. DiagHessian, HMP and "
+            "backpack.hessianfree need none."
+        )
     return mat * subsample(weights.sqrt().expand(call.inputs[0].shape), subsampling=subsampling)

@@ -56,7 +56,8 @@ class ArgumentError(BackpackError, ValueError):
 class ArgumentTypeError(ArgumentError, TypeError):
     """An argument has a type that the function cannot use.
 
-    Way out: the message names the type that is wanted; ``extend`` takes a module, not its class and not a function.
+    Way out: the message names the type that is wanted; ``extend`` takes a module, not its class and not a function, and
+    ``set_module_extension`` a class of modules and an instance of a module extension.
     """
 
     code = "argument-type"
@@ -118,8 +119,8 @@ class BranchingError(UnsupportedError):
     Cause: ``KFRA``, ``HBP`` with batch averages, ``HMP``, ``GGNMP`` and ``PCHMP`` exist for sequences of modules. A residual connection, an operation
     between modules, or a module that is called twice is none.
 
-    Way out: ``KFAC`` or ``KFLR`` for factors, products of ``backpack.hessianfree`` for products: they take any graph. Or modules for
-    everything, ``extend(model, use_converter=True)``. Or ``exclude=`` for the parameters in question.
+    Way out: ``KFAC`` or ``KFLR`` for factors, products of ``backpack.hessianfree`` for products: they take any graph. Or, where nothing branches,
+    modules for everything: ``extend(model, use_converter=True)``. Or ``exclude=`` for the parameters in question.
     """
 
     code = "branching"

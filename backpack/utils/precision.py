@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -35,3 +37,17 @@ def in_type(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list):
         return [in_type(part, dtype) for part in value]
     return value.to(dtype) if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Leave autocast, where a backward pass was called inside of it: gradients are the same, but what is squared and added would lose its digits.
+
+    Yields:
+        Nothing.
+    """
+    with ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield

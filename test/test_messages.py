@@ -1,0 +1,235 @@
+"""What errors say to whoever makes a common mistake: the thing that is meant, by its name, and a way out that works when it is followed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, unextend
+from backpack.custom_module.branching import Parallel
+from backpack.extensions import GGNMP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagHessian
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
+from backpack.hessianfree.hvp import hessian_vector_product
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, BranchingError, LossNotExtendedError, LossValueError, UnsupportedError
+
+N = 5
+X, Y = torch.randn(N, 4), torch.arange(N) % 3
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def message(error: type[Exception], function: Callable[[], Any]) -> str:
+    with pytest.raises(error) as info:
+        function()
+    return str(info.value)
+
+
+def refusal(error: type[Exception], model: nn.Module, extension: BackpropExtension, loss: Callable[[Tensor], Tensor] | None = None) -> str:
+    output = extend(model)(X)
+    with backpack(extension):
+        return message(error, (extend(nn.CrossEntropyLoss())(output, Y) if loss is None else loss(output)).backward)
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("many", [list, tuple])
+def test_extensions_in_a_list(many: type) -> None:
+    said = message(ArgumentError, lambda: backpack(many([BatchGrad(), KFAC()])))
+    assert "backpack(*extensions)" in said
+    backpack(*many([BatchGrad(), KFAC()]))
+
+
+def test_what_is_extended() -> None:
+    assert "torch.nn.Sequential" in message(ArgumentTypeError, lambda: extend([nn.Linear(4, 3), nn.Linear(3, 2)]))
+    assert "the module itself" in message(ArgumentTypeError, lambda: extend(mlp().parameters()))
+    assert "torch.nn.CrossEntropyLoss()" in message(ArgumentTypeError, lambda: extend(F.cross_entropy))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("place", ["outside", "inside"])
+def test_scripted_module(place: str) -> None:
+    plain, scripted = mlp(), torch.jit.script(mlp())
+    model = scripted if place == "outside" else nn.Sequential(plain, scripted)
+    said = message(UnsupportedError, lambda: extend(model))
+    assert "torch.jit.script" in said and ("1 (" in said) == (place == "inside")
+    assert not any(child._forward_hooks for child in plain.modules())  # nothing is half extended
+
+
+@pytest.mark.parametrize("name", ["0.wieght", "bias", "head.weight", "zebra"])
+def test_unknown_names_are_completed(name: str) -> None:
+    model = extend(nn.Sequential(mlp(), nn.Linear(3, 3)))
+    said = message(ArgumentError, lambda: KFAC(exclude=[name]).excluded())
+    assert ('"*.bias"' in said) == (name == "bias")
+    assert ('"0.weight"' in said or '"0.0.weight"' in said) >= (name == "0.wieght")
+    assert "Did you mean" not in said or name != "zebra"
+    if name == "bias":
+        with backpack(KFAC(exclude=["*.bias"])):
+            F.cross_entropy(model(X), Y).backward()
+        assert {name for name, p in model.named_parameters() if hasattr(p, "kfac")} == {"0.0.weight", "0.2.weight", "1.weight"}
+
+
+class OfLinear(FirstOrderModuleExtension):
+    def weight(self, *_: Any) -> str:
+        return "mine"
+
+
+def test_entries_of_an_extension() -> None:
+    entry, extension = OfLinear(["weight"]), BatchGrad()
+    assert "OfLinear()" in message(ArgumentTypeError, lambda: extension.set_module_extension(nn.Linear, OfLinear))
+    assert "nn.Linear" in message(ArgumentTypeError, lambda: extension.set_module_extension(nn.Linear(2, 2), entry))
+    assert "'Linear'" in message(ArgumentTypeError, lambda: extension.set_module_extension("Linear", entry))
+    assert "ModuleExtension" in message(ArgumentTypeError, lambda: FirstOrderBackpropExtension("mine", {nn.Linear: print}))
+    assert not extension.has_module_exts
+    extension.set_module_extension(nn.Linear, entry)
+
+
+@pytest.mark.parametrize("base", [FirstOrderBackpropExtension, BackpropExtension])
+def test_a_warning_advises_what_is_not_the_case_yet(base: type) -> None:
+    made = type("Mine", (base,), {"expects_backpropagation_quantities": lambda _: False})("mine", {nn.Tanh: OfLinear()})
+    model = extend(mlp())
+    if made._fail_mode == "WARNING":
+        with pytest.warns(UserWarning) as warned, backpack(made):
+            F.cross_entropy(model(X), Y).backward()
+        assert all("fail_mode='SILENT'" in str(one.message) for one in warned)
+    else:
+        said = refusal(NotImplementedError, model, made)
+        assert "fail_mode='WARNING'" in said and "'SILENT'" in said
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("functional", [False, True])
+@pytest.mark.parametrize("curve", [lambda loss: loss**2, torch.sqrt], ids=["square", "root"])
+def test_loss_that_was_transformed(curve: Callable, functional: bool) -> None:
+    """An operation is not taken for the loss; the products that are advised exist."""
+    model, lossfunc = mlp(), F.mse_loss if functional else extend(nn.MSELoss())
+    said = refusal(LossValueError, model, KFAC(), lambda out: curve(lossfunc(out, torch.ones(N, 3))))
+    name = said.split()[0]
+    assert name in {"PowBackward0", "SqrtBackward0"} and said.count(name) == 1 and "backpack.hessianfree" in said
+    parameters = list(model.parameters())
+    hessian_vector_product(curve(lossfunc(model(X), torch.ones(N, 3))), parameters, [torch.ones_like(p) for p in parameters])
+
+
+def test_negative_loss() -> None:
+    said = refusal(LossValueError, mlp(), DiagGGNExact(), lambda out: -extend(nn.CrossEntropyLoss())(out, Y))
+    assert "DiagHessian" in said
+    model = extend(mlp())
+    with backpack(DiagHessian()):
+        (-extend(nn.CrossEntropyLoss())(model(X), Y)).backward()
+
+
+class Hinge(nn.Module):
+    """A loss that torch does not have."""
+
+    def forward(self, scores: Tensor, labels: Tensor) -> Tensor:
+        return (1 - scores.gather(1, labels[:, None])).relu().square().mean()
+
+
+def test_loss_written_by_hand() -> None:
+    model, hinge = extend(mlp()), Hinge()
+    assert "a loss written by hand" in refusal(LossNotExtendedError, model, DiagGGNExact(), lambda out: hinge.forward(out, Y))
+    with backpack(DiagGGNExact(), BatchGrad()):
+        extend(hinge)(model(X), Y).backward()
+    assert all(hasattr(p, "diag_ggn_exact") for p in model.parameters())
+
+
+def test_both_sides_of_a_loss_depend_on_parameters() -> None:
+    model, zeros = extend(mlp()), torch.zeros(N, 3)
+    assert "difference of two" in refusal(LossValueError, model, DiagGGNExact(), lambda out: F.mse_loss(out, model(2 * X)))
+    with backpack(DiagGGNExact()):
+        F.mse_loss(model(X) - model(2 * X), zeros).backward()
+    weight = model[2].weight
+    inner = torch.tanh(model[0](X)) - torch.tanh(model[0](2 * X))
+    torch.testing.assert_close(weight.diag_ggn_exact, (2 / zeros.numel() * inner.square().sum(0)).expand(3, -1))
+
+
+def test_mini_batches_of_different_size() -> None:
+    model = extend(mlp())
+    parts = [(X[:2], Y[:2]), (X[2:], Y[2:])]
+    with backpack(BatchGrad()):
+        said = message(UnsupportedError, sum(F.cross_entropy(model(x), y, reduction="sum") for x, y in parts).backward)
+    assert "accumulate=True" in said
+    with backpack(BatchGrad(), accumulate=True):
+        for x, y in parts:
+            F.cross_entropy(model(x), y, reduction="sum").backward()
+    gradient = torch.autograd.grad(F.cross_entropy(model(X[3:4]), Y[3:4]), [model[2].weight])[0]
+    torch.testing.assert_close(model[2].weight.grad_batch[3], gradient)
+
+
+# --- the model --------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("extension", [KFRA, GGNMP])
+def test_rules_that_do_not_hold_under_autocast(extension: type) -> None:
+    model = extend(mlp())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = extend(nn.CrossEntropyLoss())(model(X), Y)
+    with backpack(extension()):
+        said = message(BranchingError, loss.backward)
+    assert "autocast" in said and "axis 0" not in said
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_nothing_is_extended(extension: type) -> None:
+    """A warning, as other models may be trained under a context as well; it shows the user's line, and is not given for products by hand."""
+    model = mlp()
+    with backpack(extension()):
+        with pytest.warns(UserWarning, match=r"none of the 4 parameters.*extend\(model\)") as warned:
+            F.cross_entropy(model(X), Y).backward()
+        torch.autograd.grad(F.cross_entropy(model(X), Y), list(model.parameters()))
+        F.cross_entropy(extend(model)(X), Y).backward()
+        F.cross_entropy(torch.zeros(N, 3, requires_grad=True), Y).backward()
+        F.cross_entropy(unextend(extend(mlp()))(X), Y).backward()
+    assert [one.filename for one in warned] == [__file__]
+    assert all(hasattr(p, extension().savefield) for p in model.parameters())
+
+
+class ComplexFactor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factor = nn.Linear(4, 3), nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.layer(x) * self.factor).real
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_complex_parameters_can_be_left_out(extension: type) -> None:
+    model, plain = ComplexFactor(), ComplexFactor()
+    plain.load_state_dict(model.state_dict())
+    assert 'exclude=["factor"]' in refusal(UnsupportedError, model, extension())
+    plain.factor.requires_grad_(False)
+    for net, left_out in ((model, ["factor"]), (plain, [])):
+        with backpack(extension(exclude=left_out)):
+            F.cross_entropy(extend(net)(X), Y).backward()
+    field = extension().savefield
+    torch.testing.assert_close(getattr(model.layer.weight, field), getattr(plain.layer.weight, field))
+    assert not hasattr(model.factor, field)
+
+
+@pytest.mark.parametrize("extension", [KFRA, GGNMP])
+def test_branches(extension: type) -> None:
+    """Modules for everything do not help where the graph branches, which is said; what is advised works."""
+    model = nn.Sequential(Parallel(nn.Linear(4, 3), nn.Linear(4, 3)), nn.Linear(3, 3))
+    said = refusal(BranchingError, model, extension())
+    assert "several inputs" in said and "without branches" in said and "KFLR" in said
+    with backpack(KFLR(), DiagGGNExact()):
+        F.cross_entropy(model(X), Y).backward()
+
+
+def test_names_come_in_the_order_of_the_model() -> None:
+    """Not in that in which nodes of the graph were visited, which differs from run to run."""
+    model = nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(4, 4), nn.Tanh())), nn.Linear(4, 3))
+    with backpack(KFAC()), pytest.raises(LossNotExtendedError) as info:
+        extend(model)(X).exp().mean().backward()
+    assert list(info.value.about.values()) == [name for name, _ in model.named_parameters()]
