@@ -162,6 +162,29 @@ def test_hooks_run(name: str) -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("how", ["changed", "retained"])
+def test_gradient_of_a_transposed_weight(how: str) -> None:
+    """What functional code does with a tensor between a product and its weight counts in the gradient."""
+    net = nn.Linear(4, 3, dtype=torch.float64)
+    x, seen = torch.randn(3, 40, 4, dtype=torch.float64), []
+
+    def forward(x: Tensor) -> Tensor:
+        turned = net.weight.t()
+        turned.register_hook(lambda grad: 2 * grad) if how == "changed" else turned.retain_grad()
+        seen.append(turned)
+        return x @ turned + net.bias
+
+    net.forward = forward
+    net(x).square().sum().backward()
+    expected, net.weight.grad = net.weight.grad, None
+    extend(net)
+    with backpack(extensions.BatchGrad()):
+        net(x).square().sum().backward()
+    close(net.weight.grad, expected, 1e-12)
+    if how == "retained":
+        close(seen[1].grad, seen[0].grad, 1e-12)
+
+
 def test_frozen_parts_and_other_leaves() -> None:
     net, x = make_net()
     net[0].bias.requires_grad_(False)

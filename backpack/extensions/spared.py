@@ -95,7 +95,7 @@ def _rows(plan: Plan, unit: Unit) -> Size | None:
 
     Returns:
         ``[N, G, O, L]``; ``None`` if it is no affine layer that is used once, at several positions, without backward hooks, outside of
-            checkpoints and in full precision.
+            checkpoints and in full precision; or if functional code may have hooked a tensor between it and the parameters.
     """
     call = unit.call
     several = unit.arrangement is not None or len(call.outputs[0].shape) > 2  # noqa: PLR2004
@@ -105,6 +105,8 @@ def _rows(plan: Plan, unit: Unit) -> Size | None:
     if len(types) > 1 or types.isdisjoint(_TYPES) or any(plan.uses[parameter] > 1 for parameter in unit.parameters.values()):
         return None
     if any(getattr(call, name, None) is not None for name in ("origin", "part")) or (call.module is not None and call.module._backward_hooks):
+        return None
+    if call.module is None and len(unit.inside) > 1 + len(unit.parameters):  # x @ w.t()
         return None
     view = call if unit.arrangement is None else BatchFirst(call, unit.arrangement)
     return call.derivatives.rows(view, view.output[None]).shape[1:]
