@@ -17,6 +17,7 @@ from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.graph import shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, first_axis, label_tensor, numel, settle
+from backpack.utils.eigen import eigh
 
 
 class Born(NamedTuple):
@@ -182,7 +183,7 @@ def _eigenvectors(matrices: Tensor, values: list[Tensor]) -> tuple[Tensor, Tenso
         return matrices[:, 0], torch.ones_like(matrices)
     sizes = torch.stack([value.square().mean().sqrt() for value in values])
     units = torch.where((sizes > 0) & sizes.isfinite(), sizes, 1.0).repeat_interleave(matrices.shape[-1] // len(values))
-    eigenvalues, vectors = torch.linalg.eigh(matrices * units * units.unsqueeze(1))
+    eigenvalues, vectors = eigh(matrices * units * units.unsqueeze(1))
     return eigenvalues, vectors / units.unsqueeze(1)
 
 

@@ -23,6 +23,7 @@ from backpack.core.samples import Layout, add_rows, numel
 from backpack.core.walk import Need, Unit, Walk
 from backpack.extensions.flows import ColumnFlow, Source, refuse_coupled, refuse_curved, separate_rows
 from backpack.extensions.loss_scale import position_weights
+from backpack.utils.eigen import eigh
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.precision import wide
 
@@ -74,7 +75,7 @@ class SignedSqrtFlow(ColumnFlow):
             shape = call.input0.shape
             size = shape[1:].numel()
             unit = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
-            values, vectors = torch.linalg.eigh(wide(rule._residual_mat_prod(call, None, (grad,), unit)).flatten(2).movedim(0, 2))
+            values, vectors = eigh(wide(rule._residual_mat_prod(call, None, (grad,), unit)).flatten(2).movedim(0, 2))
             mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(size, *shape).to(grad.dtype)
             signs = values.sign().T.to(grad.dtype)
         mat, signs = separate_rows(mat, signs, layout)
