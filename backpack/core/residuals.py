@@ -18,6 +18,7 @@ from backpack.core.graph import shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, first_axis, label_tensor, numel, settle
 from backpack.utils.eigen import eigh
+from backpack.utils.precision import wide
 
 
 class Born(NamedTuple):
@@ -144,7 +145,7 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     units = units.reshape(size, count, *(n if axis in coupled else 1 for axis, n in enumerate(values[0].shape)))
     rows = torch.stack([torch.stack(multiply(tuple(part.expand(values[0].shape) for part in unit))) for unit in units])
     matrices = rows.movedim([2 + axis for axis in coupled], list(range(2, 2 + len(coupled)))).reshape(size, size, prod(kept)).movedim(2, 0)
-    eigenvalues, vectors = _eigenvectors(matrices, values)
+    eigenvalues, vectors = _eigenvectors(wide(matrices), values)
 
     # the blocks of one sample need columns of their own
     if layout.samples == 1:
@@ -155,9 +156,9 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     turns, most = _turns(labels, layout.samples)
     full = grad.new_zeros(most, prod(kept), size, size)
     places = torch.arange(prod(kept), device=grad.device)
-    full[turns, places] = (vectors * eigenvalues.abs().sqrt().unsqueeze(1)).mT
+    full[turns, places] = (vectors * eigenvalues.abs().sqrt().unsqueeze(1)).mT.to(grad.dtype)
     signs = grad.new_zeros(most, layout.samples, size)
-    signs[turns, labels] = eigenvalues.sign()
+    signs[turns, labels] = eigenvalues.sign().to(grad.dtype)
     columns = full.permute(0, 2, 3, 1).reshape(most * size, count, *lengths, *kept)
     columns = columns.movedim(list(range(2, 2 + len(coupled))), [2 + axis for axis in coupled])
     if parts is None:
