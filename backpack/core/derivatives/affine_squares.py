@@ -81,7 +81,12 @@ def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor, sums: d
 
 
 def sum_of_squares(
-    layer: AffineDerivatives, module: Module, mat: Tensor, signs: Tensor | None = None, sums: dict[str, Tensor] | None = None
+    layer: AffineDerivatives,
+    module: Module,
+    mat: Tensor,
+    signs: Tensor | None = None,
+    sums: dict[str, Tensor] | None = None,
+    scale: float = 1.0,
 ) -> Tensor:
     """Sum of element-wise squares over samples and columns.
 
@@ -91,13 +96,15 @@ def sum_of_squares(
         mat: Columns ``[[V, *output]]``.
         signs: Factor of each column and sample ``[[V, N]]``; ``None`` for one.
         sums: Takes the sum of the products themselves, if these are formed.
+        scale: Factor.
 
     Returns:
         ``[[*weight]]``.
     """
     vectors = layer.vectors(module)
     if vectors is not None:
-        return torch.mm(sum_of_squared_columns(mat, signs).t(), wide(vectors).square())
+        squares = wide(vectors).square()
+        return torch.addmm(squares.new_empty(()), sum_of_squared_columns(mat, signs).t(), squares, beta=0, alpha=scale)
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
         squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)
@@ -106,7 +113,7 @@ def sum_of_squares(
         out = _zeros(module, rows)
         for v, n, products in _blocks(layer, module, mat, sums):
             _add_squares(out, wide(products), None if signs is None else signs[v, n])
-    return layer.weight_from_matrix(module, out)
+    return layer.weight_from_matrix(module, out if scale == 1 else out.mul_(scale))
 
 
 def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, signs: Tensor | None = None) -> Tensor:

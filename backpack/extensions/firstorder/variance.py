@@ -49,8 +49,9 @@ faster(Variance, AffineDerivatives, "bias")(finish_at_once)
 
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
-    squares = sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums)
-    return FromGradient(lambda grad: Noted(_variance(squares, grad, use.layout.samples), lambda: wide(grad)))
+    samples = max(use.layout.samples, 1)
+    squares = sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums, scale=1 / samples)
+    return FromGradient(lambda grad: Noted(_variance(squares, grad, samples), lambda: wide(grad)))
 
 
 @faster(Variance, LookupDerivatives, "weight")
@@ -63,20 +64,21 @@ def _lookup(extension: Variance, use: Use, name: str) -> Noted:
     def spread(part: Tensor) -> Tensor:
         return part.new_zeros(shape).index_copy_(0, found, part)
 
-    return Noted(spread(_variance(squares, gradient, use.layout.samples)), lambda: spread(gradient))
+    samples = max(use.layout.samples, 1)
+    return Noted(spread(_variance(squares.div_(samples), gradient, samples)), lambda: spread(gradient))
 
 
 def _variance(squares: Tensor, gradient: Tensor, samples: int) -> Tensor:
     """Subtract the square of the mean from the mean of squares.
 
     Args:
-        squares: Sum of squares, which is overwritten: fresh memory would take longer than the arithmetic.
+        squares: Mean of squares, which is overwritten: fresh memory would take longer than the arithmetic.
         gradient: Sum.
         samples: Number of summands.
 
     Returns:
         Shape of the gradient.
     """
-    samples, gradient = max(samples, 1), wide(gradient)
+    gradient = wide(gradient)
     # rounding may take the difference below zero
-    return squares.div_(samples).addcmul_(gradient, gradient, value=-1 / samples**2).clamp_(min=0)
+    return squares.addcmul_(gradient, gradient, value=-1 / samples**2).clamp_(min=0)
