@@ -18,7 +18,7 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
 from backpack.core.derivatives.registry import derivatives_for
-from backpack.core.slots import Slot, place_of, same_data, version_of
+from backpack.core.slots import Slot, same_data, version_of
 from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 from backpack.utils.nested import tensors_in
@@ -37,7 +37,10 @@ def _versions(module: Module) -> list[int]:
 
 
 def _places(module: Module) -> list[int]:
-    return [place_of(p) for p in module._parameters.values() if p is not None]
+    try:
+        return [p.data_ptr() for p in module._parameters.values() if p is not None]
+    except RuntimeError:  # tensors of a transformation have no data
+        return []
 
 
 class Mark(NamedTuple):

@@ -106,21 +106,6 @@ def same_data(tensor: Tensor) -> Tensor | None:
     return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
 
 
-def place_of(tensor: Tensor) -> int:
-    """Say where the data of a tensor lie.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        An address; 0 for tensors that have none, like those of a transformation.
-    """
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0
-
-
 def version_of(tensor: Tensor) -> int:
     """Count how often a tensor was changed in place.
 
