@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 
 from backpack.backward import backpack, make_plan
 from backpack.core.calls import ModuleCall
-from backpack.core.crossings import SPLIT, Way
+from backpack.core.crossings import SPLIT, Crossing, Gap, Way
 from backpack.core.graph import operation
 from backpack.core.node_calls import NodeCall
 from backpack.core.owners import owners
@@ -330,25 +330,36 @@ def _rules(plan: Plan) -> dict[Parameter, str]:
         Parameter to text.
     """
     uses: dict[Parameter, Counter[str]] = {}
+    for parameter, text in _uses(plan):
+        uses.setdefault(parameter, Counter())[text] += 1
+    return {p: " + ".join(f"{count} x {text}" if count > 1 else text for text, count in texts.items()) for p, texts in uses.items()}
+
+
+def _uses(plan: Plan) -> Iterator[tuple[Parameter, str]]:
+    """Go through the uses of all parameters.
+
+    Args:
+        plan: The plan.
+
+    Yields:
+        Parameter, and what serves it there.
+    """
+    leaves = plan.walk.leaves
     for unit in units_of(plan):
-        for parameter in unit.parameters.values():
-            uses.setdefault(parameter, Counter())[_rule(unit)] += 1
+        yield from ((parameter, _rule(unit)) for parameter in unit.parameters.values())
     for gap in plan.gaps.values():
         for upstream, crossing in zip(gap.nexts, gap.crossings, strict=True):
-            if upstream is not None and crossing is not None and upstream[0] in plan.walk.leaves:
-                name = _lower(gap.node)
-                if SPLIT in gap.states.values():
-                    text = f"columns of each sample through {name}"
-                elif crossing.way is Way.MASKED:
-                    text = f"{name}, called for each sample"
-                else:
-                    text = f"un-summed gradient at {name}"
-                uses.setdefault(plan.walk.leaves[upstream[0]], Counter())[text] += 1
+            if upstream is not None and crossing is not None and upstream[0] in leaves:
+                yield leaves[upstream[0]], _crossing(gap, crossing)
     for unit in units_of(plan):
-        for edge in unit.split.values():
-            if edge[0] in plan.walk.leaves:
-                uses.setdefault(plan.walk.leaves[edge[0]], Counter())[f"columns of each sample at {_rule(unit)}"] += 1
-    return {p: " + ".join(f"{count} x {text}" if count > 1 else text for text, count in texts.items()) for p, texts in uses.items()}
+        yield from ((leaves[node], f"columns of each sample at {_rule(unit)}") for node, *_ in unit.split.values() if node in leaves)
+
+
+def _crossing(gap: Gap, crossing: Crossing) -> str:
+    name = _lower(gap.node)
+    if SPLIT in gap.states.values():
+        return f"columns of each sample through {name}"
+    return f"{name}, called for each sample" if crossing.way is Way.MASKED else f"un-summed gradient at {name}"
 
 
 def _rule(unit: Unit) -> str:

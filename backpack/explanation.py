@@ -122,7 +122,7 @@ class Explanation:
         lines: list[str] = []
         for shapes in (True, False):
             table = self._table(reasons, shapes)
-            if max(map(sum_of_widths, table)) <= WIDTH:
+            if max(map(_width, table)) <= WIDTH:
                 break
         for part in _pages(table):
             widths = [max(map(len, column)) for column in zip(*part, strict=True)]
@@ -184,7 +184,7 @@ def _cell(row: Row, reasons: list[str], shapes: bool) -> str:
     return f"{row.verdict.value} {', '.join(str(list(shape)) for shape in row.result)}"
 
 
-def sum_of_widths(line: list[str]) -> int:
+def _width(line: list[str]) -> int:
     """Return the length of a line.
 
     Args:

@@ -36,7 +36,7 @@ for _ in tqdm(range(60), desc="training", unit="epoch"):
 # Blocks
 # ------
 # A block of samples is a smaller mini-batch. A block of outputs is a loss that looks at some outputs: the Hessian of the sum of squares has no
-# entries between different outputs.
+# entries between different outputs. (``backpack(..., memory="8MiB")`` cuts outputs by itself, whatever the loss.)
 
 
 def in_blocks(X: Tensor, samples: int, outputs: int) -> list[Tensor]:

@@ -11,7 +11,7 @@ with ``with``.
 # Two optimizers
 # --------------
 # Both replace the gradient by a better direction, and leave the step, with momentum, to ``torch.optim.SGD``. The curvature is a running mean, and it
-# is damped. The first optimizer divides by the diagonal of the generalized Gauss-Newton matrix (GGN).
+# is damped.
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -19,7 +19,7 @@ from itertools import pairwise
 import matplotlib.pyplot as plt
 import torch
 from _common import BLUE, GREEN, GREY, ORANGE, digits, save
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import SGD, Adam
 from tqdm import tqdm
 
@@ -28,20 +28,36 @@ from backpack.extensions import KFAC, DiagGGNMC
 from backpack.utils.kroneckers import apply_inv_kfac_mat_prod
 
 
-class DiagonalGGN(SGD):
-    """``g / (diagonal + damping)`` takes the place of ``g``, after backward passes with ``DiagGGNMC``."""
+class Preconditioned(SGD):
+    """Says ``new_curvature``, a list of tensors, and which ``direction`` takes the place of a gradient."""
 
     def __init__(self, params, lr: float, damping: float, momentum: float = 0.9, decay: float = 0.95) -> None:
         super().__init__(params, lr, momentum)
-        self.damping, self.decay, self.curvature = damping, decay, {}
+        self.damping, self.decay, self.means = damping, decay, {}
 
     @torch.no_grad()
     def step(self) -> None:
         for p in (p for group in self.param_groups for p in group["params"]):
-            mean = self.curvature.setdefault(p, p.diag_ggn_mc.clone())
-            mean.lerp_(p.diag_ggn_mc, 1 - self.decay)
-            p.grad /= mean + self.damping
+            new = self.new_curvature(p)
+            means = self.means.setdefault(p, [curvature.clone() for curvature in new])
+            for mean, curvature in zip(means, new, strict=True):
+                mean.lerp_(curvature, 1 - self.decay)
+            p.grad = self.direction(p.grad, means)
         super().step()
+
+
+# %%
+# The first divides by the diagonal of the generalized Gauss-Newton matrix (GGN).
+
+
+class DiagonalGGN(Preconditioned):
+    """``g / (diagonal + damping)`` takes the place of ``g``, after backward passes with ``DiagGGNMC``."""
+
+    def new_curvature(self, p: nn.Parameter) -> list[Tensor]:
+        return [p.diag_ggn_mc]
+
+    def direction(self, g: Tensor, means: list[Tensor]) -> Tensor:
+        return g / (means[0] + self.damping)
 
 
 # %%
@@ -49,23 +65,16 @@ class DiagonalGGN(SGD):
 # proportion to its size (`Martens & Grosse 2015 <https://arxiv.org/abs/1503.05671>`_, section 6.3).
 
 
-class Kronecker(SGD):
+class Kronecker(Preconditioned):
     """``(B (x) A + damping)^-1 g``, approximately, takes the place of ``g``, after backward passes with ``KFAC``."""
 
-    def __init__(self, params, lr: float, damping: float, momentum: float = 0.9, decay: float = 0.95) -> None:
-        super().__init__(params, lr, momentum)
-        self.damping, self.decay, self.curvature = damping, decay, {}
+    def new_curvature(self, p: nn.Parameter) -> list[Tensor]:
+        return p.kfac
 
-    @torch.no_grad()
-    def step(self) -> None:
-        for p in (p for group in self.param_groups for p in group["params"]):
-            means = self.curvature.setdefault(p, [factor.clone() for factor in p.kfac])
-            for mean, factor in zip(means, p.kfac, strict=True):
-                mean.lerp_(factor, 1 - self.decay)
-            sizes = torch.stack([mean.diagonal().mean() for mean in means])
-            shares = sizes * (self.damping / sizes.prod()) ** (1 / len(sizes))  # their product is the damping
-            p.grad = apply_inv_kfac_mat_prod(means, p.grad.flatten(), shift=shares.tolist()).view_as(p)
-        super().step()
+    def direction(self, g: Tensor, means: list[Tensor]) -> Tensor:
+        sizes = torch.stack([mean.diagonal().mean() for mean in means])
+        shares = sizes * (self.damping / sizes.prod()) ** (1 / len(sizes))  # their product is the damping
+        return apply_inv_kfac_mat_prod(means, g.flatten(), shift=shares.tolist()).view_as(g)
 
 
 # %%

@@ -128,8 +128,7 @@ print(len(bp.check_rule(Bump(), torch.randn(4, 3))), "products of Bump,", len(bp
 
 
 class Wrong(Bump):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x)
+    """The same activation, with a rule of its own."""
 
 
 @bp.register(Wrong)

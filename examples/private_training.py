@@ -19,7 +19,7 @@ from _common import BLUE, GREY, ORANGE, digits, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from backpack import backpack, disable, extend
+from backpack import backpack, extend
 from backpack.extensions import BatchGrad, BatchL2Grad
 
 X, y, X_test, y_test = digits()
@@ -91,7 +91,7 @@ def train(C: float, sigma: float, seed: int) -> tuple[float, Tensor]:
             for p in model.parameters():
                 noise = sigma * C * torch.randn(p.shape, generator=generator)
                 p.sub_(STEP_SIZE / C * (p.grad + noise) / len(X))  # the step is divided by C, so that C only decides who is clipped
-    with torch.no_grad(), disable():
+    with torch.no_grad():
         return (model(X_test).argmax(1) == y_test).float().mean().item(), torch.stack(norms)
 
 

@@ -69,22 +69,15 @@ graph(
 )
 graph("checkpoint", checkpointed, layers(3, 3, 4, inner=lambda: Linear(3, 3), tanh=Tanh), (3,), "chain")
 graph("checkpoint, functional", checkpointed_functional, layers(3, 3, 4, inner=lambda: Linear(3, 3), scale=parameter(3)), (3,), *CHAIN)
-graph(
-    "weight norm",
-    lambda net, x: net.b(net.tanh(net.a(x))),
-    lambda: {"a": weight_norm(Linear(3, 3)), "tanh": Tanh(), "b": Linear(3, 4)},
-    (3,),
-    *CHAIN,
-    "curved",
-)
-graph(
-    "orthogonal",
-    lambda net, x: net.b(net.tanh(net.a(x))),
-    lambda: {"a": orthogonal(Linear(3, 3)), "tanh": Tanh(), "b": Linear(3, 4)},
-    (3,),
-    *CHAIN,
-    "curved",
-)
+for _name, _parametrization in (("weight norm", weight_norm), ("orthogonal", orthogonal)):
+    graph(
+        _name,
+        lambda net, x: net.b(net.tanh(net.a(x))),
+        lambda parametrized=_parametrization: {"a": parametrized(Linear(3, 3)), "tanh": Tanh(), "b": Linear(3, 4)},
+        (3,),
+        *CHAIN,
+        "curved",
+    )
 graph(
     "merged update of low rank",
     lambda net, x: net.b(F.linear(net.a(x), net.w + net.up @ net.down).tanh()),

@@ -1,5 +1,7 @@
 """Settings that all tests share: one thread, fixed seeds."""
 
+import gc
+from collections.abc import Iterator
 from random import seed
 
 import numpy
@@ -18,3 +20,14 @@ def fixed_seed() -> None:
     seed(0)
     numpy.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_garbage_collector() -> Iterator[None]:
+    """Let whatever forms a reference cycle stay; what was there before a test is not looked at."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.unfreeze()

@@ -150,11 +150,10 @@ def test_sampled_quantities(split: tuple[int, ...]) -> None:
         close(parameter.diag_ggn_mc, expected.sum(0))
         if parameter.dim() == 1:
             close(parameter.kfac[0], einsum("vni,vnj->ij", root, root))
-            bias = parameter.kfac[0]
-    for name, parameter in problem.model.named_parameters():
-        if name.endswith("weight"):
-            close(parameter.kfac[1], parameter.kflr[1])
-    close(parameter.kfac[0], bias)
+    for layer in problem.model:
+        if isinstance(layer, nn.Linear):
+            close(layer.weight.kfac[0], layer.bias.kfac[0])
+            close(layer.weight.kfac[1], layer.weight.kflr[1])
 
 
 @pytest.mark.parametrize("index", [[1], [1, 0, 1], [-1]], ids=str)

@@ -65,7 +65,7 @@ class BatchFirst(nn.Module):
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize(("samples", "steps"), [(1, 3), (3, 1), (2, 2), (3, 3), (3, 2)])
 @pytest.mark.parametrize("name", MODULES)
-def test_outermost(name: str, samples: int, steps: int, batch_first: bool) -> None:
+def test_samples_of_an_outermost_module_of_torch(name: str, samples: int, steps: int, batch_first: bool) -> None:
     """A module of torch that is not wrapped has the samples where torch says, also where there are as many steps, or layers."""
     make, choose, states = MODULES[name]
     back = states or not batch_first

@@ -377,7 +377,7 @@ AMOUNTS = {1: 1, 5_000: 5_000, "2GiB": 2 << 30, "500MB": 500_000_000, " 1.5 kib 
 
 
 @pytest.mark.parametrize("amount", AMOUNTS)
-def test_amounts(amount: int | str) -> None:
+def test_amounts_of_memory_in_words(amount: int | str) -> None:
     assert bytes_of(amount) == AMOUNTS[amount]
     assert backpack(memory=amount).memory == AMOUNTS[amount]
 

@@ -117,7 +117,7 @@ CELLS = [(name, how) for name in PARTS for how in HOW if how != "selective" or n
 @pytest.mark.parametrize("batch", [1, N])
 @pytest.mark.parametrize("extension", EXACT)
 @pytest.mark.parametrize(("name", "how"), CELLS)
-def test_exact(name: str, how: str, extension: str, batch: int) -> None:
+def test_checkpointed_parts_are_exact(name: str, how: str, extension: str, batch: int) -> None:
     quantity, net = QUANTITIES[extension], problem(name, partial(checkpoint, use_reentrant=False, **HOW[how]), batch)
     run(net, quantity.make())
     oracle = Oracle(problem(name, plain, batch))
@@ -128,7 +128,7 @@ def test_exact(name: str, how: str, extension: str, batch: int) -> None:
 
 @pytest.mark.parametrize("extension", ["BatchGrad", "Variance", "DiagGGNExact", "KFLR"])
 @pytest.mark.parametrize("segments", [1, 2, 3])
-def test_sequence(extension: str, segments: int) -> None:
+def test_segments_of_a_sequence_are_exact(extension: str, segments: int) -> None:
     def forward(net: Net, x: Tensor, run: bool) -> Tensor:
         h = net.a(x)
         return net.b(checkpoint_sequential(net.inner, segments, h, use_reentrant=False) if run else net.inner(h))

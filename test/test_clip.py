@@ -75,7 +75,7 @@ def test_zero_gradients_stay() -> None:
     assert torch.equal(model.weight.grad, torch.zeros(2, 3))
 
 
-def test_refused() -> None:
+def test_parameters_without_norms_are_refused() -> None:
     """A parameter that is left out of the norm would not be protected."""
     model = extend(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
     with pytest.raises(ArgumentError, match="No parameter carries"):

@@ -98,6 +98,6 @@ def test_connected(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", sorted(CASES.keys() - OTHER_GRADIENT))
-def test_slopes(case: str) -> None:
+def test_derivatives_of_quantities(case: str) -> None:
     """What can be differentiated is right, what cannot says so."""
     check(case)

@@ -103,7 +103,7 @@ def keys(node: Node | None, found: set[str]) -> set[str]:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("N", [1, 3])
 @pytest.mark.parametrize("name", ALL)
-def test_function(name: str, N: int) -> None:
+def test_diagonal_behind_a_curved_function(name: str, N: int) -> None:
     problem = build(name, N)
     run(problem, BatchDiagHessian())
     QUANTITIES["BatchDiagHessian"].check(Oracle(build(name, N)), collect(problem, "diag_h_batch"))

@@ -78,7 +78,7 @@ NAMES = list(QUANTITIES)
 
 
 @pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)))
-def test_truth(number: int, case: str) -> None:
+def test_a_run_does_what_was_told(number: int, case: str) -> None:
     """One extension a case, in turn."""
     name = NAMES[number % len(NAMES)]
     check(lambda: CASES[case].build(QUANTITIES[name].batches[-1]), QUANTITIES[name].make)
@@ -87,7 +87,7 @@ def test_truth(number: int, case: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("case", CASES)
-def test_truth_of_all(case: str, batch: int) -> None:
+def test_all_runs_do_what_was_told(case: str, batch: int) -> None:
     """Every extension on every case."""
     for quantity in QUANTITIES.values():
         if batch in quantity.batches:
@@ -96,7 +96,7 @@ def test_truth_of_all(case: str, batch: int) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("quantity", ["SqrtGGNMC", "DiagHessian", "KFLR"])
-def test_truth_on_models(name: str, quantity: str) -> None:
+def test_runs_of_models_do_what_was_told(name: str, quantity: str) -> None:
     check(lambda: fresh(name, 3), QUANTITIES[quantity].make)
 
 
@@ -148,7 +148,7 @@ def test_extended_stays_extended() -> None:
     assert model.weight.grad_batch.shape == (5, 3, 4)
 
 
-def test_rows() -> None:
+def test_rows_of_one_model_by_hand() -> None:
     """Verdicts, reasons and sizes of one model, by hand."""
     model = Untidy().eval()
     rows = {
@@ -168,7 +168,7 @@ def test_unknown_name_is_an_error() -> None:
         explain(Linear(4, 3), CrossEntropyLoss(), torch.rand(5, 4), torch.randint(3, (5,)), [BatchGrad(exclude=["wieght"])])
 
 
-def test_together() -> None:
+def test_what_does_not_go_together_is_told_once() -> None:
     """What each extension refuses alone is told there; what only the company of another one brings is told in one place."""
     model, X, y = Sequential(Linear(4, 3), Linear(3, 3)), torch.rand(5, 4), torch.randint(3, (5,))
     explanation = explain(model, CrossEntropyLoss(), X, y, [BatchGrad(), KFAC(), DiagGGNMC()])

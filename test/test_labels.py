@@ -173,7 +173,7 @@ def test_no_axis_left() -> None:
 
 
 @pytest.mark.parametrize(("name", "N"), [(name, N) for name in MODELS for N in (1, 3) if (name, N) != ("BERT, regression", 1)])
-def test_labels(name: str, N: int) -> None:
+def test_models_that_compute_their_own_loss_are_exact(name: str, N: int) -> None:
     oracle, rtol = truth(name, N), 5e-6 if MODELS[name].single else 1e-9
     expected = {
         "grad_batch": oracle.grad_batch,

@@ -71,7 +71,7 @@ FACTORS = {
 
 @pytest.mark.parametrize("quantity", ["KFAC", "KFLR"])
 @pytest.mark.parametrize("name", FACTORS)
-def test_factors(name: str, quantity: str) -> None:
+def test_large_factors_are_refused(name: str, quantity: str) -> None:
     make, shape, message = FACTORS[name]
     model, x = extend(nn.Sequential(make(), nn.Flatten())), torch.randn(2, *shape)
     with backpack(QUANTITIES[quantity].make()), pytest.raises(UnsupportedError, match=f"{message}.*exclude="):
@@ -79,9 +79,11 @@ def test_factors(name: str, quantity: str) -> None:
     assert results(model) == {}
 
 
-def test_table_of_words() -> None:
+def test_factors_of_a_large_table_exist() -> None:
     """The input factor of a table is a diagonal, and takes as many numbers as there are words."""
-    model = extend(nn.Sequential(nn.Embedding(50_257, 2), nn.Flatten(), nn.Linear(6, 2)))
+    model, words = extend(nn.Sequential(nn.Embedding(50_257, 2), nn.Flatten(), nn.Linear(6, 2))), torch.randint(50_257, (2, 3))
     with backpack(KFAC()):
-        extend(nn.MSELoss())(model(torch.randint(50_257, (2, 3))), torch.zeros(2, 2)).backward()
-    assert [tuple(factor.shape) for factor in model[0].weight.kfac] == [(50_257,), (2, 2)]
+        extend(nn.MSELoss())(model(words), torch.zeros(2, 2)).backward()
+    counts, outputs = model[0].weight.kfac
+    assert torch.equal(counts, torch.bincount(words.flatten(), minlength=50_257) / 2)
+    assert outputs.shape == (2, 2)

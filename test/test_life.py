@@ -8,7 +8,7 @@ import multiprocessing
 import pickle
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from time import process_time
 from typing import Any
@@ -331,16 +331,6 @@ def train(problem: Problem, optimizer: torch.optim.Optimizer, steps: int) -> Non
         with backpack(Variance(), DiagGGNExact(), KFAC()):
             loss_of(problem).backward()
         optimizer.step()
-
-
-@pytest.fixture
-def no_garbage_collector() -> Iterator[None]:
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    yield
-    gc.enable()
-    gc.unfreeze()
 
 
 def check_flat(problem: Problem, optimizer: torch.optim.Optimizer, steps: int) -> None:

@@ -103,14 +103,14 @@ def test_exact_or_refused(layer: type, rule: type | None, extension: str, N: int
 
 
 @pytest.mark.parametrize("extension", ["HBP, Hessian", "HBP, PCH abs"])
-def test_averages(extension: str) -> None:
+def test_averages_behind_a_curved_parameter_are_refused(extension: str) -> None:
     problem = build(Exponential, OfExponential, 1)
     with pytest.raises(NotImplementedError):
         run(problem, QUANTITIES[extension].make())
     assert not collect(problem, "hbp")
 
 
-def test_left_out() -> None:
+def test_layer_whose_curved_parameter_is_left_out() -> None:
     """Without its parameter, the layer is linear in what is left."""
     problem, oracle = build(Exponential, OfExponential, 3), Oracle(build(Exponential, OfExponential, 3))
     run(problem, type(QUANTITIES["BatchDiagHessian"].make())(exclude=["2.f"]))
@@ -150,7 +150,7 @@ def test_input_not_kept(forward: Callable, linear: bool) -> None:
             run(problem, QUANTITIES["BatchDiagHessian"].make())
 
 
-def test_no_trace() -> None:
+def test_asking_for_linearity_leaves_no_trace() -> None:
     """Neither random numbers nor records of the model notice."""
     problem = build(Factor, OfFactor, 3)
     run(problem, QUANTITIES["DiagHessian"].make())

@@ -192,7 +192,7 @@ def test_against_oracle(extension: str, name: str, N: int, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("T", [1, 7])
 @pytest.mark.parametrize("name", ["outputs", "two layers, both directions, last states"])
-def test_length(name: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_of_one_step_and_of_many(name: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for extension in ("BatchL2Grad", "SumGradSquared", "DiagGGNExact", "KFLR"):
         agree(monkeypatch, QUANTITIES[extension], build(name, 3, T=T), build(name, 3, torch.float64, T))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from weakref import ref
@@ -22,6 +22,8 @@ from backpack.core.calls import ModuleCall, recording
 from backpack.core.owners import owners
 from backpack.core.recording import recorder_of
 from backpack.extensions import HMP, KFAC, BatchGrad, DiagGGNExact, DiagGGNMC, SqrtGGNExact, Variance
+
+pytestmark = pytest.mark.usefixtures("no_garbage_collector")
 
 
 class Residual(Module):
@@ -74,17 +76,6 @@ def extended(name: str = "chain") -> Problem:
 
 def forward(problem: Problem) -> Tensor:
     return problem.terms[0].module(problem.model(problem.x), problem.terms[0].target)
-
-
-@pytest.fixture(autouse=True)
-def no_garbage_collector() -> Iterator[None]:
-    """Whatever forms a reference cycle stays; what was there before a test is not looked at."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    yield
-    gc.enable()
-    gc.unfreeze()
 
 
 def census() -> dict[str, int]:

@@ -108,7 +108,7 @@ NETS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_exact(name: str) -> None:
+def test_nets_that_were_wrong_in_silence_are_exact(name: str) -> None:
     check(lambda: build(*NETS[name]))
 
 

@@ -86,7 +86,7 @@ TABLE = supported()
 
 
 @pytest.mark.parametrize("layer", EXAMPLES)
-def test_layer(layer: str) -> None:
+def test_table_says_what_happens_at_a_layer(layer: str) -> None:
     torch.manual_seed(0)
     example = EXAMPLES[layer]
     shape = (4,) if example.shape == INTEGERS else example.shape
@@ -142,7 +142,7 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_loss(loss: str) -> None:
+def test_table_says_what_happens_at_a_loss(loss: str) -> None:
     torch.manual_seed(0)
     for name, extension in EXTENSIONS.items():
         model, lossfunc, cell = extend(Sequential(Linear(4, 3), nn.Sigmoid(), Linear(3, 2))), extend(getattr(nn, loss)()), TABLE[loss][name]
@@ -157,7 +157,7 @@ def test_loss(loss: str) -> None:
                 assert all(hasattr(param, extension.savefield) for param in model.parameters())
 
 
-def test_table() -> None:
+def test_table_is_complete_and_printable() -> None:
     """A row for each registered class, a column for each quantity; what is refused says why; it can be printed."""
     table = supported()
     assert {cls.__name__ for cls in registered()} - {"_Loss"} | {OTHER_LOSS, OTHER, OTHER_VECTORS, OTHER_MATRICES} == set(table)

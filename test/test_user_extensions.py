@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle import Oracle, Problem, Term
 from test_extensions import close, sum_batch
+from test_silent_errors import called_twice, shared_parameter
 from torch import Tensor, einsum, nn
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
 
@@ -352,18 +353,7 @@ def test_abstract() -> None:
         Undecided("mine", {})
 
 
-def shared() -> Module:
-    model = Sequential(Linear(4, 4), Tanh(), Linear(4, 4))
-    model[2].weight = model[0].weight
-    return model
-
-
-def twice() -> Module:
-    layer = Linear(4, 4)
-    return Sequential(layer, Tanh(), layer)
-
-
-@pytest.mark.parametrize("make", [shared, twice])
+@pytest.mark.parametrize("make", [shared_parameter, called_twice])
 def test_parameter_with_two_uses(make: Callable[[], Module]) -> None:
     """A rule for one use does not say what two uses give."""
     problem = build(make, loss=MSELoss)

@@ -460,7 +460,7 @@ def test_what_autograd_cannot_do() -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_refused() -> None:
+def test_refusals_are_reported() -> None:
     model, X, y = Sequential(Linear(3, 4), nn.BatchNorm1d(4), Linear(4, 2)), randn(3, 3), randint(2, (3,))
     report = verify(model, CrossEntropyLoss(), X, y, [extensions.BatchGrad(), extensions.DiagGGNExact()])
     assert [(row.parameter, row.quantity, row.verdict) for row in report] == [("(all)", name, REFUSED) for name in ("BatchGrad", "DiagGGNExact")]
@@ -574,7 +574,7 @@ def test_excluded_parameters_and_modules_are_those_of_the_copy() -> None:
 # --- report and arguments ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_report() -> None:
+def test_report_is_a_table() -> None:
     rows = (
         Row("weight", "BatchGrad", 16, 1.2e-16, AGREES),
         Row("bias", "BatchGrad", 6, 1.2e-7, AGREES),

@@ -342,6 +342,21 @@ class BackpropExtension(ABC):
         raise UnsupportedError(f"{type(self).__name__}: define accumulate_backpropagated_quantities(existing, other) for a graph that branches.")
 
 
+class SubsamplingExtension(BackpropExtension):
+    """A quantity whose class says where it is saved, and whose options are samples and exclusions: comes first among the bases of such a class."""
+
+    savefield: str
+
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all. The divisor of a mean loss stays that of the mini-batch.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
+        """
+        super().__init__(self.savefield, subsampling=subsampling, exclude=exclude)
+
+
 def _as_excluded(exclude: Iterable[Excluded], name: str) -> tuple[Excluded, ...]:
     """Check what is excluded.
 

@@ -1,7 +1,7 @@
 """What quantities cost: arithmetic and memory traffic, counted in multiplications, from shapes alone.
 
-The unit is a multiply-add of a matrix product. Everything else is converted by four numbers, measured on one thread of a CPU (40 multiply-adds
-a nanosecond) on the nets of the benchmark; on a GPU, products and memory are about as far apart. On these nets it is
+The unit is a multiply-add of a matrix product. Everything else is converted by the numbers below, measured on one thread of a CPU (40
+multiply-adds a nanosecond) on the nets of the benchmark; on a GPU, products and memory are about as far apart. On these nets it is
 good to a factor of 1.7, but for the smallest, where Python takes most of the time: there, estimates are up to three times too low.
 """
 

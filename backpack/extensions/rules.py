@@ -301,7 +301,7 @@ def affine_arguments(use: Use) -> tuple[AffineDerivatives, ModuleCall, Tensor, T
     Returns:
         Derivatives, call, columns ``[V, *output]``, signs ``[V, N]`` or ``None``.
     """
-    return use.call.derivatives, use.call, stack(use.value), signs_of(use.value, None)
+    return use.call.derivatives, use.call, stack(use.value), signs_of(use.value)
 
 
 def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:
@@ -314,7 +314,7 @@ def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:
         ``[U, D]``, and for each of the ``U`` pairs the sample and the row, ``[U]`` both.
     """
     sums, samples, rows = use.call.derivatives.sums_per_sample(use.call, stack(use.value))
-    signs, squares = signs_of(use.value, None), sums.square()
+    signs, squares = signs_of(use.value), sums.square()
     return squares.sum(0) if signs is None else einsum("vud,vu->ud", squares, wide(signs[:, samples])), samples, rows
 
 
@@ -344,7 +344,7 @@ def place_at_rows(use: Use) -> Tensor:
     return squares.new_zeros(shape).index_put_((samples, rows), squares)
 
 
-def signs_of(columns: Columns, subsampling: Iterable[int] | None) -> Tensor | None:
+def signs_of(columns: Columns, subsampling: Iterable[int] | None = None) -> Tensor | None:
     """Return the signs of columns, all sources side by side.
 
     Args:

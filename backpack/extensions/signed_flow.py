@@ -23,6 +23,7 @@ from backpack.core.samples import Layout, add_rows, numel
 from backpack.core.walk import Need, Unit, Walk
 from backpack.extensions.flows import ColumnFlow, Source, refuse_coupled, refuse_curved, separate_rows
 from backpack.extensions.loss_scale import position_weights
+from backpack.utils.columns import unit_columns
 from backpack.utils.eigen import eigh
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.precision import wide
@@ -72,11 +73,9 @@ class SignedSqrtFlow(ColumnFlow):
             mat = torch.diag_embed(flat.abs().sqrt()).movedim(-1, 0).reshape(flat.shape[1], *residual.shape)
             signs = flat.sign().T
         else:
-            shape = call.input0.shape
-            size = shape[1:].numel()
-            unit = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
-            values, vectors = eigh(wide(rule._residual_mat_prod(call, None, (grad,), unit)).flatten(2).movedim(0, 2))
-            mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(size, *shape).to(grad.dtype)
+            units = unit_columns(call.input0.shape, grad)
+            values, vectors = eigh(wide(rule._residual_mat_prod(call, None, (grad,), units)).flatten(2).movedim(0, 2))
+            mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(units.shape).to(grad.dtype)
             signs = values.sign().T.to(grad.dtype)
         mat, signs = separate_rows(mat, signs, layout)
         return Source(call.order, signs), mat
@@ -95,9 +94,8 @@ class SignedSqrtFlow(ColumnFlow):
             return
         # the layer is linear in its weight, and in its input: with an entry of the input in its place, the gradient of the weight is the other factor
         call, grad, layout = use.call, use.grad, use.layout
-        shape = call.input0.shape
-        size = shape[1:].numel()
-        units = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
+        units = unit_columns(call.input0.shape, grad)
+        size = len(units)
         grads = grad.expand(size, *grad.shape).flatten(0, 1)
         at = _AtInput(call, units.flatten(0, 1), size)
         partners = call.derivatives._param_mjp("weight", at, None, (grads,), grads[None], sum_batch=False)[0].unflatten(0, (size, len(grad)))

@@ -13,6 +13,7 @@ Measured on one thread of a CPU: with 1280 x 512 to 16384 x 288 entries blocks t
 0.95; with 512 rows they gain a tenth, with 128 they lose one.
 """
 _ROWS = 512
+"""Rows from which on blocks are worth their calls, see above."""
 _EACH = 2**14
 """Entries of a column from which on each is squared and added by itself, in one pass over it instead of three.
 

@@ -1,4 +1,4 @@
-"""Half precision: what is squared leaves its range, and sums of many squares its digits."""
+"""Half precision: squares leave its range, and sums of many terms, exponentials and divisors its digits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in which squares can be added: ``float32`` instead of half precision, anything else as it is.
+    """Widen half precision to ``float32``, in which squares can be added and exponentials taken; anything as precise stays as it is.
 
     Args:
-        tensor: Floating-point numbers.
+        tensor: Numbers.
 
     Returns:
-        The same numbers.
+        The same numbers, in the same tensor if its type will do.
     """
     return tensor if tensor.dtype in _WIDE else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 

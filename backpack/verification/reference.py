@@ -136,7 +136,6 @@ class Reference:
 
         Returns:
             ``[[E, N, D]]``.
-
         """
         try:
             w, products = self._transposed

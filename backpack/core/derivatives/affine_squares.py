@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor, einsum
 from torch.nn import Module
 
-from backpack.core.derivatives.affine import AffineDerivatives, small_blocks
+from backpack.core.derivatives.affine import SMALL, AffineDerivatives, blocks
 from backpack.utils.moment import sum_of_squared_columns
 from backpack.utils.pages import compute
 from backpack.utils.precision import wide
@@ -71,7 +71,7 @@ def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor, sums: d
         return squares.sum(1) if groups > 1 else squares.squeeze(1)
     out = rows.new_empty(samples)
     if by_gram_matrices(rows.shape, module.weight.numel(), sums is not None and "weight" not in sums):
-        for n in small_blocks(samples, positions * (module.weight.numel() // outputs + groups * positions)):
+        for n in blocks(samples, positions * (module.weight.numel() // outputs + groups * positions), SMALL):
             columns, grads = wide(layer.columns(module, n)), rows[n]
             out[n] = (columns.mT @ columns).mul_(grads.mT @ grads).sum((1, 2, 3))
         return out

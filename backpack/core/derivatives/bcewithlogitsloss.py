@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.distributions import Binomial
 from torch.nn import BCEWithLogitsLoss, Module
 
-from backpack.core.derivatives.loss_generic import at_least_float32
 from backpack.core.derivatives.nll_base import ElementwiseLikelihoodDerivatives
 from backpack.core.derivatives.registry import register
+from backpack.utils.precision import wide
 
 
 @register(BCEWithLogitsLoss)
@@ -23,17 +23,17 @@ class BCELossWithLogitsDerivatives(ElementwiseLikelihoodDerivatives):
     def _hessian_weight(self, module: Module) -> Tensor | float:
         weight = super()._hessian_weight(module)
         if module.pos_weight is not None:
-            weight = weight * (1 + (at_least_float32(module.pos_weight) - 1) * module.input1)
+            weight = weight * (1 + (wide(module.pos_weight) - 1) * module.input1)
         if module.weight is not None:
-            weight = weight * at_least_float32(module.weight)
+            weight = weight * wide(module.weight)
         return weight.expand(module.input0.shape) if isinstance(weight, Tensor) else weight
 
     def _curvature(self, subsampled_input: Tensor) -> Tensor:
-        logits = at_least_float32(subsampled_input)
+        logits = wide(subsampled_input)
         return logits.sigmoid() * (-logits).sigmoid()
 
     def _make_distribution(self, subsampled_input: Tensor) -> Binomial:
-        return Binomial(probs=at_least_float32(subsampled_input).sigmoid(), validate_args=False)
+        return Binomial(probs=wide(subsampled_input).sigmoid(), validate_args=False)
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
         distribution = self._make_distribution(subsampled_input)

@@ -19,13 +19,14 @@ from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.derivatives.loss_generic import sample_hessians
 from backpack.core.derivatives.registry import derivatives_for
+from backpack.utils.columns import unit_columns
 from backpack.utils.errors import BackpackError, UnsupportedError
 from backpack.utils.nested import tensors_in
 
 _COLUMNS = 2
-_DRAWS = 4096
 _TOLERANCE = 1e-6
-_STANDARD_ERRORS = 8
+_DRAWS, _STANDARD_ERRORS = 4096, 8
+"""Monte-Carlo samples of an estimate, and how far it may be from the truth: by chance alone, no entry ever is."""
 _GENERIC = GenericDerivatives()
 
 
@@ -158,9 +159,9 @@ def _compare_module(compare: _Comparing, rule: BaseDerivatives, seen: Any, full:
     chosen = [len(y) - 1, 0, len(y) - 1]
     mat, some = randn(_COLUMNS, *y.shape, dtype=y.dtype), randn(_COLUMNS, len(chosen), *y.shape[1:], dtype=y.dtype)
     if x.is_floating_point():
-        size, like_input = y.shape[1:].numel(), randn(_COLUMNS, *x.shape, dtype=x.dtype)
-        units, square = eye(size, dtype=y.dtype).reshape(size, 1, *y.shape[1:]), randn(size, size, dtype=y.dtype)
-        jac = _flat(_GENERIC.jac_t_mat_prod(full, None, None, units.expand(size, *y.shape)))
+        like_input = randn(_COLUMNS, *x.shape, dtype=x.dtype)
+        jac = _flat(_GENERIC.jac_t_mat_prod(full, None, None, unit_columns(y.shape, y)))
+        square = randn(len(jac), len(jac), dtype=y.dtype)
 
         def jac_t(columns: Tensor, samples: list[int]) -> Tensor:
             return einsum("oni,vno->vni", jac[:, samples], _flat(columns)).reshape(*columns.shape[:2], *x.shape[1:])

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import vjp
 from torch.nn import Conv1d, Conv2d, Conv3d, Module
 
-from backpack.core.derivatives.affine import AffineDerivatives, blocks, large_blocks, small_blocks
+from backpack.core.derivatives.affine import LARGE, SMALL, AffineDerivatives, blocks
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.registry import register
 from backpack.utils.conv import pad, paddings, unfold_by_conv, unfolded_moment
@@ -95,7 +95,7 @@ class ConvolutionDerivatives(AffineDerivatives):
         if not self._by_kernel(module, self.rows(module, mat)):
             yield from super().weight_blocks(module, mat, subsampling)
             return
-        for n in small_blocks(mat.shape[1], module.weight.numel()):
+        for n in blocks(mat.shape[1], module.weight.numel(), SMALL):
             products = self._by_groups(module, mat[:, n], n if subsampling is None else subsampling[n])
             yield slice(None), n, self.matrix_from_weight(module, products.flatten(0, 1)).unflatten(0, products.shape[:2])
 
@@ -120,7 +120,7 @@ class ConvolutionDerivatives(AffineDerivatives):
         inputs = wide(module.input0)
         size = module.weight.numel() // module.out_channels
         total = inputs.new_zeros(module.groups, size, size)
-        for n in large_blocks(len(inputs), inputs.shape[1:].numel()):
+        for n in blocks(len(inputs), inputs.shape[1:].numel(), LARGE):
             total += self._moment(module, inputs[n])
         return total.mul_(scale)
 

@@ -17,10 +17,12 @@ from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss, Module
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
-from backpack.core.derivatives.loss_generic import at_least_float32, module_of, signs_of
+from backpack.core.derivatives.loss_generic import signs_of
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
+from backpack.core.derivatives.records import module_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import LossValueError
+from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
 _VECTORIZED = 16
@@ -78,7 +80,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
     def _hessian_weight(self, module: Module) -> Tensor:
         logits, target, loss = module.input0, module.input1, module_of(module)
-        weight = at_least_float32(logits.new_ones(logits.shape[1]) if loss.weight is None else loss.weight)
+        weight = wide(logits.new_ones(logits.shape[1]) if loss.weight is None else loss.weight)
         if target.shape == logits.shape:
             counts = None
             factor = torch.einsum("c,nc...->n...", weight, target.to(weight.dtype))
@@ -143,7 +145,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         Returns:
             ``[[N, C, L]]``.
         """
-        logits = at_least_float32(subsample(module.input0, subsampling=subsampling))
+        logits = wide(subsample(module.input0, subsampling=subsampling))
         return _over_classes(Tensor.log_softmax, logits).reshape(*logits.shape[:2], prod(logits.shape[2:]))
 
     def _make_hessian_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[[Tensor], Tensor]:
@@ -160,10 +162,10 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         return blocks.movedim(0, 2).diag_embed(dim1=1, dim2=3).reshape(2 * module.input0.shape[1:]).to(module.input0.dtype)
 
     def _make_distribution(self, subsampled_input: Tensor) -> Categorical:
-        return Categorical(probs=at_least_float32(subsampled_input).softmax(1).movedim(1, -1))
+        return Categorical(probs=wide(subsampled_input).softmax(1).movedim(1, -1))
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
-        probs = _over_classes(Tensor.softmax, at_least_float32(subsampled_input))
+        probs = _over_classes(Tensor.softmax, wide(subsampled_input))
         labels, axis = self._draw(probs, mc_samples), probs.dim() - 1 if _classes_last(probs) else 1
         grads = probs.new_zeros(mc_samples, *probs.movedim(1, axis).shape).movedim(1 + axis, 2)
         return grads.scatter_(2, labels.unsqueeze(2), -1.0).add_(probs)
@@ -201,7 +203,7 @@ class LogProbabilitiesDerivatives(CrossEntropyLossDerivatives):
     """
 
     def _hessian_weight(self, module: Module) -> Tensor:
-        return -at_least_float32(module.incoming).sum(1, keepdim=True)
+        return -wide(module.incoming).sum(1, keepdim=True)
 
     def _sqrt_weight(self, module: Module, subsampling: Samples) -> Tensor | float:
         return NLLLossDerivatives._sqrt_weight(self, module, subsampling)

@@ -6,7 +6,6 @@ The re-run must give the recorded output again. This refuses modules that mix sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count, takewhile
 from math import sqrt
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -18,11 +17,11 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
+from backpack.core.derivatives.records import inputs_of, module_of
 from backpack.core.derivatives.shape_check import apply_checked
+from backpack.utils.columns import unit_columns
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.subsampling import subsample
-
-_ABSENT = object()
 
 
 class GenericDerivatives(BaseParameterDerivatives):
@@ -73,11 +72,8 @@ class GenericDerivatives(BaseParameterDerivatives):
         Returns:
             Symmetric matrices ``[[N, D, D]]`` over the ``D`` entries of a sample's input.
         """
-        inputs = module.input0
-        size = inputs.shape[1:].numel()
-        units = torch.eye(size, dtype=inputs.dtype, device=inputs.device)
-        columns = units.reshape(size, 1, *inputs.shape[1:]).expand(size, *inputs.shape)
-        return self._residual_mat_prod(module, g_inp, g_out, columns).reshape(size, inputs.shape[0], size).movedim(0, 2)
+        product = self._residual_mat_prod(module, g_inp, g_out, unit_columns(module.input0.shape, module.input0))
+        return product.reshape(*product.shape[:2], len(product)).movedim(0, 2)
 
     def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
         return self.residual(module, g_in, g_out).diagonal(dim1=1, dim2=2).reshape(module.input0.shape)
@@ -86,7 +82,7 @@ class GenericDerivatives(BaseParameterDerivatives):
         return _Replay(module).residual_mat_prod(g_out[0], mat)
 
     def _parameter(self, module: Module, name: str) -> Tensor:
-        return _parameter(_module(module), name)
+        return _parameter(module_of(module), name)
 
 
 class _Replay:
@@ -104,9 +100,9 @@ class _Replay:
         Raises:
             UnsupportedError: If the module's input and output were not kept.
         """
-        self.module = _module(module)
+        self.module = module_of(module)
         self.param_str = param_str
-        recorded = list(takewhile(lambda value: value is not _ABSENT, (getattr(module, f"input{i}", _ABSENT) for i in count())))
+        recorded = inputs_of(module)
         is_split = [isinstance(value, Tensor) and value.shape[:1] == recorded[0].shape[:1] for value in recorded]
         self.inputs = [subsample(value, subsampling=subsampling) if split else value for value, split in zip(recorded, is_split, strict=True)]
         self.output = subsample(module.output, subsampling=subsampling)
@@ -184,11 +180,6 @@ class _Replay:
 _ADVICE = (
     "Per-sample quantities need a module that treats the entries of axis 0 alike and independently. If it does, register derivatives for its class."
 )
-
-
-def _module(module: Module) -> Module:
-    """Return the module, given itself or the record of one execution."""
-    return module if isinstance(module, Module) else module.module
 
 
 def _parameter(module: Module, name: str) -> Tensor:

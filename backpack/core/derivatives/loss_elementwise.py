@@ -28,10 +28,11 @@ from torch.nn import (
 )
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
-from backpack.core.derivatives.loss_generic import GenericLossDerivatives, at_least_float32, hessian_products, non_negative, signs_of
+from backpack.core.derivatives.loss_generic import GenericLossDerivatives, hessian_products, non_negative, signs_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import square_root
 from backpack.utils.errors import UnsupportedError
+from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
 
@@ -53,7 +54,7 @@ class ElementwiseLossDerivatives(GenericLossDerivatives):
         Returns:
             Second derivatives ``[[N, *]]`` of any sign, in single precision or better.
         """
-        return at_least_float32(hessian_products(module, [torch.ones_like(module.input0)])[0])
+        return wide(hessian_products(module, [torch.ones_like(module.input0)])[0])
 
     def _root(self, module: Module, subsampling: Samples = None) -> Tensor:
         """Compute the square root of the diagonal.
@@ -145,7 +146,7 @@ class ClosedFormDerivatives(ElementwiseLossDerivatives):
         self._second_derivative = second_derivative
 
     def _hessian_diagonal(self, module: Module) -> Tensor:
-        return diagonal_of(self._second_derivative(module, at_least_float32(module.input0), module.input1), module)
+        return diagonal_of(self._second_derivative(module, wide(module.input0), module.input1), module)
 
 
 def diagonal_of(terms: Tensor, module: Module) -> Tensor:
@@ -179,7 +180,7 @@ class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
         return g_out[0].new_ones(())  # of zeros
 
     def _hessian_diagonal(self, module: Module) -> Tensor:
-        return torch.zeros_like(at_least_float32(module.input0))
+        return torch.zeros_like(wide(module.input0))
 
     def _sqrt_hessian_sampled(self, module: Module, g_inp: Grads, g_out: Grads, mc_samples: int = 1, subsampling: Samples = None) -> Tensor:
         self._verify_support(module)

@@ -8,9 +8,8 @@ of the Hessian; one more product with a fixed pseudo-random vector proves that n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from math import prod, sqrt
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Generator, Tensor
@@ -19,25 +18,13 @@ from torch.nn import CosineEmbeddingLoss, CTCLoss, Module, TripletMarginLoss, Tr
 from torch.nn.modules.loss import _Loss
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads, Samples
+from backpack.core.derivatives.records import inputs_of, module_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.eigen import eigh
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
+from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
-
-_WIDE = (torch.float32, torch.float64)
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Widen half precision, whose few digits do not survive the exponentials and divisors of a loss.
-
-    Args:
-        tensor: A tensor of any type.
-
-    Returns:
-        The same values in single precision, or the tensor itself if it is as precise.
-    """
-    return tensor if tensor.dtype in _WIDE else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def random_signs(mc_samples: int, like: Tensor) -> Tensor:
@@ -73,7 +60,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
     def hessian_is_psd_at(self, module: Module) -> bool:
         if self.hessian_is_psd():
             return True
-        values, _ = eigh(at_least_float32(self._blocks(module)))
+        values, _ = eigh(wide(self._blocks(module)))
         return not (values < -_tolerance(values, module.input0.dtype)).any()
 
     def _blocks(self, module: Module) -> Tensor:
@@ -90,13 +77,13 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
     def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
         inputs = module.input0
-        values, vectors = eigh(at_least_float32(subsample(self._blocks(module), subsampling=subsampling)))
+        values, vectors = eigh(wide(subsample(self._blocks(module), subsampling=subsampling)))
         noise = values.shape[1] * torch.finfo(values.dtype).eps * values.abs().amax(1, keepdim=True) if values.numel() else values
         root = non_negative(values, module, "eigenvalues").masked_fill(values <= noise, 0).sqrt()
         return _columns((vectors * root.unsqueeze(1)) @ vectors.mT, inputs)
 
     def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
-        values, vectors = eigh(at_least_float32(self._blocks(module)))
+        values, vectors = eigh(wide(self._blocks(module)))
         return _columns(vectors * values.abs().sqrt().unsqueeze(1), module.input0), signs_of(values)
 
     def _sqrt_hessian_sampled(
@@ -283,7 +270,7 @@ def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
 
 def _evaluate(module: Module, point: Tensor) -> Tensor:
     # The forward method, not the call: the hooks that record a forward pass are not for this one.
-    output = module_of(module).forward(point, *_further_arguments(module))
+    output = module_of(module).forward(point, *inputs_of(module, first=1))
     tolerance = sqrt(torch.finfo(output.dtype).eps)
     if not torch.allclose(output.detach(), module.output.detach().to(output.dtype), rtol=tolerance, atol=tolerance, equal_nan=True):
         raise LossValueError(
@@ -291,14 +278,6 @@ def _evaluate(module: Module, point: Tensor) -> Tensor:
             "recorded value. Remove what is random or changes with each call."
         )
     return output
-
-
-def _further_arguments(module: Module) -> list[Any]:
-    arguments: list[Any] = []
-    with suppress(AttributeError):  # ends the recorded inputs
-        while True:
-            arguments.append(getattr(module, f"input{len(arguments) + 1}"))
-    return arguments
 
 
 def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]:
@@ -318,18 +297,6 @@ def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]
 def _tolerance(values: Tensor, dtype: torch.dtype) -> float:
     finite = values[values.isfinite()]  # else one sample that overflows would tolerate anything in the others
     return sqrt(torch.finfo(dtype).eps) * finite.abs().max().item() if finite.numel() else 0.0
-
-
-def module_of(module: Module) -> Module:
-    """Return the loss itself.
-
-    Args:
-        module: The loss, or the record of one execution.
-
-    Returns:
-        The module, without recorded inputs: reading its attributes there is cheaper.
-    """
-    return module if isinstance(module, Module) else module.module
 
 
 register(_Loss, GenericLossDerivatives)

@@ -9,9 +9,10 @@ from torch.nn import GaussianNLLLoss, Module, MultiLabelSoftMarginLoss, PoissonN
 
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.loss_elementwise import diagonal_of
-from backpack.core.derivatives.loss_generic import at_least_float32, hessian_products
+from backpack.core.derivatives.loss_generic import hessian_products
 from backpack.core.derivatives.nll_base import ElementwiseLikelihoodDerivatives
 from backpack.core.derivatives.registry import register
+from backpack.utils.precision import wide
 
 
 @register(PoissonNLLLoss)
@@ -31,16 +32,16 @@ class PoissonNLLLossDerivatives(ElementwiseLikelihoodDerivatives):
     def _hessian_diagonal(self, module: Module) -> Tensor:
         if module.log_input:
             return super()._hessian_diagonal(module)
-        return diagonal_of(module.input1 / (at_least_float32(module.input0) + module.eps).square(), module)
+        return diagonal_of(module.input1 / (wide(module.input0) + module.eps).square(), module)
 
     def _curvature(self, subsampled_input: Tensor) -> Tensor:
-        return at_least_float32(subsampled_input).exp()
+        return wide(subsampled_input).exp()
 
     def _make_distribution(self, subsampled_input: Tensor) -> Poisson:
-        return Poisson(at_least_float32(subsampled_input).exp())
+        return Poisson(wide(subsampled_input).exp())
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
-        rate = at_least_float32(subsampled_input).exp()
+        rate = wide(subsampled_input).exp()
         return rate - Poisson(rate.masked_fill(~rate.isfinite(), 0.0)).sample(torch.Size([mc_samples]))
 
 
@@ -56,13 +57,13 @@ class GaussianNLLLossDerivatives(ElementwiseLikelihoodDerivatives):
     keeps = frozenset({"input", "output"})
 
     def _hessian_weight(self, module: Module) -> Tensor:
-        return at_least_float32(hessian_products(module, [torch.ones_like(module.input0)])[0])
+        return wide(hessian_products(module, [torch.ones_like(module.input0)])[0])
 
     def _curvature(self, subsampled_input: Tensor) -> Tensor:
-        return torch.ones_like(at_least_float32(subsampled_input))
+        return torch.ones_like(wide(subsampled_input))
 
     def _make_distribution(self, subsampled_input: Tensor) -> Normal:
-        return Normal(at_least_float32(subsampled_input), 1.0, validate_args=False)
+        return Normal(wide(subsampled_input), 1.0, validate_args=False)
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
         return subsampled_input - self._make_distribution(subsampled_input).sample(torch.Size([mc_samples]))
@@ -77,7 +78,7 @@ class MultiLabelSoftMarginLossDerivatives(BCELossWithLogitsDerivatives):
     def _hessian_weight(self, module: Module) -> Tensor | float:
         logits = module.input0
         divisor = (logits.numel() if module.reduction == "mean" else logits.shape[-1]) or 1
-        return 1 / divisor if module.weight is None else (at_least_float32(module.weight) / divisor).expand(logits.shape)
+        return 1 / divisor if module.weight is None else (wide(module.weight) / divisor).expand(logits.shape)
 
     def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
         return g_out[0].unsqueeze(-1) if g_out[0].dim() else g_out[0]

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.distributions import Normal
 from torch.nn import MSELoss
 
-from backpack.core.derivatives.loss_generic import at_least_float32
 from backpack.core.derivatives.nll_base import ElementwiseLikelihoodDerivatives
 from backpack.core.derivatives.registry import register
+from backpack.utils.precision import wide
 
 
 @register(MSELoss)
@@ -17,10 +17,10 @@ class MSELossDerivatives(ElementwiseLikelihoodDerivatives):
     """Squared distance of every entry of the input ``[[N, *]]`` to its target: the Hessian is ``2 I`` over the divisor."""
 
     def _curvature(self, subsampled_input: Tensor) -> Tensor:
-        return torch.full_like(at_least_float32(subsampled_input), 2.0)
+        return torch.full_like(wide(subsampled_input), 2.0)
 
     def _make_distribution(self, subsampled_input: Tensor) -> Normal:
-        mean = at_least_float32(subsampled_input)
+        mean = wide(subsampled_input)
         return Normal(mean, torch.tensor(0.5, dtype=mean.dtype, device=mean.device).sqrt(), validate_args=False)
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:

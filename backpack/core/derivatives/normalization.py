@@ -15,6 +15,7 @@ from torch.nn.functional import avg_pool2d, pad
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import UnsupportedError
+from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
 
@@ -235,7 +236,7 @@ class RMSNormDerivatives(LayerNormDerivatives):
 
     def statistics(self, module: RMSNorm, subsampling: Samples = None) -> tuple[Tensor, Tensor]:
         rows = self._groups(module, subsampling)
-        accurate = rows.to(torch.promote_types(rows.dtype, torch.float32))  # as torch does for half precision
+        accurate = wide(rows)  # as torch does for half precision
         eps = torch.finfo(accurate.dtype).eps if module.eps is None else module.eps
         scale = (accurate.square().mean(-1, keepdim=True) + eps).rsqrt()
         return (accurate * scale).to(rows.dtype), scale.to(rows.dtype)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Size, Tensor
 from torch.nn import Parameter
@@ -12,30 +10,22 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import by_gram_matrices, squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
-from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, finish_at_once, squares_of_lookups
 from backpack.utils.precision import wide
 
 
-class BatchL2Grad(GradientExtension):
+class BatchL2Grad(SubsamplingExtension, GradientExtension):
     """Squared L2 norms of the per-sample gradients ``[N]``, saved to ``batch_l2``, one vector for each parameter tensor.
 
     A mean loss has its divisor in the gradients, hence its square in the norms. For a parameter used several times it is the norm of the summed
     uses.
     """
 
+    savefield = "batch_l2"
     combination = PerSample(degree=2)
-
-    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples; ``None`` for all.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__("batch_l2", subsampling=subsampling, exclude=exclude)
 
     def forms_gradients(self, rows: Size, entries: int) -> bool:
         return super().forms_gradients(rows, entries) and not by_gram_matrices(rows, entries, formed=True)

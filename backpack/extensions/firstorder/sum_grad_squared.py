@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -11,29 +9,21 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
-from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import faster, finish_at_once, sum_at_rows
 from backpack.utils.precision import wide
 
 
-class SumGradSquared(GradientExtension):
+class SumGradSquared(SubsamplingExtension, GradientExtension):
     """Sum over samples of the squared per-sample gradients, element by element, ``[*parameter]``, saved to ``sum_grad_squared``.
 
     Uncentred, and not divided by the number of samples.
     """
 
+    savefield = "sum_grad_squared"
     combination = Sum(degree=2)
-
-    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples; ``None`` for all.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__("sum_grad_squared", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return wide(state[0][0]).square().sum(0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -12,30 +10,22 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives, add_at
 from backpack.core.flow import Columns, Use
-from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import CentredSquares, Noted
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.rules import FromGradient, faster, finish_at_once
 from backpack.utils.precision import wide
 
 
-class Variance(GradientExtension):
+class Variance(SubsamplingExtension, GradientExtension):
     """Variance of the per-sample gradients, element by element, ``[*parameter]``, saved to ``variance`` (readable as ``var``, too).
 
     ``1/N sum_n g_n^2 - (1/N sum_n g_n)^2``: biased, and of gradients that contain the divisor of a mean loss. Multiply by ``N^2`` for the
-    variance of the gradients of the samples' own losses.
+    variance of the gradients of the samples' own losses. With ``subsampling``, ``N`` is the number of chosen samples.
     """
 
+    savefield = "variance"
     combination = CentredSquares()
-
-    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples, whose number is the divisor then; ``None`` for all.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__("variance", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Noted:
         gradients = wide(state[0][0])

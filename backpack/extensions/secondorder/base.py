@@ -59,9 +59,7 @@ class GGNExtension(SecondOrderBackpropExtension):
             raise ArgumentError(
                 f"{type(self).__name__}: loss_hessian_strategy must be one of {self.VALID_LOSS_HESSIAN_STRATEGIES}, got {loss_hessian_strategy!r}."
             )
-        if not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1:
-            raise ArgumentError(f"{type(self).__name__}: mc_samples must be a positive integer, got {mc_samples!r}.")
-        self.loss_hessian_strategy, self._mc_samples = loss_hessian_strategy, mc_samples
+        self.loss_hessian_strategy, self._mc_samples = loss_hessian_strategy, checked_draws(mc_samples, self)
 
     @cached_property
     def flow(self) -> Flow:
@@ -85,6 +83,55 @@ class GGNExtension(SecondOrderBackpropExtension):
             Their number, where the square root is sampled.
         """
         return self._mc_samples
+
+
+class ExactGGNExtension(GGNExtension):
+    """A quantity of the generalized Gauss-Newton, from the exact square root of the loss's Hessian: comes before the quantity among its bases."""
+
+    savefield: str
+
+    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
+        """Choose the samples.
+
+        Args:
+            subsampling: Indices of the samples; ``None`` for all. The divisor of a mean loss stays that of the mini-batch.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
+        """
+        super().__init__(LossHessianStrategy.EXACT, self.savefield, subsampling, exclude=exclude)
+
+
+class SampledGGNExtension(GGNExtension):
+    """A Monte-Carlo estimate of a quantity of the generalized Gauss-Newton: comes before the quantity among its bases."""
+
+    savefield: str
+
+    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
+        """Choose the number of draws.
+
+        Args:
+            mc_samples: Labels drawn for each sample.
+            subsampling: Indices of the samples; ``None`` for all. The divisor of a mean loss stays that of the mini-batch.
+            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
+        """
+        super().__init__(LossHessianStrategy.SAMPLING, self.savefield, subsampling, mc_samples, exclude=exclude)
+
+
+def checked_draws(mc_samples: int, extension: SecondOrderBackpropExtension) -> int:
+    """Check the number of Monte-Carlo samples.
+
+    Args:
+        mc_samples: The number.
+        extension: Who is given it, for the message.
+
+    Returns:
+        The number.
+
+    Raises:
+        ArgumentError: If it is not a positive integer.
+    """
+    if not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1:
+        raise ArgumentError(f"{type(extension).__name__}: mc_samples must be a positive integer, got {mc_samples!r}.")
+    return mc_samples
 
 
 def squares_at_once(summed: type[SecondOrderBackpropExtension], per_sample: type[SecondOrderBackpropExtension]) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.flow import Columns
-from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.rules import stack
-from backpack.extensions.secondorder.base import GGNExtension, squares_at_once
-from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
+from backpack.extensions.secondorder.base import ExactGGNExtension, GGNExtension, SampledGGNExtension, squares_at_once
 from backpack.utils.moment import sum_of_squared_columns
 
 
@@ -36,68 +32,38 @@ class BatchDiagGGN(GGNExtension):
         return sum_of_squared_columns(stack(state))
 
 
-class DiagGGNExact(DiagGGN):
+class DiagGGNExact(ExactGGNExtension, DiagGGN):
     """Diagonal of the generalized Gauss-Newton, ``[*parameter]``, saved to ``diag_ggn_exact`` (readable as ``diag_ggn``, too).
 
     Contains the divisor of a mean loss once.
     """
 
-    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact", subsampling, exclude=exclude)
+    savefield = "diag_ggn_exact"
 
 
-class DiagGGNMC(DiagGGN):
+class DiagGGNMC(SampledGGNExtension, DiagGGN):
     """Monte-Carlo estimate of the diagonal of the generalized Gauss-Newton, ``[*parameter]``, saved to ``diag_ggn_mc``.
 
     Unbiased: labels are drawn from the distribution that the loss stands for; where it stands for none, the exact root is multiplied by random signs.
     Costs ``mc_samples`` columns instead of one for each class.
     """
 
-    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the number of draws.
-
-        Args:
-            mc_samples: Labels drawn for each sample.
-            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc", subsampling, mc_samples, exclude=exclude)
+    savefield = "diag_ggn_mc"
 
 
-class BatchDiagGGNExact(BatchDiagGGN):
+class BatchDiagGGNExact(ExactGGNExtension, BatchDiagGGN):
     """Diagonal of each sample's summand of the generalized Gauss-Newton, ``[N, *parameter]``, saved to ``diag_ggn_exact_batch``.
 
     The sum over samples is ``diag_ggn_exact``.
     """
 
-    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__(LossHessianStrategy.EXACT, "diag_ggn_exact_batch", subsampling, exclude=exclude)
+    savefield = "diag_ggn_exact_batch"
 
 
-class BatchDiagGGNMC(BatchDiagGGN):
+class BatchDiagGGNMC(SampledGGNExtension, BatchDiagGGN):
     """Monte-Carlo estimate of ``diag_ggn_exact_batch``, ``[N, *parameter]``, saved to ``diag_ggn_mc_batch``."""
 
-    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the number of draws.
-
-        Args:
-            mc_samples: Labels drawn for each sample.
-            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__(LossHessianStrategy.SAMPLING, "diag_ggn_mc_batch", subsampling, mc_samples, exclude=exclude)
+    savefield = "diag_ggn_mc_batch"
 
 
 squares_at_once(DiagGGN, BatchDiagGGN)

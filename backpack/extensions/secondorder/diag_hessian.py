@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.flow import Columns, Flow
-from backpack.extensions.backprop_extension import Excluded
+from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.rules import signs_of, stack
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, squares_at_once
@@ -24,46 +22,30 @@ class HessianExtension(SecondOrderBackpropExtension):
         return SignedSqrtFlow()
 
 
-class DiagHessian(HessianExtension):
+class DiagHessian(SubsamplingExtension, HessianExtension):
     """Diagonal of the Hessian of the loss, ``[*parameter]``, saved to ``diag_h``.
 
     Exact for modules with a rule, branches of them, and all operations whose second derivative is known: element-wise functions, products, softmax,
     attention, norms; others are refused. Memory and time grow with the square of the number of entries that curved operations have.
     """
 
+    savefield = "diag_h"
     sums_columns = True
     combination = Sum(degree=1)
-
-    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__("diag_h", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return _squares(self, state).sum(0)
 
 
-class BatchDiagHessian(HessianExtension):
+class BatchDiagHessian(SubsamplingExtension, HessianExtension):
     """Diagonal of the Hessian of each sample's summand of the loss, ``[N, *parameter]``, saved to ``diag_h_batch``.
 
     The sum over samples is ``diag_h``.
     """
 
+    savefield = "diag_h_batch"
     sums_columns = True
     combination = PerSample(degree=1)
-
-    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__("diag_h_batch", subsampling=subsampling, exclude=exclude)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         return _squares(self, state)

@@ -27,7 +27,7 @@ from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.kronecker import KroneckerRule, KroneckerState, OutputSide
 from backpack.extensions.rules import Rule, ValueRule
-from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, checked_draws
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.extensions.sides import sides_of
 from backpack.utils.errors import ArgumentError, UnsupportedError, merge
@@ -82,7 +82,7 @@ class HBP(SecondOrderBackpropExtension):
 
     @property
     def flow(self) -> Flow:
-        if self._backprop_strategy == BackpropStrategy.BATCH_AVERAGE:
+        if self._averages:
             return AverageFlow(self._curv_type)
         sampled = self._loss_hessian_strategy == LossHessianStrategy.SAMPLING
         return SqrtFlow(self.get_num_mc_samples() if sampled else None)
@@ -90,7 +90,7 @@ class HBP(SecondOrderBackpropExtension):
     @property
     def combination(self) -> Combination:
         """Products of means over samples are no means of products: such factors are not made of those of parts."""
-        return Factors(unites=not (self._averages or ExpectationApproximation.should_average_param_jac(self._ea_strategy)))
+        return Factors(unites=not (self._averages or self.averages_inputs))
 
     def rule_at(self, samples: int) -> Rule:
         return ValueRule() if self._averages else KroneckerRule(self.averages_inputs)
@@ -243,8 +243,8 @@ class KFAC(HBP):
     """Kronecker factors with a Monte-Carlo estimate of the loss's Hessian (Martens & Grosse 2015; Grosse & Martens 2016), saved to ``kfac``.
 
     Linear, weight ``[out, in]``: ``[B, A]`` with ``B = sum_{v,n} S[v,n] S[v,n]^T`` (contains the divisor of a mean loss) and
-    ``A = 1/N sum_n x_n x_n^T``; bias: ``[B]``. Extra axes are positions: inputs are summed over them in ``A``, columns before the outer product in
-    ``B``. Further uses of a parameter are further positions, as are the places at which a convolution applies its kernel: its input is unfolded.
+    ``A = 1/N sum_n x_n x_n^T``; bias: ``[B]``. Extra axes are positions: ``A`` is summed over them, and the columns in ``B`` are, before the outer
+    product. Further uses of a parameter are further positions, as are the places at which a convolution applies its kernel: its input is unfolded.
     With groups there is a list of such lists. Factors of a transposed convolution are those of ``weight.transpose(0, 1)``.
 
     Products with a matrix are read off the graph, in attention, recurrent layers and functional code: ``F.linear(x, W)`` is a Linear layer, and a
@@ -264,13 +264,8 @@ class KFAC(HBP):
         Args:
             mc_samples: Labels drawn for each sample.
             exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-
-        Raises:
-            ArgumentError: If it is not a positive integer.
         """
-        if not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1:
-            raise ArgumentError(f"KFAC: mc_samples must be a positive integer, got {mc_samples!r}.")
-        self._mc_samples = mc_samples
+        self._mc_samples = checked_draws(mc_samples, self)
         super().__init__(
             Curvature.GGN, LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT, ExpectationApproximation.BOTEV_MARTENS, "kfac", exclude=exclude
         )

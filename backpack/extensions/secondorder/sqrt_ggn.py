@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.flow import Columns
-from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.combining import PerSample
 from backpack.extensions.rules import stack
-from backpack.extensions.secondorder.base import GGNExtension
-from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
+from backpack.extensions.secondorder.base import ExactGGNExtension, GGNExtension, SampledGGNExtension
 
 
 class SqrtGGN(GGNExtension):
@@ -29,28 +25,13 @@ class SqrtGGN(GGNExtension):
         return stack(state)
 
 
-class SqrtGGNExact(SqrtGGN):
+class SqrtGGNExact(ExactGGNExtension, SqrtGGN):
     """Exact square root, ``[C, N, *parameter]``, saved to ``sqrt_ggn_exact``; ``C`` is the number of inputs of the loss for a sample."""
 
-    def __init__(self, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the samples.
-
-        Args:
-            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__(LossHessianStrategy.EXACT, "sqrt_ggn_exact", subsampling, exclude=exclude)
+    savefield = "sqrt_ggn_exact"
 
 
-class SqrtGGNMC(SqrtGGN):
+class SqrtGGNMC(SampledGGNExtension, SqrtGGN):
     """Monte-Carlo square root, ``[mc_samples, N, *parameter]``, saved to ``sqrt_ggn_mc``: ``U^T U`` is right in expectation."""
 
-    def __init__(self, mc_samples: int = 1, subsampling: list[int] | None = None, *, exclude: Iterable[Excluded] = ()) -> None:
-        """Choose the number of draws.
-
-        Args:
-            mc_samples: Labels drawn for each sample.
-            subsampling: Indices of the samples; ``None`` for all. The divisor stays that of the mini-batch.
-            exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
-        """
-        super().__init__(LossHessianStrategy.SAMPLING, "sqrt_ggn_mc", subsampling, mc_samples, exclude=exclude)
+    savefield = "sqrt_ggn_mc"

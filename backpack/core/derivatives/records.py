@@ -1,0 +1,35 @@
+"""What derivatives are given: a module that carries the tensors of its last execution, or the record of an execution, which reads like it."""
+
+from __future__ import annotations
+
+from itertools import count, takewhile
+from typing import Any
+
+from torch.nn import Module
+
+_ABSENT = object()
+
+
+def module_of(record: Any) -> Module:
+    """Return the module itself.
+
+    Args:
+        record: The module, or the record of one execution.
+
+    Returns:
+        The module, without recorded tensors: reading its attributes there is cheaper.
+    """
+    return record if isinstance(record, Module) else record.module
+
+
+def inputs_of(record: Any, first: int = 0) -> list[Any]:
+    """Return the recorded arguments of an execution.
+
+    Args:
+        record: The module with its recorded inputs, or the record of one execution.
+        first: Number of the argument to begin with.
+
+    Returns:
+        Tensors, and other arguments as they were given.
+    """
+    return list(takewhile(lambda value: value is not _ABSENT, (getattr(record, f"input{i}", _ABSENT) for i in count(first))))
