@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 BENCHMARK = ROOT / "test" / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 
+import by_hand  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
 import with_backpack  # noqa: E402
@@ -57,7 +59,7 @@ def test_quick_run(tmp_path: Path) -> None:
     """Every extension is measured; what is there of other devices stays; the page shows all of it."""
     results, page = tmp_path / "results.json", tmp_path / "page.md"
     results.write_text(json.dumps({"cuda, 1 thread": GIVEN}))
-    python("run.py", "--quick", "--output", results)
+    python("run.py", "--quick", "--against", "by_hand", "--output", results)
     runs = json.loads(results.read_text())
     assert runs["cuda, 1 thread"] == GIVEN
 
@@ -69,9 +71,18 @@ def test_quick_run(tmp_path: Path) -> None:
         assert cells[name]["problem"] == "logreg" and cells[name]["rounds"] == 1
         assert cells[name]["ratio"] > 0 and cells[name]["gradient"] > 0 and cells[name]["peak"] > 2**20
 
+    assert {cell["quantity"] for cell in run["cells"]["by_hand"]} == {"gradient", *by_hand.QUANTITIES["logreg"]}
+
+    python("run.py", "--quick", "--against", "by_hand", "--extensions", "Variance", "--keep", "--output", results)
+    again = json.loads(results.read_text())["cpu, 1 thread"]
+    assert again["cells"]["ours"] == run["cells"]["ours"]
+    ratios = [{cell["quantity"]: cell.get("ratio") for cell in kept["cells"]["by_hand"]} for kept in (run, again)]
+    assert {name for name in ratios[0] if ratios[0][name] != ratios[1][name]} == {"Variance"} and ratios[0].keys() == ratios[1].keys()
+
     python("report.py", results, "--page", page)
     text = page.read_text()
     assert all(f"| `{name}` | **this package** |" in text for name in extensions.__all__)
+    assert text.count("|  | *by hand* |") == 2 * len(by_hand.QUANTITIES["logreg"])
     for picture in ("results-cpu-1-thread.png", "results-cuda-1-thread.png"):
         assert f"]({picture})" in text
         pixels = imread(tmp_path / picture)
@@ -147,3 +158,31 @@ def test_libraries_compute_the_same(quantity: str) -> None:
     ours = with_backpack.step(quantity, model, nn.CrossEntropyLoss(), x, y)()
     for mine, (name, value) in zip(ours, theirs.items(), strict=True):
         torch.testing.assert_close(mine, value, msg=name)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize(("problem", "quantity"), [(problem, quantity) for problem, names in by_hand.QUANTITIES.items() for quantity in names[1:]])
+def test_by_hand_is_the_same(problem: str, quantity: str, samples: int) -> None:
+    """What is written by hand has our results, and sets the same gradients; with one seed both draw the same labels."""
+    torch.manual_seed(0)
+    model, x, y = PROBLEMS[problem]()
+    models, results = (model.double(), deepcopy(model)), []
+    for library, copy in zip((with_backpack, by_hand), models, strict=True):
+        step = library.step(quantity, copy, nn.CrossEntropyLoss(), x[:samples].double(), y[:samples])
+        torch.manual_seed(1)
+        results.append(step())
+    for ours, by_hands, p, q in zip(*results, *(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(by_hands, ours, rtol=1e-9, atol=1e-13)
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("problem", [name for name in PROBLEMS if name != "GPT-2"])
+def test_hooks_by_hand(problem: str) -> None:
+    """A model with hooks has the same gradients."""
+    torch.manual_seed(0)
+    model, x, y = PROBLEMS[problem]()
+    hooked = deepcopy(model)
+    by_hand.step("extended", hooked, nn.CrossEntropyLoss(), x[:2], y[:2])()
+    nn.CrossEntropyLoss()(model(x[:2]), y[:2]).backward()
+    for p, q in zip(model.parameters(), hooked.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad)

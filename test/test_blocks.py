@@ -223,6 +223,30 @@ def test_nothing_is_cut_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert probe.passes == 1
 
 
+class HalfWay(Module):
+    """Computes in single precision in the middle, where columns are born."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = Linear(3, 4), Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.first(x).float()
+        return self.last((middle * middle.sigmoid()).double())
+
+
+def test_columns_that_are_born_in_another_precision() -> None:
+    torch.manual_seed(0)
+    model, lossfunc, X, y = extend(HalfWay().double()), extend(CrossEntropyLoss()), torch.rand(5, 2, 3).double(), torch.randint(2, (5, 2))
+    found = []
+    for memory in (1 << 30, 1):
+        with backpack(extensions.DiagHessian(), memory=memory):
+            lossfunc(model(X).movedim(2, 1), y).backward()
+        found.append(model.first.weight.diag_h)
+    assert found[0].ne(0).all()
+    close(*found, 1e-10)
+
+
 def test_what_does_not_depend_on_columns_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Module] = []
     moment = AffineDerivatives.input_moment

@@ -363,5 +363,6 @@ def signs_of(columns: Columns, subsampling: Iterable[int] | None = None) -> Tens
         if source.signs is None:
             parts.append(columns[source].new_ones(columns[source].shape[:2]))
         else:
-            parts.append(source.signs if chosen is None else source.signs[:, chosen])
+            signs = source.signs if chosen is None else source.signs[:, chosen]
+            parts.append(signs.to(columns[source].dtype))  # born where a model computes in another precision
     return torch.cat(parts)

@@ -35,6 +35,7 @@ LIBRARIES = {
     "opacus": ("with_opacus", "opacus"),
     "backpack": ("with_released", "backpack-for-pytorch"),
     "curvlinops": ("with_curvlinops", "curvlinops-for-pytorch"),
+    "by_hand": ("by_hand", "torch"),
 }
 """Name to the file that uses it and the distribution that has its version."""
 EXACT = {"DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR", "DiagHessian", "BatchDiagHessian"}
@@ -175,7 +176,8 @@ def main() -> None:
     offered = import_module(name).QUANTITIES
     print(json.dumps({"version": version(distribution)}), flush=True)
     for problem in options.problems:
-        for quantity in ("gradient", *(name for name in offered if name in (options.extensions or offered))):
+        names = offered.get(problem, ()) if isinstance(offered, dict) else offered
+        for quantity in ("gradient", *(name for name in names if name in (options.extensions or names))):
             print(json.dumps({"problem": problem, "quantity": quantity} | isolated(options.library, problem, quantity, options)), flush=True)
 
 

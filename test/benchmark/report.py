@@ -17,8 +17,10 @@ from matplotlib.patches import Patch
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ORDER = """extended BatchGrad BatchL2Grad SumGradSquared Variance DiagGGNMC DiagGGNExact BatchDiagGGNMC BatchDiagGGNExact DiagHessian BatchDiagHessian
     SqrtGGNMC SqrtGGNExact KFAC KFLR KFRA HBP GGNMP HMP PCHMP""".split()
-LABELS = {"ours": "**this package**", "backpack": "BackPACK"}
-COLOURS = {"ours": "#1b6ca8", "backpack": "#e08214", "torch.func": "#7a7a7a", "opacus": "#5aae61", "curvlinops": "#9970ab"}
+LABELS = {"ours": "**this package**", "backpack": "BackPACK", "by_hand": "*by hand*"}
+COLOURS = {"ours": "#1b6ca8", "backpack": "#e08214", "torch.func": "#7a7a7a", "opacus": "#5aae61", "curvlinops": "#9970ab", "by_hand": "#d7191c"}
+FLOOR = "by_hand"
+"""Drawn as a mark across the bars of the others."""
 INTRODUCTION = """# Benchmarks
 
 What a quantity costs: the time of forward pass, backward pass and quantity, divided by the time of the forward and backward pass of the same model
@@ -35,6 +37,11 @@ gradient; differences of a few MB are noise. The networks are as they are initia
 `PCHMP`) include one product with one vector for each parameter. Monte-Carlo quantities draw one sample. `HBP` is the Hessian, averaged over
 samples. Others compute less in some cells: `torch.func` forms no `.grad`, and the norms of opacus are one number for each sample, over all
 parameters.
+
+*By hand* is the floor: the least code that an expert would write for exactly this network and this quantity, with PyTorch alone, `.grad` included
+(`test/benchmark/by_hand.py`; a test compares its results with ours). The pictures show it as a red mark across the bars. It is written for some cells
+only. Its row under `extended` is what hooks cost at least: a plain model with a forward hook for each module, which keeps the input of a layer, and
+a hook on the node of each output in the backward pass, which does nothing.
 
 **How to read it.** *Refused* says that the quantity is undefined for the model, or that the library has no rule for it; *not run*, that it would
 take more time or memory than this table is worth; *failed*, that the library raised another error. The notes at the end give the reasons. An empty
@@ -112,8 +119,8 @@ def table(run: Run, field: str, notes: Notes) -> list[str]:
 
 
 def picture(run: Run, title: str, path: Path) -> None:
-    """Bars of each quantity, ours beside others, a panel for each problem."""
-    cells, problems, libraries = cells_of(run), list(run["problems"]), list(run["cells"])
+    """Bars of each quantity, ours beside others, a mark at what is written by hand, a panel for each problem."""
+    cells, problems, libraries = cells_of(run), list(run["problems"]), [library for library in run["cells"] if library != FLOOR]
     names = quantities(cells)
     columns = min(4, len(problems))
     rows = ceil(len(problems) / columns)
@@ -125,6 +132,8 @@ def picture(run: Run, title: str, path: Path) -> None:
             bars = [(library, cell["ratio"]) for library in libraries if "ratio" in (cell := cells.get((library, problem, name), {}))]
             for index, (library, ratio) in enumerate(bars):
                 axis.barh(row + (index - (len(bars) - 1) / 2) * height, ratio, height, color=COLOURS[library])
+            if "ratio" in (cell := cells.get((FLOOR, problem, name), {})):
+                axis.vlines(cell["ratio"], row - 0.48, row + 0.48, color=COLOURS[FLOOR], linewidth=1.8)
             cell = cells.get(("ours", problem, name), {})
             if "status" in cell:
                 axis.text(1.05, row, cell["status"], fontsize=6.5, color="#888888", va="center")
@@ -136,8 +145,9 @@ def picture(run: Run, title: str, path: Path) -> None:
     axes[0].set_yticks(range(len(names)), names)
     for axis in axes[len(problems) :]:
         axis.remove()
-    legend = {LABELS.get(library, library).strip("*"): Patch(color=COLOURS[library]) for library in libraries}
-    figure.legend(legend.values(), legend.keys(), loc="outside upper center", ncols=len(libraries), frameon=False)
+    shown_here = [*libraries, FLOOR] if FLOOR in run["cells"] else libraries
+    legend = {LABELS.get(library, library).strip("*"): Patch(color=COLOURS[library]) for library in shown_here}
+    figure.legend(legend.values(), legend.keys(), loc="outside upper center", ncols=len(legend), frameon=False)
     figure.supxlabel(f"cost in gradients, {title}")
     figure.savefig(path, dpi=100)
 
@@ -146,7 +156,9 @@ def page(runs: dict[str, Run], pictures: dict[str, str]) -> str:
     """The whole page."""
     notes, lines = Notes(), [INTRODUCTION]
     for title, run in runs.items():
-        versions = ", ".join(f"{LABELS.get(name, name)} {version}" for name, version in run["versions"].items() if name not in ("ours", "torch.func"))
+        versions = ", ".join(
+            f"{LABELS.get(name, name)} {version}" for name, version in run["versions"].items() if name not in ("ours", "torch.func", FLOOR)
+        )
         lines += [f"## {title}", "", f"{run['machine']}; {versions}; {run['date']}; `{run['command']}`", "", f"![{title}]({pictures[title]})", ""]
         lines += ["### Time, in gradients", "", *table(run, "ratio", notes)]
         lines += ["### Memory beyond the gradient's, in MB", "", *table(run, "extra", notes)]

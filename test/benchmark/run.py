@@ -1,6 +1,7 @@
-"""What each quantity costs, in gradients: ``python test/benchmark/run.py [--against torch.func,opacus,backpack,curvlinops --python PYTHON]``.
+"""What each quantity costs, in gradients: ``python test/benchmark/run.py [--against torch.func,opacus,backpack,curvlinops,by_hand --python PYTHON]``.
 
 Each library is measured by ``measure.py`` in an interpreter of its own; the results go to one file, from which ``report.py`` makes page and pictures.
+With ``--keep`` the file's other cells stay: ``--against by_hand --keep`` measures the floor again, and nothing else.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from problems import PROBLEMS
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "docs" / "_static" / "benchmarks.json"
+OWN = ("ours", "by_hand")
+"""What this checkout has, measured by the interpreter that runs this file."""
 
 
 def machine(device: str) -> str:
@@ -34,12 +37,12 @@ def machine(device: str) -> str:
 
 def measured(library: str, threads: int, options: Namespace) -> tuple[str, list[dict[str, object]]]:
     """Run ``measure.py``; return the version of the library and its cells, which are printed as they come."""
-    python = sys.executable if library == "ours" else options.python
+    python = sys.executable if library in OWN else options.python
     command = [python, str(HERE / "measure.py"), library, f"--threads={threads}", f"--device={options.device}"]
     command += [f"--rounds={options.rounds}", f"--seconds={options.seconds}", "--problems", *options.problems]
     command += ["--extensions", *options.extensions] if options.extensions else []
     # a look for devices must not initialize CUDA before the fork
-    environment = os.environ | {"PYTHONPATH": str(ROOT) if library == "ours" else "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT) if library in OWN else "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         (version, *cells) = map(show, process.stdout)
     if process.returncode:
@@ -64,6 +67,7 @@ def main() -> None:
     arguments.add_argument("--against", default="", help=f"with commas between them: {', '.join(list(LIBRARIES)[1:])}")
     arguments.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the others (make bench creates one)")
     arguments.add_argument("--output", type=Path, default=RESULTS, help="file of results; runs on other devices or numbers of threads stay in it")
+    arguments.add_argument("--keep", action="store_true", help="measure only what --against names, into a run that the file has")
     arguments.add_argument("--quick", action="store_true", help="one round of the smallest problem, to see that all works")
     options = arguments.parse_args()
     if options.quick:
@@ -73,7 +77,8 @@ def main() -> None:
         arguments.error(f"--against does not know {', '.join(unknown)}; it knows {', '.join(list(LIBRARIES)[1:])}")
     runs = json.loads(options.output.read_text()) if options.output.exists() else {}
     for threads in map(int, options.threads.split(",")):
-        run = {
+        title = f"{options.device}, {threads} thread{'s' * (threads > 1)}"
+        new = {
             "machine": machine(options.device),
             "date": str(date.today()),
             "command": f"test/benchmark/run.py --threads {threads} --device {options.device} --rounds {options.rounds} --seconds {options.seconds:g}",
@@ -81,12 +86,15 @@ def main() -> None:
             "versions": {"Python": platform.python_version(), "torch": torch.__version__},
             "cells": {},
         }
-        for library in ["ours", *others]:
+        run = runs.get(title, new) if options.keep else new
+        for library in others if options.keep else ["ours", *others]:
             print(f"{library}, {threads} thread(s)", flush=True)
-            run["versions"][library], run["cells"][library] = measured(library, threads, options)
-            runs[f"{options.device}, {threads} thread{'s' * (threads > 1)}"] = run
+            run["versions"][library], cells = measured(library, threads, options)
+            kept = run["cells"].get(library, [])
+            run["cells"][library] = list({(cell["problem"], cell["quantity"]): cell for cell in kept + cells}.values())
+            runs[title] = run
             options.output.write_text(json.dumps(runs, indent=1) + "\n")
-        broken = [f"{cell['quantity']} of {cell['problem']}" for cell in run["cells"]["ours"] if cell.get("status") == "failed"]
+        broken = [f"{cell['quantity']} of {cell['problem']}" for name in OWN for cell in run["cells"].get(name, []) if cell.get("status") == "failed"]
         if broken:
             sys.exit(f"Errors that are no refusals: {', '.join(broken)}.")
 
