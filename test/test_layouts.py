@@ -189,7 +189,7 @@ FAMILIES = [
     *("logreg", "Tanh", "PReLU, 1 parameter", "Softmax", "dropout, training", "MSE, mean", "CE, mean", "BCE, mean", "extra axis", "residual"),
     *("samples second", "matrix on positions", "LayerNorm", "GroupNorm", "BatchNorm1d, evaluation", "net: Conv2d", "net: ConvTranspose2d"),
     *("MaxPool2d", "AvgPool2d", "Upsample, bilinear", "ZeroPad2d", "Embedding", "EmbeddingBag, max", "Bilinear, one tensor twice"),
-    *("transformer: attention", "recurrent: LSTM"),
+    *("transformer: attention", "recurrent: LSTM", "curved: parameters divided by their norm"),
 ]
 
 

@@ -29,6 +29,9 @@ MODELS = [
     "LayerNorm",
     "Embedding",
     "matrix on positions",
+    "curved: gelu",
+    "curved: quotient",
+    "curved: parameters divided by their norm",
 ]
 
 

@@ -15,6 +15,7 @@ from torch.nn import AvgPool2d, BatchNorm1d, Conv2d, CrossEntropyLoss, Flatten, 
 from backpack import backpack, extend, leave_out, results
 from backpack.custom_module.permute import Permute
 from backpack.extensions import KFRA, PCHMP, BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
+from backpack.utils.errors import OverwrittenError
 
 N = 3
 
@@ -126,6 +127,32 @@ def test_ignored_targets(index: int) -> None:
         return made
 
     check(problem)
+
+
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagHessian, KFRA])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameter_with_other_data_after_the_forward_pass(extension: type, frozen: bool) -> None:
+    """Autograd has kept what the rule would read: refused; where nothing is read, nothing changes."""
+    found = []
+    for layer in (None, 0, 2):
+        problem = build(mlp, (4,))
+        problem.model[2].weight.requires_grad_(not frozen)
+        for module in (problem.model, *problem.losses):
+            extend(module)
+        loss = problem.loss(problem.outputs())
+        if layer is not None:
+            weight = problem.model[layer].weight
+            weight.data = 2 * weight.data
+        with backpack(extension()):
+            if layer == 2:
+                with pytest.raises(OverwrittenError, match=r"parameter of 2 after the forward pass"):
+                    loss.backward()
+                assert results(problem.model) == {}
+            else:
+                loss.backward()
+                found.append(getattr(problem.model[0].bias, extension().savefield))
+    for one, other in zip(*([value] if isinstance(value, Tensor) else value for value in found), strict=True):
+        close(one, other)
 
 
 def test_two_losses_on_one_output() -> None:

@@ -143,8 +143,8 @@ def test_hooks_run(name: str) -> None:
 
     def prepare(net: nn.Module) -> list[str]:
         seen: list[str] = []
-        weight = net[0].weight
-        weight.register_hook(lambda grad: seen.append("tensor") or 2 * grad)
+        net[0].weight.register_hook(lambda grad: seen.append("tensor") or 2 * grad)
+        weight = net[2].weight
         weight.register_post_accumulate_grad_hook(lambda p: seen.append(f"accumulated {p.grad is not None}"))
         weight.expand_as(weight).grad_fn.next_functions[0][0].register_hook(lambda *_: seen.append("node"))
         net[1].register_full_backward_hook(lambda *_: seen.append("module"))
@@ -160,6 +160,41 @@ def test_hooks_run(name: str) -> None:
     for param, value in zip(net.parameters(), expected, strict=True):
         close(param.grad, value, 1e-12)
     assert x.grad is not None
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_hooks_of_several_parameters_run_once(mode: str) -> None:
+    net, x = make_net()
+    seen: list[object] = []
+    torch.autograd.graph.register_multi_grad_hook(tuple(extend(net).parameters()), seen.append, mode=mode)
+    with backpack(extensions.BatchGrad()):
+        net(x).square().sum().backward()
+    (grads,) = seen
+    for grad, expected in zip(grads, plain(), strict=True) if mode == "all" else ():
+        close(grad, expected, 1e-12)
+
+
+@pytest.mark.parametrize("how", ["changed", "retained"])
+def test_gradient_of_a_transposed_weight(how: str) -> None:
+    """What functional code does with a tensor between a product and its weight counts in the gradient."""
+    net = nn.Linear(4, 3, dtype=torch.float64)
+    x, seen = torch.randn(3, 40, 4, dtype=torch.float64), []
+
+    def forward(x: Tensor) -> Tensor:
+        turned = net.weight.t()
+        turned.register_hook(lambda grad: 2 * grad) if how == "changed" else turned.retain_grad()
+        seen.append(turned)
+        return x @ turned + net.bias
+
+    net.forward = forward
+    net(x).square().sum().backward()
+    expected, net.weight.grad = net.weight.grad, None
+    extend(net)
+    with backpack(extensions.BatchGrad()):
+        net(x).square().sum().backward()
+    close(net.weight.grad, expected, 1e-12)
+    if how == "retained":
+        close(seen[1].grad, seen[0].grad, 1e-12)
 
 
 def test_frozen_parts_and_other_leaves() -> None:

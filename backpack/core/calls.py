@@ -36,6 +36,13 @@ def _versions(module: Module) -> list[int]:
     return [version_of(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
+def _places(module: Module) -> list[int]:
+    try:
+        return [p.data_ptr() for p in module._parameters.values() if p is not None]
+    except RuntimeError:  # tensors of a transformation have no data
+        return []
+
+
 class Mark(NamedTuple):
     """What a call leaves on a graph node: this node made output ``index`` as its own output ``nr``, or made the tensor it is a view of."""
 
@@ -61,6 +68,7 @@ class ModuleCall:
         slope: Derivative of a random element-wise module, set when it is needed.
         maxima: Positions of the maxima of a max-pooling, set when they are needed.
         versions: How often each parameter and buffer of the module had been changed in place.
+        places: Where the data of its parameters were.
         released: Whether tensors that were kept have been given back.
         seen: The positional arguments, as long as the module runs.
         origin: The checkpointed part in which the call lies.
@@ -73,6 +81,7 @@ class ModuleCall:
     part: Any = None
     origin: Any = None
     versions: Sequence[int] = ()
+    places: Sequence[int] = ()
     released = False
 
     def __init__(self, module: Module, recorder: Any, args: Sequence[Any]) -> None:
@@ -161,6 +170,8 @@ class ModuleCall:
         Args:
             output: What the module returned.
         """
+        if self.versions:
+            self.places = _places(self.module)
         keep = "output" in self._needs
         sources = [slot.edge[0] for slot in self.tensor_inputs if slot.edge is not None]
         tensors = [output] if isinstance(output, Tensor) else tensors_in(output)
@@ -277,8 +288,13 @@ class ModuleCall:
         return None
 
     @property
+    def moved(self) -> bool:
+        """Whether a parameter holds other data than in the forward pass (``p.data = ...``), which autograd does not see: it has kept the old ones."""
+        return list(self.places) != _places(self.module)
+
+    @property
     def _changed(self) -> bool:
-        return list(self.versions) != _versions(self.module)
+        return self.moved or list(self.versions) != _versions(self.module)
 
     def refuse_changed(self) -> None:
         """Refuse to go on if a parameter or a buffer of the module was changed in place since.

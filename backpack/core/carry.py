@@ -26,7 +26,7 @@ from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, keeps_samples, split, sum_to
 from backpack.core.slots import Edge
 from backpack.core.walk import Unit
-from backpack.utils.errors import NotRecordedError
+from backpack.utils.errors import NotRecordedError, OverwrittenError
 
 
 class Carry:
@@ -104,6 +104,11 @@ class Carry:
             below = unit.below
             if below is None or (flow.is_gradient and not self._explicit(below)) or not self._concerns(flow, below):
                 continue
+            if not flow.is_gradient and call.moved:
+                raise OverwrittenError(
+                    f"Other data were put into a parameter of {call.path} after the forward pass (p.data = ...), which autograd does not see, "
+                    "but the rule of the layer would read. Change parameters after backward."
+                )
             self.to_input(flow, unit, flow.through(view, value, grad, unit.layout))
             self._bear_at_unit(flow, unit, use)
         self._leave(unit)

@@ -177,12 +177,13 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
     try:
         if count == 1:
             return [None if t is None else t[None] for t in one(*(p[0] for p in parts))]
-        separate = torch.is_grad_enabled()  # batching rules take for constant what a node has saved, say the mean of a normalization
+        # batching rules take for constant what a node has saved, say the mean of a normalization; without columns, some fail
+        separate = torch.is_grad_enabled() or count == 0
         if not separate:
             # operations without a batching rule run one column after the other, for which a warning would be of no use
             torch._C._functorch._set_vmap_fallback_warning_enabled(False)
             found = torch.vmap(defined)(*parts)
-            separate = not (count == 0 or (type(node), node.name()) in _TRUSTED or _trust(node, found, defined(*(p[-1] for p in parts))))
+            separate = not ((type(node), node.name()) in _TRUSTED or _trust(node, found, defined(*(p[-1] for p in parts))))
     except RuntimeError:  # no batching rule, or data-dependent Python inside
         separate = True
     if separate:  # one column after the other; of none, one tells the shapes

@@ -44,7 +44,7 @@ class NodeCall:
     """
 
     module = None
-    is_loss = released = False
+    is_loss = released = moved = False
     order = 0
 
     def __init__(self, node: Node, rule: BaseParameterDerivatives, output: Tensor | None = None, **read: Callable[[], Any]) -> None:

@@ -17,6 +17,8 @@ from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.graph import shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, first_axis, label_tensor, numel, settle
+from backpack.utils.eigen import eigh
+from backpack.utils.precision import wide
 
 
 class Born(NamedTuple):
@@ -143,7 +145,7 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     units = units.reshape(size, count, *(n if axis in coupled else 1 for axis, n in enumerate(values[0].shape)))
     rows = torch.stack([torch.stack(multiply(tuple(part.expand(values[0].shape) for part in unit))) for unit in units])
     matrices = rows.movedim([2 + axis for axis in coupled], list(range(2, 2 + len(coupled)))).reshape(size, size, prod(kept)).movedim(2, 0)
-    eigenvalues, vectors = _eigenvectors(matrices, values)
+    eigenvalues, vectors = _eigenvectors(wide(matrices), values)
 
     # the blocks of one sample need columns of their own
     if layout.samples == 1:
@@ -154,9 +156,9 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     turns, most = _turns(labels, layout.samples)
     full = grad.new_zeros(most, prod(kept), size, size)
     places = torch.arange(prod(kept), device=grad.device)
-    full[turns, places] = (vectors * eigenvalues.abs().sqrt().unsqueeze(1)).mT
+    full[turns, places] = (vectors * eigenvalues.abs().sqrt().unsqueeze(1)).mT.to(grad.dtype)
     signs = grad.new_zeros(most, layout.samples, size)
-    signs[turns, labels] = eigenvalues.sign()
+    signs[turns, labels] = eigenvalues.sign().to(grad.dtype)
     columns = full.permute(0, 2, 3, 1).reshape(most * size, count, *lengths, *kept)
     columns = columns.movedim(list(range(2, 2 + len(coupled))), [2 + axis for axis in coupled])
     if parts is None:
@@ -182,7 +184,7 @@ def _eigenvectors(matrices: Tensor, values: list[Tensor]) -> tuple[Tensor, Tenso
         return matrices[:, 0], torch.ones_like(matrices)
     sizes = torch.stack([value.square().mean().sqrt() for value in values])
     units = torch.where((sizes > 0) & sizes.isfinite(), sizes, 1.0).repeat_interleave(matrices.shape[-1] // len(values))
-    eigenvalues, vectors = torch.linalg.eigh(matrices * units * units.unsqueeze(1))
+    eigenvalues, vectors = eigh(matrices * units * units.unsqueeze(1))
     return eigenvalues, vectors / units.unsqueeze(1)
 
 

@@ -24,6 +24,7 @@ from backpack.core.walk import Need, Unit, Walk
 from backpack.extensions.flows import ColumnFlow, Source, refuse_coupled, refuse_curved, separate_rows
 from backpack.extensions.loss_scale import position_weights
 from backpack.utils.columns import unit_columns
+from backpack.utils.eigen import eigh
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.precision import wide
 
@@ -73,7 +74,7 @@ class SignedSqrtFlow(ColumnFlow):
             signs = flat.sign().T
         else:
             units = unit_columns(call.input0.shape, grad)
-            values, vectors = torch.linalg.eigh(wide(rule._residual_mat_prod(call, None, (grad,), units)).flatten(2).movedim(0, 2))
+            values, vectors = eigh(wide(rule._residual_mat_prod(call, None, (grad,), units)).flatten(2).movedim(0, 2))
             mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(units.shape).to(grad.dtype)
             signs = values.sign().T.to(grad.dtype)
         mat, signs = separate_rows(mat, signs, layout)

@@ -1,7 +1,7 @@
 """Gradients of parameters that are sums of what each sample contributes: where that is formed anyway, autograd is spared its own product.
 
 Autograd is asked for everything else, and for the node of the layer itself, so that its hooks run. What was summed is then handed to the node that
-accumulates the gradient of the parameter, with all hooks that it and the parameter have.
+accumulates the gradient of the parameter, with all hooks that it has, and those that the parameter runs afterwards.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def _rows(plan: Plan, unit: Unit) -> Size | None:
         unit: The layer.
 
     Returns:
-        ``[N, G, O, L]``; ``None`` if it is no affine layer that is used once, at several positions, without backward hooks, outside of
-            checkpoints and in full precision.
+        ``[N, G, O, L]``; ``None`` if it is no affine layer that is used once, at several positions, without backward hooks, of its own or its
+            parameters', outside of checkpoints and in full precision; or if functional code may have hooked a tensor before the parameters.
     """
     call = unit.call
     several = unit.arrangement is not None or len(call.outputs[0].shape) > 2  # noqa: PLR2004
@@ -105,6 +105,10 @@ def _rows(plan: Plan, unit: Unit) -> Size | None:
     if len(types) > 1 or types.isdisjoint(_TYPES) or any(plan.uses[parameter] > 1 for parameter in unit.parameters.values()):
         return None
     if any(getattr(call, name, None) is not None for name in ("origin", "part")) or (call.module is not None and call.module._backward_hooks):
+        return None
+    if any(parameter._backward_hooks for parameter in unit.parameters.values()):  # some wait for the gradients of several parameters in one pass
+        return None
+    if call.module is None and len(unit.inside) > 1 + len(unit.parameters):  # x @ w.t()
         return None
     view = call if unit.arrangement is None else BatchFirst(call, unit.arrangement)
     return call.derivatives.rows(view, view.output[None]).shape[1:]

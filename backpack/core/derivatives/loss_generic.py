@@ -21,6 +21,7 @@ from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads
 from backpack.core.derivatives.records import inputs_of, module_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import undifferentiable
+from backpack.utils.eigen import eigh
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
@@ -59,7 +60,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
     def hessian_is_psd_at(self, module: Module) -> bool:
         if self.hessian_is_psd():
             return True
-        values = torch.linalg.eigvalsh(wide(self._blocks(module)))
+        values, _ = eigh(wide(self._blocks(module)))
         return not (values < -_tolerance(values, module.input0.dtype)).any()
 
     def _blocks(self, module: Module) -> Tensor:
@@ -76,13 +77,13 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
     def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
         inputs = module.input0
-        values, vectors = torch.linalg.eigh(wide(subsample(self._blocks(module), subsampling=subsampling)))
-        noise = values.shape[1] * torch.finfo(values.dtype).eps * values.abs().amax(1, keepdim=True) if values.numel() else 0
-        root = non_negative(values, module, "eigenvalues").where(values > noise, 0).sqrt()
+        values, vectors = eigh(wide(subsample(self._blocks(module), subsampling=subsampling)))
+        noise = values.shape[1] * torch.finfo(values.dtype).eps * values.abs().amax(1, keepdim=True) if values.numel() else values
+        root = non_negative(values, module, "eigenvalues").masked_fill(values <= noise, 0).sqrt()
         return _columns((vectors * root.unsqueeze(1)) @ vectors.mT, inputs)
 
     def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
-        values, vectors = torch.linalg.eigh(wide(self._blocks(module)))
+        values, vectors = eigh(wide(self._blocks(module)))
         return _columns(vectors * values.abs().sqrt().unsqueeze(1), module.input0), signs_of(values)
 
     def _sqrt_hessian_sampled(
@@ -294,7 +295,8 @@ def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]
 
 
 def _tolerance(values: Tensor, dtype: torch.dtype) -> float:
-    return sqrt(torch.finfo(dtype).eps) * values.abs().max().item() if values.numel() else 0.0
+    finite = values[values.isfinite()]  # else one sample that overflows would tolerate anything in the others
+    return sqrt(torch.finfo(dtype).eps) * finite.abs().max().item() if finite.numel() else 0.0
 
 
 register(_Loss, GenericLossDerivatives)

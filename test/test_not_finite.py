@@ -1,0 +1,73 @@
+"""Numbers that overflow in one sample: its quantities are not finite, those of the others are what they are, and nothing fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf, nan
+
+import pytest
+import torch
+from test_extensions import close
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend
+from backpack.extensions import BatchDiagGGNExact, BatchDiagGGNMC, BatchDiagHessian
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.errors import LossValueError
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+N = 3
+
+
+class Coupled(nn.Module):
+    """A loss without a rule, whose Hessian couples the outputs of a sample; it is negative where they are close to the target."""
+
+    def __init__(self, shift: float = 0.0) -> None:
+        super().__init__()
+        self.shift = shift
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((x - y).square().sum(1) - self.shift).square().sum()
+
+
+def samples(extension: type[BackpropExtension], change: Callable[[Tensor], Tensor], lossfunc: nn.Module, bad: float | None) -> list[Tensor]:
+    """Compute a quantity of each sample, with a bad one if wanted: the last, so that labels of the others are drawn before its own."""
+    torch.manual_seed(0)
+    model, lossfunc = extend(nn.Linear(4, 3).double()), extend(lossfunc)
+    x, y = torch.rand(N, 4).double(), torch.rand(N, 3).double()
+    if bad is not None:
+        x[-1] = bad
+    with backpack(extension()):
+        lossfunc(change(model(x)), y).backward()
+    return [getattr(p, extension().savefield) for p in model.parameters()]
+
+
+CURVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "normalized": lambda h: F.normalize(h, dim=1),
+    "softmax": lambda h: h.softmax(1),
+    "layer norm": extend(nn.LayerNorm(3).double()),
+    "Softmax": extend(nn.Softmax(1)),
+}
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+@pytest.mark.parametrize(
+    ("extension", "change", "loss"),
+    [
+        *[(BatchDiagHessian, change, nn.MSELoss) for change in CURVED],
+        *[(extension, "softmax", Coupled) for extension in (BatchDiagGGNExact, BatchDiagGGNMC, BatchDiagHessian)],
+        *[(BatchDiagGGNMC, "softmax", loss) for loss in (nn.MSELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss)],
+    ],
+)
+def test_one_sample(extension: type[BackpropExtension], change: str, loss: type[nn.Module], bad: float) -> None:
+    for value, expected in zip(*(samples(extension, CURVED[change], loss(), number) for number in (bad, None)), strict=True):
+        close(value[:-1], expected[:-1])
+        assert not value[-1].isfinite().any()
+
+
+def test_does_not_hide_negative_curvature_of_the_others() -> None:
+    for bad in (None, nan):
+        with pytest.raises(LossValueError, match="negative"):
+            samples(BatchDiagGGNExact, CURVED["softmax"], Coupled(shift=100.0), bad)
