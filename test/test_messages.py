@@ -64,17 +64,28 @@ def test_scripted_module(place: str) -> None:
     assert not any(child._forward_hooks for child in plain.modules())  # nothing is half extended
 
 
-@pytest.mark.parametrize("name", ["0.wieght", "bias", "head.weight", "zebra"])
+class Tilted(nn.Linear):
+    """Has a parameter whose name, alone, is that of no other extended model."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3, bias=False)
+        self.tilt = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.tilt
+
+
+@pytest.mark.parametrize("name", ["0.wieght", "tilt", "head.weight", "zebra"])
 def test_unknown_names_are_completed(name: str) -> None:
-    model = extend(nn.Sequential(mlp(), nn.Linear(3, 3)))
+    model = extend(nn.Sequential(mlp(), Tilted()))
     said = message(ArgumentError, lambda: KFAC(exclude=[name]).excluded())
-    assert ('"*.bias"' in said) == (name == "bias")
+    assert ('"*.tilt"' in said) == (name == "tilt")
     assert ('"0.weight"' in said or '"0.0.weight"' in said) >= (name == "0.wieght")
     assert "Did you mean" not in said or name != "zebra"
-    if name == "bias":
-        with backpack(KFAC(exclude=["*.bias"])):
+    if name == "tilt":
+        with backpack(BatchGrad(exclude=["*.tilt"])):
             F.cross_entropy(model(X), Y).backward()
-        assert {name for name, p in model.named_parameters() if hasattr(p, "kfac")} == {"0.0.weight", "0.2.weight", "1.weight"}
+        assert {name for name, p in model.named_parameters() if not hasattr(p, "grad_batch")} == {"1.tilt"}
 
 
 class OfLinear(FirstOrderModuleExtension):

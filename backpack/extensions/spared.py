@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 from torch import Size, Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -44,7 +44,7 @@ class Spared:
         self._sums: dict[Parameter, Tensor] = {}
         self._parameters: set[Parameter] = set()
         self.edges: tuple[GradientEdge, ...] | None = None
-        nodes = []
+        units = []
         for node, unit in plan.units.items() if extensions else ():
             rows = _rows(plan, unit)
             if rows is None or rows[3] < POSITIONS:
@@ -52,11 +52,11 @@ class Spared:
             weight = unit.parameters["weight"]
             bit, entries = plan.walk.bits[id(weight)], weight.numel()
             if any(bits & bit and extension.forms_gradients(rows, entries) for extension, bits in extensions.items()):
-                nodes.append(node)
+                units.append((node, unit))
                 self._parameters.update(unit.parameters.values())
-        if nodes:
-            nodes += [node for node, leaf in plan.walk.leaves.items() if leaf not in self._parameters]
-            self.edges = tuple(GradientEdge(node, 0) for node in nodes)
+        if units:
+            others = [node for node, leaf in plan.walk.leaves.items() if leaf not in self._parameters]
+            self.edges = tuple(GradientEdge(node, 0) for node in others + _ends(plan, units, self._parameters))
 
     def prepare(self, use: Use) -> None:
         """Let those who form what samples contribute at a use keep the sum, if it is wanted.
@@ -84,6 +84,26 @@ class Spared:
             with torch.enable_grad():
                 views = [parameter.view_as(parameter) for parameter in self._sums]
             torch.autograd.backward(views, list(self._sums.values()))
+
+
+def _ends(plan: Plan, units: list[tuple[Node, Unit]], spared: set[Parameter]) -> list[Node]:
+    """Choose the layers' nodes that autograd has to be asked for, so that it runs all: gradients it is asked for stay in memory until the end.
+
+    Args:
+        plan: The plan.
+        units: Nodes and layers, consumers before producers.
+        spared: Their parameters.
+
+    Returns:
+        Nodes upstream of which there is nothing else that it is asked for.
+    """
+    walk, ends = plan.walk, []
+    asked = walk.bits_of(frozenset(walk.bits) - {id(parameter) for parameter in spared})
+    for node, unit in reversed(units):
+        if unit.below is None or not walk.reach[unit.below[0]] & asked:
+            ends.append(node)
+            asked |= walk.bits_of(frozenset(map(id, unit.parameters.values())))
+    return ends
 
 
 def _rows(plan: Plan, unit: Unit) -> Size | None:
