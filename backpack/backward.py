@@ -79,7 +79,7 @@ class backpack:  # noqa: N801
             dtype: Type in which results are kept; ``None`` for that of the parameter, and at least ``float32`` for what is squared.
             memory: What the columns that are carried beside the gradient may take at once: bytes, or a text such as ``"2GiB"`` or ``"500MB"``. Where
                 all of them would take more, as far as shapes tell, they are carried in blocks, of one column at least; the results are the same, and
-                not counted. ``None`` stands for 512 MiB. All at once are columns in a pass with ``create_graph=True``, in a model with checkpointed
+                not counted. ``None`` stands for 128 MiB. All at once are columns in a pass with ``create_graph=True``, in a model with checkpointed
                 parts, of an extension with module extensions, and Monte-Carlo estimates for samples that are chosen repeatedly.
 
         Raises:

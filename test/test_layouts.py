@@ -15,6 +15,8 @@ from test_extensions import QUANTITIES, Expect, Value, close, collect, flat, ora
 from torch import Tensor, nn, randint, randn
 from torch.nn import Linear, Module, MSELoss, Parameter
 
+from backpack.core.derivatives import convnd
+
 pytestmark = pytest.mark.filterwarnings("error")
 
 AT_ONCE = [name for name in QUANTITIES if not name.startswith(("HBP", "PCHMP, abs"))]  # these would overwrite the results of others
@@ -46,6 +48,17 @@ def test_channels_last(case: str) -> None:
     problem.model.to(memory_format=memory_format)
     for name, values in run_all(problem, exact_on(case)).items():
         QUANTITIES[name].check(oracle_of(case, 3), values)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", IMAGES)
+def test_columns_that_leave_convolutions_with_channels_last(case: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they do where there are many positions and channels."""
+    monkeypatch.setattr(convnd, "_LAST", 1)
+    monkeypatch.setattr(convnd, "_CHANNELS", 1)
+    problem = CASES[case].build(batch)
+    for name, values in run_all(problem, exact_on(case)).items():
+        QUANTITIES[name].check(oracle_of(case, batch), values)
 
 
 class Scaled(Module):

@@ -27,13 +27,12 @@ from backpack.extensions.rules import ColumnRule, Rule, find_faster, finish_at_o
 from backpack.extensions.secondorder import HBP
 from backpack.utils.errors import UnsupportedError
 
-AUTOMATIC = 512 << 20
+AUTOMATIC = 128 << 20
 """Bytes that columns may take, unless the user says something else.
 
-Measured on one thread of a CPU, relative to the time with all columns at once. KFLR on All-CNN-C, where they take 1200 MiB: 0.87 with 700 MiB, 0.88
-with 512 MiB, 0.89 with 256 MiB; DiagGGNExact 0.91 and DiagHessian 0.92 with 512 MiB. 3c3d, where they take 245 MiB: KFLR 1.03 with 128 MiB, 1.05 with
-64 MiB, 1.2 with 32 MiB; DiagGGNExact 1.05, 1.2 and 1.3. The MLP, where they take 7.5 MiB: from 1.0 to 2. Fresh memory costs time; so does what is
-done again for each block: unfolding the inputs of convolutions, and Python.
+Measured on one thread of a CPU, in gradients. All-CNN-C, where all columns take 1200 MiB: KFLR 38 with 128, 64 or 32 MiB, DiagGGNExact 74 with 128 or
+64 MiB. 3c3d, where they take 245 MiB: DiagGGNExact 6.8 with 128 MiB, 7.2 with 64 MiB, from 6.4 to 10 at once; KFLR 4.6, 4.6, and from 4.6 to 9. Fresh
+memory costs time, on some machines a lot; so does what is done again for each block: unfolding the inputs of convolutions, and Python.
 """
 
 

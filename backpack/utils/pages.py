@@ -21,17 +21,21 @@ if _advise is not None:
     _advise.argtypes = (c_void_p, c_size_t, c_int)
 
 
-def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+def empty(shape: tuple[int, ...], like: Tensor, order: torch.memory_format = torch.contiguous_format) -> Tensor:
     """Allocate a tensor.
 
     Args:
         shape: Its shape.
         like: Has its type and device.
+        order: How it lies in memory.
 
     Returns:
         Tensor of any content.
     """
-    result = like.new_empty(shape)
+    return _advised(torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=order))
+
+
+def _advised(result: Tensor) -> Tensor:
     if _advise is not None and result.nbytes >= _LARGE and result.device.type == "cpu":
         start = -(-result.data_ptr() // _PAGE) * _PAGE
         _advise(start, result.data_ptr() + result.nbytes - start, _HUGE_PAGES)  # a hint: it may be refused, and changes no content
@@ -53,4 +57,4 @@ def compute(function: Callable[..., Tensor], shape: tuple[int, ...], one: Tensor
     # what is to be differentiated cannot be told where to be
     if torch.is_grad_enabled() or one.dtype != other.dtype or prod(shape) * one.element_size() < _LARGE:
         return function(one, other)
-    return function(one, other, out=empty(shape, one))
+    return function(one, other, out=_advised(torch.empty_like(one)) if one.shape == shape else empty(shape, one))

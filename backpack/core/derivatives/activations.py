@@ -37,7 +37,7 @@ from torch.nn import (
 from torch.nn.functional import softplus
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
-from backpack.core.derivatives.elementwise import ActivationDerivatives, OverwritableDerivatives, PiecewiseLinearDerivatives
+from backpack.core.derivatives.elementwise import ActivationDerivatives, OverwritableDerivatives, PiecewiseLinearDerivatives, in_order_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.pages import compute
@@ -62,7 +62,7 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
         return at > 0
 
     def _jac_t_mat_prod(self, module: ReLU, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        at = subsample(self._recorded(module), subsampling=subsampling)
+        at = in_order_of(mat, subsample(self._recorded(module), subsampling=subsampling))
         return compute(_where_positive, mat.shape, mat, at.expand_as(mat))
 
 

@@ -13,6 +13,21 @@ from backpack.utils.pages import compute
 from backpack.utils.subsampling import subsample
 
 
+def in_order_of(mat: Tensor, factor: Tensor) -> Tensor:
+    """Let what many columns are multiplied with lie in memory as they do.
+
+    Args:
+        mat: Columns ``[[V, *factor]]``.
+        factor: ``[[N, *]]``.
+
+    Returns:
+        The factor, with channels last where the columns have them so.
+    """
+    last = torch.channels_last
+    image = factor.dim() == 4 and mat.dim() == 5 and len(mat) > 0  # noqa: PLR2004
+    return factor.contiguous(memory_format=last) if image and mat[0].is_contiguous(memory_format=last) else factor
+
+
 class ElementwiseDerivatives(BaseDerivatives):
     """Input and output have the same shape, and an output entry depends on the input entry at its place only."""
 
@@ -44,7 +59,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         return mat * self.df(module, g_inp, g_out)
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        return compute(torch.mul, mat.shape, mat, self.df(module, g_inp, g_out, subsampling=subsampling))
+        return compute(torch.mul, mat.shape, mat, in_order_of(mat, self.df(module, g_inp, g_out, subsampling=subsampling)))
 
     def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         df = self.df(module, g_inp, g_out)
