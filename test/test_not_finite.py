@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from math import inf, nan
 
 import pytest
@@ -36,6 +37,7 @@ def samples(extension: type[BackpropExtension], change: Callable[[Tensor], Tenso
     """Compute a quantity of each sample, with a bad one if wanted: the last, so that labels of the others are drawn before its own."""
     torch.manual_seed(0)
     model, lossfunc = extend(nn.Linear(4, 3).double()), extend(lossfunc)
+    change = extend(deepcopy(change)) if isinstance(change, nn.Module) else change
     x, y = torch.rand(N, 4).double(), torch.rand(N, 3).double()
     if bad is not None:
         x[-1] = bad
@@ -47,8 +49,8 @@ def samples(extension: type[BackpropExtension], change: Callable[[Tensor], Tenso
 CURVED: dict[str, Callable[[Tensor], Tensor]] = {
     "normalized": lambda h: F.normalize(h, dim=1),
     "softmax": lambda h: h.softmax(1),
-    "layer norm": extend(nn.LayerNorm(3).double()),
-    "Softmax": extend(nn.Softmax(1)),
+    "layer norm": nn.LayerNorm(3).double(),
+    "Softmax": nn.Softmax(1),
 }
 
 
