@@ -155,6 +155,26 @@ def test_parameter_with_other_data_after_the_forward_pass(extension: type, froze
         close(one, other)
 
 
+class TrainedBatch(Module):
+    """Its input is a parameter, whose per-sample gradient is carried through the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch, self.layer = nn.Parameter(torch.rand(N, 3)), Linear(3, 2)
+
+    def forward(self) -> Tensor:
+        return self.layer(self.batch)
+
+
+def test_gradient_of_an_input_with_other_data_after_the_forward_pass() -> None:
+    model = extend(TrainedBatch())
+    loss = extend(CrossEntropyLoss())(model(), torch.zeros(N, dtype=torch.long))
+    model.layer.weight.data = 2 * model.layer.weight.data
+    with backpack(BatchGrad()), pytest.raises(OverwrittenError, match="parameter of layer after the forward pass"):
+        loss.backward()
+    assert not any(hasattr(parameter, "grad_batch") for parameter in model.parameters())
+
+
 def test_two_losses_on_one_output() -> None:
     def problem() -> Problem:
         made = build(mlp, (4,))

@@ -104,7 +104,7 @@ class Carry:
             below = unit.below
             if below is None or (flow.is_gradient and not self._explicit(below)) or not self._concerns(flow, below):
                 continue
-            if not flow.is_gradient and call.moved:
+            if call.moved:
                 raise OverwrittenError(
                     f"Other data were put into a parameter of {call.path} after the forward pass (p.data = ...), which autograd does not see, "
                     "but the rule of the layer would read. Change parameters after backward."

@@ -29,7 +29,10 @@ Measured on the layers of 3c3d and All-CNN-C, one thread: from 2^16 to 2^18 entr
 take 1.3 times as long; with 10 and with 100 columns 2^20 is the best by 10 to 30 percent.
 """
 _ALONE = 2**15
-"""Entries of a weight from which on per-sample products are computed one by one, in the same memory, which stays in the cache."""
+"""Entries of a weight from which on per-sample products are computed one by one, in the same memory, which stays in the cache.
+
+Measured on one thread of a CPU: DiagGGNExact on All-CNN-C 74 gradients instead of 79, on 3c3d 6.8 instead of 6.9. Elsewhere, calls cost more.
+"""
 
 
 def blocks(length: int, elements: int, limit: int) -> list[slice]:
@@ -179,7 +182,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         """
         rows, size = self.rows(module, mat), module.weight.numel()
         inputs = size // rows.shape[3] * rows.shape[4]
-        alone = size >= _ALONE and rows.shape[2] == 1 and rows.shape[4] > 1 and not torch.is_grad_enabled()
+        alone = size >= _ALONE and rows.shape[2] == 1 and rows.shape[4] > 1 and mat.device.type == "cpu" and not torch.is_grad_enabled()
         product = rows.new_empty(rows.shape[3], size // rows.shape[3]) if alone else None
         for n in blocks(rows.shape[1], size + inputs, SMALL):
             columns = self.columns(module, n if subsampling is None else subsampling[n])

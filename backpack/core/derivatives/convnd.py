@@ -41,11 +41,23 @@ Measured on the layers of All-CNN-C: 0.75 to 0.95 of the time of 1600 columns at
 entries nothing is gained.
 """
 _LAST, _CHANNELS = 256, 96
-"""Positions and channels from which on columns leave a layer with channels last.
 
-Measured with 80 columns on one thread: the layers of All-CNN-C with 32 x 32 positions take 0.6 of the time, with stride 2 0.4; with 16 x 16 positions
-0.85 and 0.75; with 8 x 8 positions 1.0. With 64 channels nothing is gained, and normalizations in between lose 3 percent.
-"""
+
+def _faster_with_channels_last(module: Module) -> bool:
+    """Tell whether columns had better leave a convolution over two axes with channels last.
+
+    Measured with 40 and 80 columns on one thread of a CPU: with 3 x 3 kernels, the layers of All-CNN-C with 32 x 32 positions take 0.6 of the time,
+    with stride 2 0.4; with 16 x 16 positions 0.85 and 0.75; with 8 x 8 positions 1.0. With 64 channels nothing is gained, and normalizations in
+    between lose 3 percent. 1 x 1 kernels take 1.2 to 1.7 of the time, 7 x 7 kernels 1.2, groups up to 2.9.
+
+    Args:
+        module: The layer with its recorded input.
+
+    Returns:
+        Whether the kernel is faster so.
+    """
+    wide_enough = module.groups == 1 and min(module.in_channels, module.out_channels) >= _CHANNELS
+    return wide_enough and module.weight.shape[2:] == (3, 3) and module.input0.shape[2:].numel() >= _LAST
 
 
 class ConvolutionDerivatives(AffineDerivatives):
@@ -299,8 +311,8 @@ class ConvNDDerivatives(ConvolutionDerivatives):
         return module.stride, native, module.dilation, False, none, module.groups
 
     def _order(self, module: Module, columns: Tensor) -> torch.memory_format:
-        large = module.input0.shape[2:].numel() >= _LAST and min(module.in_channels, module.out_channels) >= _CHANNELS
-        return torch.channels_last if self.N == 2 and columns.device.type == "cpu" and large else torch.contiguous_format
+        last = self.N == 2 and columns.device.type == "cpu" and _faster_with_channels_last(module)  # noqa: PLR2004
+        return torch.channels_last if last else torch.contiguous_format
 
     def _moment(self, module: Module, inputs: Tensor) -> Tensor:
         return unfolded_moment(inputs, module)
