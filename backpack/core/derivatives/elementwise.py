@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Samples
+from backpack.utils.moment import second_moment
 from backpack.utils.pages import compute
 from backpack.utils.subsampling import subsample
 
@@ -63,8 +64,7 @@ class ElementwiseDerivatives(BaseDerivatives):
 
     def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         df = self.df(module, g_inp, g_out)
-        df = df.reshape(df.shape[0], mat.shape[0])
-        return mat * (df.T @ df) / df.shape[0]
+        return second_moment(df.reshape(1, df.shape[0], mat.shape[0]), 1 / max(1, df.shape[0]))[0].mul_(mat)
 
     def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         return mat * self.hessian_diagonal(module, g_inp, g_out)
