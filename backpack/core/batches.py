@@ -79,7 +79,7 @@ def _batch_first(call: ModuleCall) -> bool:
 
 @cache
 def _least_axes(cls: type[nn.Module]) -> int:
-    """Count the axes with which a class of torch's takes a mini-batch, where one less is a single sample to it: 3 where it has an option for their order.
+    """Count the axes of a mini-batch for a class of torch's to which one axis less is a single sample; 3 where it has an option for their order.
 
     Returns:
         Number of axes; 0 for all other classes.
