@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from backpack.core.calls import RANDOM, ModuleCall
 from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
 from backpack.core.graph import outputs_of, saved_maxima, shape_of, tensor_at
@@ -38,6 +39,7 @@ class Carry:
         self._data: dict[Flow, dict[Edge, Any]] = {flow: {} for flow in flows}
         self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
         self._concerned = {flow: reader.concerned(flow) for flow in flows}
+        self._owned: set[tuple[Flow, Edge]] = set()
 
     def run(self) -> None:
         """Carry what has been put somewhere through all nodes upstream, without gradients: what columns become there does not depend on them."""
@@ -109,10 +111,31 @@ class Carry:
                     f"Other data were put into a parameter of {call.path} after the forward pass (p.data = ...), which autograd does not see, "
                     "but the rule of the layer would read. Change parameters after backward."
                 )
-            self.to_input(flow, unit, flow.through(view, value, grad, unit.layout))
+            owned, alone = (flow, edge) in self._owned, below not in self._data[flow]
+            result = (flow.over if owned else flow.through)(view, value, grad, unit.layout)
+            self.to_input(flow, unit, result)
+            if alone and self._overwritable(flow, unit, result) and (owned or _is_apart(result, value)):
+                self._owned.add((flow, below))
             self._bear_at_unit(flow, unit, use)
         self._leave(unit)
         self._reader.after_call(call)
+
+    def _overwritable(self, flow: Flow, unit: Unit, result: Any) -> bool:
+        """Say whether the unit upstream may overwrite what a unit made, if nobody else holds that.
+
+        Args:
+            flow: The flow.
+            unit: The unit.
+            result: Value at its input.
+
+        Returns:
+            Whether both have rules of the library, and the next one multiplies by slopes and needs nothing else of the value.
+        """
+        above = self._plan.units.get(unit.below[0])
+        if above is None or above.parameters or above.split or not isinstance(above.call.derivatives, ElementwiseDerivatives):
+            return False
+        ours = all(type(one.call.derivatives).__module__.startswith("backpack.") for one in (unit, above))
+        return ours and flow.crosses_gaps and not flow.is_gradient and not torch.is_grad_enabled()
 
     def to_input(self, flow: Flow, unit: Unit, value: Any) -> None:
         """Hand a value to the input of a unit.
@@ -307,7 +330,10 @@ class Carry:
             store = self._split[flow]
         else:
             store = self._data[flow]
-        store[edge] = flow.merge(store[edge], value) if edge in store else value
+        if edge in store:
+            value = flow.merge(store[edge], value)
+            self._owned.discard((flow, edge))
+        store[edge] = value
 
     def _leave(self, what: Unit | Composite | Gap) -> None:
         """Note the uses of parameters at a node, where everything is done.
@@ -338,3 +364,18 @@ class Carry:
             raise NotRecordedError(
                 f"What {call.path} had recorded was given back after an earlier backward pass over this graph. Call that one with retain_graph=True."
             )
+
+
+def _is_apart(result: Columns, value: Columns) -> bool:
+    """Say whether columns have memory of their own, in which there is nothing else.
+
+    Args:
+        result: The columns.
+        value: What they were made of.
+
+    Returns:
+        Whether they have.
+    """
+    given = {columns.untyped_storage().data_ptr() for columns in value.values()}
+    stores = [(columns, columns.untyped_storage()) for columns in result.values()]
+    return all(store.data_ptr() not in given and store.nbytes() == columns.nbytes for columns, store in stores)

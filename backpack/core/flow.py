@@ -50,6 +50,17 @@ class Flow(ABC):
             layout: Says to which sample each of the ``R`` rows belongs.
         """
 
+    def over(self, call: ModuleCall, value: Any, grad: Tensor, layout: Layout) -> Any:
+        """Map a value that nobody else holds from the output of an element-wise module to its input: columns may be overwritten.
+
+        Args:
+            call: The module call, samples first.
+            value: Value at the output, samples first.
+            grad: Gradient that arrives at the output ``[R, *out]``.
+            layout: Says to which sample each of the ``R`` rows belongs.
+        """
+        return self.through(call, value, grad, layout)
+
     def merge(self, old: Any, new: Any) -> Any:
         """Unite values that arrive from two consumers.
 

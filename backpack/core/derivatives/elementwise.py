@@ -59,8 +59,11 @@ class ElementwiseDerivatives(BaseDerivatives):
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         return mat * self.df(module, g_inp, g_out)
 
-    def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        return compute(torch.mul, mat.shape, mat, in_order_of(mat, self.df(module, g_inp, g_out, subsampling=subsampling)))
+    def _jac_t_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Multiply by the transposed Jacobian of the output with respect to the input, perhaps in memory that is given: that of ``mat`` is right."""
+        return compute(torch.mul, mat.shape, mat, in_order_of(mat, self.df(module, g_inp, g_out, subsampling=subsampling)), out)
 
     def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         df = self.df(module, g_inp, g_out)
