@@ -58,6 +58,9 @@ class Flow(ABC):
             value: Value at the output, samples first.
             grad: Gradient that arrives at the output ``[R, *out]``.
             layout: Says to which sample each of the ``R`` rows belongs.
+
+        Returns:
+            Value at the input.
         """
         return self.through(call, value, grad, layout)
 

@@ -62,7 +62,19 @@ class ElementwiseDerivatives(BaseDerivatives):
     def _jac_t_mat_prod(
         self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None, out: Tensor | None = None
     ) -> Tensor:
-        """Multiply by the transposed Jacobian of the output with respect to the input, perhaps in memory that is given: that of ``mat`` is right."""
+        """Multiply by the transposed Jacobian of the output with respect to the input.
+
+        Args:
+            module: The module.
+            g_inp: Not used.
+            g_out: Not used.
+            mat: ``[[V, *output]]``.
+            subsampling: Samples that ``mat`` is about; ``None`` for all.
+            out: May take the result, and may be ``mat``.
+
+        Returns:
+            ``[[V, *input0]]``.
+        """
         return compute(torch.mul, mat.shape, mat, in_order_of(mat, self.df(module, g_inp, g_out, subsampling=subsampling)), out)
 
     def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
