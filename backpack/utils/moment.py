@@ -24,7 +24,7 @@ Measured on one thread of a CPU: the same time with 10 columns, 0.5 of it with 1
 
 
 def second_moment(rows: Tensor, scale: float = 1.0) -> Tensor:
-    """Sum the outer products of rows with themselves: blocks on and below the diagonal are computed, those above are copies.
+    """Sum the outer products of rows with themselves: blocks on and above the diagonal are computed, those below are copies.
 
     Args:
         rows: ``[G, R, K]``.
@@ -44,8 +44,8 @@ def second_moment(rows: Tensor, scale: float = 1.0) -> Tensor:
         given, total = rows[group], result[group]
         for start in range(0, size, _BLOCK):
             end = start + _BLOCK
-            product = total[start:end, :end].addmm_(given[:, start:end].t(), given[:, :end], beta=0, alpha=scale)
-            total[:start, start:end] = product[:, :start].t()
+            product = total[start:end, start:].addmm_(given[:, start:end].t(), given[:, start:], beta=0, alpha=scale)
+            total[end:, start:end] = product[:, _BLOCK:].t()
     return result
 
 
