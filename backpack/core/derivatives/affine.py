@@ -183,14 +183,16 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         rows, size = self.rows(module, mat), module.weight.numel()
         inputs = size // rows.shape[3] * rows.shape[4]
         alone = size >= _ALONE and rows.shape[2] == 1 and rows.shape[4] > 1 and mat.device.type == "cpu" and not torch.is_grad_enabled()
-        product = rows.new_empty(rows.shape[3], size // rows.shape[3]) if alone else None
-        for n in blocks(rows.shape[1], size + inputs, SMALL):
+        product = rows.new_empty(1, 1, 1, rows.shape[3], size // rows.shape[3]) if alone else None
+        for n in blocks(rows.shape[1], inputs if alone else size + inputs, SMALL):
             columns = self.columns(module, n if subsampling is None else subsampling[n])
             if product is not None:
-                for sample, inner in enumerate(columns[:, 0].mT.unbind(), n.start):
-                    for v, row in enumerate(rows[:, sample, 0].unbind()):
-                        torch.mm(row, inner, out=product)
-                        yield slice(v, v + 1), slice(sample, sample + 1), product[None, None, None]
+                # between products, Python and the tensors that it makes have left the cache: whatever can be done before is
+                out, given = product[0, 0, 0], (column.unbind() for column in rows[:, n, 0].unbind())
+                for sample, (inner, *mats) in enumerate(zip(columns[:, 0].mT.unbind(), *given, strict=True), n.start):
+                    for v, row in enumerate(mats):
+                        torch.mm(row, inner, out=out)
+                        yield slice(v, v + 1), slice(sample, sample + 1), product
                 continue
             for v in blocks(rows.shape[0], size * len(columns), LARGE):
                 yield v, n, _products(rows[v, n], columns)
