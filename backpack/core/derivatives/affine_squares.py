@@ -5,7 +5,8 @@ A layer is given by its derivatives and its module with the recorded input; ``ma
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import Size, Tensor, einsum
@@ -165,9 +166,10 @@ def _blocks(layer: AffineDerivatives, module: Module, mat: Tensor, sums: dict[st
 
 def _each(products: Tensor) -> tuple[Tensor, ...]:
     """Split ``[[v, n, G, O, K]]`` into products ``[[1, 1, G, O, K]]``, of which a single one is itself; into none where they are small."""
-    if products.shape[2:].numel() < _EACH:
+    columns, samples, *matrix = products.shape
+    if prod(matrix) < _EACH:
         return ()
-    return (products,) if len(products) == products.shape[1] == 1 else products.flatten(0, 1)[:, None, None].unbind()
+    return (products,) if columns == samples == 1 else products.flatten(0, 1)[:, None, None].unbind()
 
 
 def _zeros(module: Module, rows: Tensor, *lead: int) -> Tensor:
