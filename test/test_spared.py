@@ -48,6 +48,24 @@ def test_every_case(case: str, active: tuple[str, ...]) -> None:
                 close(param.grad, expected, 1e-12)
 
 
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("everywhere")
+def test_products_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of samples that are formed in the same memory, added and squared there, are those of all samples at once."""
+    monkeypatch.setattr("backpack.core.derivatives.affine._ALONE", 1)
+    monkeypatch.setattr("backpack.core.derivatives.affine_squares._EACH", 1)
+    monkeypatch.setattr("backpack.core.derivatives.affine_squares.by_gram_matrices", lambda *_: False)
+    for small in (1, 2**18):
+        monkeypatch.setattr("backpack.core.derivatives.affine.SMALL", small)
+        problem = CASES[case].build(3)
+        run(problem, *(QUANTITIES[name].make() for name in FIRST_ORDER[1:]))
+        for name in FIRST_ORDER[1:]:
+            QUANTITIES[name].check(oracle_of(case, 3), collect(problem, QUANTITIES[name].field))
+        for param, expected in zip(problem.model.parameters(), gradients(CASES[case], 3), strict=True):
+            if expected is not None:
+                close(param.grad, expected, 1e-12)
+
+
 def make_net(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor]:
     """A convolution, large enough to be spared, and a layer without positions, which is not."""
     torch.manual_seed(0)

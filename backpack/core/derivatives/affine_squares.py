@@ -151,21 +151,32 @@ def _blocks(layer: AffineDerivatives, module: Module, mat: Tensor, sums: dict[st
         sums: Takes the sum; ``None`` if nobody wants it.
 
     Yields:
-        What ``AffineDerivatives.weight_blocks`` does.
+        What ``AffineDerivatives.weight_blocks`` does; large products are not to be overwritten where the sum is wanted.
     """
     if sums is None or "weight" in sums:
         yield from layer.weight_blocks(module, mat)
         return
     total = None
     for v, n, products in layer.weight_blocks(module, mat):
-        for product in _each(products) or (products.sum((0, 1), keepdim=True),):
-            total = wide(product).clone() if total is None else total.add_(product)
+        each = _each(products) or (products.sum((0, 1), keepdim=True),)
+        for product in each:
+            if total is None:  # a view would keep the block
+                total = wide(product.clone() if len(each) > 1 else product)
+            else:
+                total += product
         yield v, n, products
     sums["weight"] = layer.weight_from_matrix(module, _zeros(module, layer.rows(module, mat)) if total is None else total[0, 0])
 
 
 def _each(products: Tensor) -> tuple[Tensor, ...]:
-    """Split ``[[v, n, G, O, K]]`` into products ``[[1, 1, G, O, K]]``, of which a single one is itself; into none where they are small."""
+    """Split products, if they are large.
+
+    Args:
+        products: ``[[v, n, G, O, K]]``.
+
+    Returns:
+        ``[[1, 1, G, O, K]]`` each, of which a single one is no view, which would take time; none if they are small.
+    """
     columns, samples, *matrix = products.shape
     if prod(matrix) < _EACH:
         return ()
@@ -190,7 +201,7 @@ def _add_squares(total: Tensor | None, products: Tensor, signs: Tensor | None) -
     """
     each = _each(products) if signs is None else ()
     for product in each:
-        total = product * product if total is None else total.addcmul_(product, product)
+        total = compute(torch.mul, product.shape, product, product) if total is None else total.addcmul_(product, product)
     if each:
         return total
     squares = products.square_()
