@@ -89,3 +89,14 @@ def lookup(net: Net, x: Tensor, **options: object) -> Tensor:  # noqa: D103
 
 for _name, _options in (("", {}), (", padding", {"padding_idx": 1})):
     graph(f"functional embedding{_name}", partial(lookup, **_options), lambda: {"a": Linear(2, 4), "table": parameter(4, 2)()}, (3,), *CHAIN)
+
+
+def entries(net: Net, x: Tensor) -> Tensor:
+    """Entries of one tensor that are taken out one by one, some twice, some along another axis, with something else in between."""
+    h = net.a(x).reshape(-1, 3, 2)
+    turned = h.transpose(0, 1).contiguous()
+    total = turned[0] + turned[1].tanh() + h[:, 0] - 2 * h[:, 0] + h.sum(1)
+    return net.b(total + h.select(-2, -1) + turned[-1].tanh() + h.select(-1, 1)[:, :2])
+
+
+graph("entries of a tensor", entries, layers(3, 6, b=lambda: Linear(2, 4)), (3,))

@@ -11,6 +11,8 @@ from cases import CASES
 from table import Case
 from test_extensions import QUANTITIES, close, collect, oracle_of, run
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
 from backpack.extensions import spared
@@ -42,6 +44,24 @@ def test_every_case(case: str, active: tuple[str, ...]) -> None:
             QUANTITIES[name].check(oracle_of(case, batch), collect(problem, QUANTITIES[name].field))
         for param, expected in zip(problem.model.parameters(), gradients(CASES[case], batch), strict=True):
             assert param.grad is expected or expected is not None
+            if expected is not None:
+                close(param.grad, expected, 1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("everywhere")
+def test_products_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of samples that are formed in the same memory, added and squared there, are those of all samples at once."""
+    monkeypatch.setattr("backpack.core.derivatives.affine._ALONE", 1)
+    monkeypatch.setattr("backpack.core.derivatives.affine_squares._EACH", 1)
+    monkeypatch.setattr("backpack.core.derivatives.affine_squares.by_gram_matrices", lambda *_: False)
+    for small in (1, 2**18):
+        monkeypatch.setattr("backpack.core.derivatives.affine.SMALL", small)
+        problem = CASES[case].build(3)
+        run(problem, *(QUANTITIES[name].make() for name in FIRST_ORDER[1:]))
+        for name in FIRST_ORDER[1:]:
+            QUANTITIES[name].check(oracle_of(case, 3), collect(problem, QUANTITIES[name].field))
+        for param, expected in zip(problem.model.parameters(), gradients(CASES[case], 3), strict=True):
             if expected is not None:
                 close(param.grad, expected, 1e-12)
 
@@ -174,11 +194,24 @@ def test_hooks_of_several_parameters_run_once(mode: str) -> None:
         close(grad, expected, 1e-12)
 
 
+def products(root: Node, name: str) -> set[Node]:
+    """Nodes of an operation, upstream of another one."""
+    found, stack = set(), [root]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            stack += [following for following, _ in node.next_functions]
+    return {node for node in found if node.name().startswith(name)}
+
+
 @pytest.mark.parametrize("how", ["changed", "retained"])
-def test_gradient_of_a_transposed_weight(how: str) -> None:
-    """What functional code does with a tensor between a product and its weight counts in the gradient."""
+@pytest.mark.parametrize("reachable", [True, False])
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_gradient_of_a_transposed_weight(how: str, reachable: bool, name: str) -> None:
+    """What functional code does with a tensor between a product and its weight counts in the gradient; the product saves it only for its input."""
     net = nn.Linear(4, 3, dtype=torch.float64)
-    x, seen = torch.randn(3, 40, 4, dtype=torch.float64), []
+    x, seen = torch.randn(3, 40, 4, dtype=torch.float64, requires_grad=reachable), []
 
     def forward(x: Tensor) -> Tensor:
         turned = net.weight.t()
@@ -188,13 +221,59 @@ def test_gradient_of_a_transposed_weight(how: str) -> None:
 
     net.forward = forward
     net(x).square().sum().backward()
-    expected, net.weight.grad = net.weight.grad, None
+    expected, net.weight.grad, input_grad, x.grad = net.weight.grad, None, x.grad, None
     extend(net)
-    with backpack(extensions.BatchGrad()):
-        net(x).square().sum().backward()
+    by_autograd = []
+    with backpack(getattr(extensions, name)()):
+        loss = net(x).square().sum()
+        (product,) = products(loss.grad_fn, "Mm")
+        product.register_hook(lambda inputs, _: by_autograd.append(inputs[1] is not None))
+        loss.backward()
+    assert by_autograd == [not reachable]
     close(net.weight.grad, expected, 1e-12)
+    if reachable:
+        close(x.grad, input_grad, 1e-12)
     if how == "retained":
         close(seen[1].grad, seen[0].grad, 1e-12)
+
+
+@pytest.mark.parametrize("name", FIRST_ORDER)
+def test_attention_takes_no_second_product(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64), torch.randn(3, 40, 8, dtype=torch.float64, requires_grad=True)
+    net(x, x, x, need_weights=False)[0].square().sum().backward()
+    expected = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    extend(net)
+    by_autograd = []
+    with backpack(getattr(extensions, name)()):
+        loss = net(x, x, x, need_weights=False)[0].square().sum()
+        for kind, number in (("Mm", 1), ("Addmm", 2)):
+            (product,) = products(loss.grad_fn, kind)
+            product.register_hook(lambda inputs, _, number=number: by_autograd.append(inputs[number] is not None))
+        loss.backward()
+    assert by_autograd == [False, False]
+    for param, value in zip(net.parameters(), expected, strict=True):
+        close(param.grad, value, 1e-12)
+
+
+def test_products_in_checkpoints_are_left_to_autograd() -> None:
+    """There, the weight that a product has saved is computed again, and nothing that happens to it is hooked."""
+    net = nn.Linear(4, 3, dtype=torch.float64)
+    x = torch.randn(3, 40, 4, dtype=torch.float64, requires_grad=True)
+
+    def product(x: Tensor) -> Tensor:
+        turned = net.weight.t()
+        turned.register_hook(lambda grad: 2 * grad)
+        return x @ turned + net.bias
+
+    net.forward = lambda x: checkpoint(product, x, use_reentrant=False)
+    net(x).square().sum().backward()
+    expected, net.weight.grad = net.weight.grad, None
+    extend(net)
+    with backpack(extensions.Variance()):
+        net(x).square().sum().backward()
+    close(net.weight.grad, expected, 1e-12)
 
 
 def test_frozen_parts_and_other_leaves() -> None:

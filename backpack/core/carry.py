@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from math import nan
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
-from backpack.core.graph import outputs_of, saved_maxima, shape_of, tensor_at
+from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, keeps_samples, split, sum_to
@@ -38,6 +39,7 @@ class Carry:
         self._pending = dict(plan.uses)
         self._data: dict[Flow, dict[Edge, Any]] = {flow: {} for flow in flows}
         self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
+        self._made: dict[tuple[Flow, Edge, Hashable], ref[Tensor]] = {}
         self._concerned = {flow: reader.concerned(flow) for flow in flows}
         self._owned: set[tuple[Flow, Edge]] = set()
 
@@ -272,10 +274,32 @@ class Carry:
         usable = [w and c.way is not Way.MASKED for w, c in zip(wanted, gap.crossings, strict=True)]
         if not any(usable):
             return
+        if operation(gap.node) == "Select" and self._connection is None:
+            self._send_selected(flow, source, gap, given)
+            return
         for i, columns in enumerate(gap.call(given)):
             if not usable[i] or columns is None:
                 continue
             self.hand_on(flow, gap.nexts[i], {source: columns}, gap.crossings[i].returned)
+
+    def _send_selected(self, flow: Flow, source: Hashable, gap: Gap, given: dict[int, Tensor]) -> None:
+        """Call the node of ``x[i]``; where another ``x[j]`` has come before, add to what it has made, which is zero elsewhere.
+
+        Args:
+            flow: The flow.
+            source: Source of the columns.
+            gap: The gap.
+            given: Output number, which is zero, to columns.
+        """
+        edge, dim = gap.nexts[0][:2], saved(gap.node, "dim")
+        found, made = self._data[flow].get(edge, {}).get(source), self._made.get((flow, edge, source))
+        if found is not None and made is not None and found is made():
+            found.select(dim + (dim >= 0), saved(gap.node, "index")).add_(given[0])
+            return
+        (columns,) = gap.call(given)
+        self.hand_on(flow, gap.nexts[0], {source: columns}, gap.crossings[0].returned)
+        if found is None and self._data[flow].get(edge, {}).get(source) is columns:
+            self._made[flow, edge, source] = ref(columns)
 
     def hand_on(self, flow: Flow, upstream: tuple[Node, int, torch.Size], columns: Columns, layout: Layout | None) -> None:
         """Sum columns to the shape of an input that may have been broadcast, and hand them to its edge.

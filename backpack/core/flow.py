@@ -178,6 +178,16 @@ class Use:
         columns = {s: rule._param_mjp(name, self.call, None, (self.grad,), c, sum_batch=False) for s, c in self.value.items()}
         return {s: add_rows(c, self.layout).reshape(*c.shape[:1], self.layout.samples, *shape) for s, c in columns.items()}
 
+    def keep_sum(self, name: str, contributions: Columns) -> None:
+        """Keep what all samples contribute to the gradient of a parameter, if it is wanted and has not been kept.
+
+        Args:
+            name: Name of the parameter.
+            contributions: The gradient of each sample ``[1, N, *parameter]``.
+        """
+        if self.sums is not None and name not in self.sums:
+            self.sums[name] = contributions[0][0].sum(0)
+
 
 class Reader(ABC):
     """Reads quantities off at parameters.

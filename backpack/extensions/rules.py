@@ -114,8 +114,8 @@ class ColumnRule(Rule):
             return _owned(columns.to(use.parameters[name].dtype), mat)  # under autocast the layer's type is another one
 
         columns = apply_to_all(value, mjp)
-        if use.sums is not None and name not in use.sums and chosen is None:
-            use.sums[name] = columns[0][0].sum(0)
+        if chosen is None:
+            use.keep_sum(name, columns)
         return columns if direct else self.choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
 
     def at_leaf(self, columns: Columns) -> Columns:
@@ -267,6 +267,7 @@ def finish_at_once(extension: Any, use: Use, name: str) -> Any:
     """
     rule, call = use.call.derivatives, use.call
     columns = {source: rule._param_mjp(name, call, None, (use.grad,), mat, sum_batch=False) for source, mat in use.value.items()}
+    use.keep_sum(name, columns)
     return extension.finish(columns, use.parameters[name])
 
 

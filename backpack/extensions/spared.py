@@ -1,7 +1,7 @@
 """Gradients of parameters that are sums of what each sample contributes: where that is formed anyway, autograd is spared its own product.
 
-Autograd is asked for everything else, and for the node of the layer itself, so that its hooks run. What was summed is then handed to the node that
-accumulates the gradient of the parameter, with all hooks that it has, and those that the parameter runs afterwards.
+Autograd is asked for everything else, and for the node of the layer itself, so that its hooks run. What was summed is then handed to the tensor that
+the layer multiplies by, its parameter or what functional code has made of it (``w.t()``), with all hooks on the way to the parameter and behind it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
+from backpack.core.calls import ModuleCall
+from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import BatchFirst, Use
+from backpack.core.graph import LEAF
 from backpack.core.plan import Plan
 from backpack.core.walk import Unit
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -41,7 +44,8 @@ class Spared:
             plan: The plan.
             extensions: Extensions that read the gradient, and bit sets of the parameters that concern them; none if all is left to autograd.
         """
-        self._sums: dict[Parameter, Tensor] = {}
+        self._factors: list[Tensor] = []
+        self._gradients: list[Tensor] = []
         self._parameters: set[Parameter] = set()
         self.edges: tuple[GradientEdge, ...] | None = None
         units = []
@@ -76,14 +80,29 @@ class Spared:
         for name, parameter in use.parameters.items() if use.sums is not None else ():
             if name not in use.sums:
                 use.sums[name] = use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0]
-            self._sums[parameter] = use.sums[name].reshape(parameter.shape)
+            self._factors.append(_factor(use.call, name, parameter))
+            self._gradients.append(use.sums[name].reshape(parameter.shape))
 
     def accumulate(self) -> None:
-        """Hand the gradients to the nodes that accumulate them."""
-        if self._sums:
-            with torch.enable_grad():
-                views = [parameter.view_as(parameter) for parameter in self._sums]
-            torch.autograd.backward(views, list(self._sums.values()))
+        """Hand the gradients over."""
+        if self._factors:
+            torch.autograd.backward(self._factors, self._gradients)
+
+
+def _factor(call: ModuleCall, name: str, parameter: Parameter) -> Tensor:
+    """Return what a layer multiplies by, or adds, in the shape of the parameter and connected to it.
+
+    Args:
+        call: The layer.
+        name: Name of the parameter there.
+        parameter: The parameter.
+
+    Returns:
+        A view.
+    """
+    with torch.enable_grad():
+        weight = call.weight if call.module is None and name == "weight" else parameter
+        return (parameter if weight.grad_fn is None else weight).view_as(parameter)  # a node may have saved none, for want of a use
 
 
 def _ends(plan: Plan, units: list[tuple[Node, Unit]], spared: set[Parameter]) -> list[Node]:
@@ -115,7 +134,8 @@ def _rows(plan: Plan, unit: Unit) -> Size | None:
 
     Returns:
         ``[N, G, O, L]``; ``None`` if it is no affine layer that is used once, at several positions, without backward hooks, of its own or its
-            parameters', outside of checkpoints and in full precision; or if functional code may have hooked a tensor before the parameters.
+            parameters', outside of checkpoints and in full precision; or if functional code may have hooked a tensor between layer and parameters
+            that is out of reach.
     """
     call = unit.call
     several = unit.arrangement is not None or len(call.outputs[0].shape) > 2  # noqa: PLR2004
@@ -128,7 +148,28 @@ def _rows(plan: Plan, unit: Unit) -> Size | None:
         return None
     if any(parameter._backward_hooks for parameter in unit.parameters.values()):  # some wait for the gradients of several parameters in one pass
         return None
-    if call.module is None and len(unit.inside) > 1 + len(unit.parameters):  # x @ w.t()
+    if call.module is None and len(unit.inside) > 1 + len(unit.parameters) and not _in_reach(unit):  # x @ w.t()
         return None
     view = call if unit.arrangement is None else BatchFirst(call, unit.arrangement)
     return call.derivatives.rows(view, view.output[None]).shape[1:]
+
+
+def _in_reach(unit: Unit) -> bool:
+    """Say whether all that lies between a node and the parameters lies behind the weight that the node has saved.
+
+    Args:
+        unit: The node.
+
+    Returns:
+        Whether it does.
+    """
+    node = unit.call.node
+    if checkpointed(node):  # where what was saved is computed again, and connected to nothing
+        return False
+    way = {node}
+    with torch.enable_grad():
+        behind = unit.call.weight.grad_fn
+    while behind is not None and behind not in way:
+        way.add(behind)
+        behind = behind.next_functions[0][0] if behind.next_functions else None
+    return all(inner in way or inner.name() == LEAF for inner in unit.inside)

@@ -178,19 +178,25 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
         Yields:
             Which columns ``v``, which samples ``n``, and their products ``[[v, n, G, O, K]]``, a tensor that the caller may overwrite, and that is
-            overwritten afterwards.
+            overwritten afterwards, except for the first one.
         """
         rows, size = self.rows(module, mat), module.weight.numel()
         inputs = size // rows.shape[3] * rows.shape[4]
         alone = size >= _ALONE and rows.shape[2] == 1 and rows.shape[4] > 1 and mat.device.type == "cpu" and not torch.is_grad_enabled()
-        product = rows.new_empty(rows.shape[3], size // rows.shape[3]) if alone else None
-        for n in blocks(rows.shape[1], size + inputs, SMALL):
+        count = 0
+        for n in blocks(rows.shape[1], inputs if alone else size + inputs, SMALL):
             columns = self.columns(module, n if subsampling is None else subsampling[n])
-            if product is not None:
-                for sample, inner in enumerate(columns[:, 0].mT.unbind(), n.start):
-                    for v, row in enumerate(rows[:, sample, 0].unbind()):
-                        torch.mm(row, inner, out=product)
-                        yield slice(v, v + 1), slice(sample, sample + 1), product[None, None, None]
+            if alone:
+                # between products, Python and the tensors that it makes have left the cache: whatever can be done before is
+                given = (column.unbind() for column in rows[:, n, 0].unbind())
+                for sample, (inner, *mats) in enumerate(zip(columns[:, 0].mT.unbind(), *given, strict=True), n.start):
+                    for v, row in enumerate(mats):
+                        if count < 2:  # noqa: PLR2004  the first one is the caller's, all others are in the same memory
+                            out = empty((rows.shape[3], size // rows.shape[3]), rows)
+                            product = out[None, None, None]
+                        count += 1
+                        torch.mm(row, inner, out=out)
+                        yield slice(v, v + 1), slice(sample, sample + 1), product
                 continue
             for v in blocks(rows.shape[0], size * len(columns), LARGE):
                 yield v, n, _products(rows[v, n], columns)

@@ -6,6 +6,7 @@ A layer is given by its derivatives and its module with the recorded input; ``ma
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 import torch
 from torch import Size, Tensor, einsum
@@ -69,15 +70,14 @@ def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor, sums: d
         norms = [torch.linalg.vector_norm(part.reshape(samples, groups, part.shape[2]), dim=2) for part in (columns, rows)]
         squares = (norms[0] * norms[1]).square()
         return squares.sum(1) if groups > 1 else squares.squeeze(1)
-    out = rows.new_empty(samples)
     if by_gram_matrices(rows.shape, module.weight.numel(), sums is not None and "weight" not in sums):
+        out = rows.new_empty(samples)
         for n in blocks(samples, positions * (module.weight.numel() // outputs + groups * positions), SMALL):
             columns, grads = wide(layer.columns(module, n)), rows[n]
             out[n] = (columns.mT @ columns).mul_(grads.mT @ grads).sum((1, 2, 3))
         return out
-    for _, n, products in _blocks(layer, module, mat, sums):
-        out[n] = torch.linalg.vector_norm(wide(products[0]).flatten(1), dim=1).square()
-    return out
+    norms = [torch.linalg.vector_norm(wide(products).flatten(2), dim=2) for _, _, products in _blocks(layer, module, mat, sums)]
+    return torch.cat(norms, 1)[0].square_() if norms else rows.new_zeros(samples)
 
 
 def sum_of_squares(
@@ -110,9 +110,10 @@ def sum_of_squares(
         squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)
         out = torch.bmm(weights.movedim(0, 2), squares.transpose(0, 1))
     else:
-        out = _zeros(module, rows)
+        squares = None
         for v, n, products in _blocks(layer, module, mat, sums):
-            _add_squares(out, wide(products), None if signs is None else signs[v, n])
+            squares = _add_squares(squares, wide(products), None if signs is None else signs[v, n])
+        out = _zeros(module, rows) if squares is None else squares[0, 0]
     return layer.weight_from_matrix(module, out if scale == 1 else out.mul_(scale))
 
 
@@ -150,17 +151,36 @@ def _blocks(layer: AffineDerivatives, module: Module, mat: Tensor, sums: dict[st
         sums: Takes the sum; ``None`` if nobody wants it.
 
     Yields:
-        What ``AffineDerivatives.weight_blocks`` does.
+        What ``AffineDerivatives.weight_blocks`` does; large products are not to be overwritten where the sum is wanted.
     """
     if sums is None or "weight" in sums:
         yield from layer.weight_blocks(module, mat)
         return
-    total = _zeros(module, layer.rows(module, mat))
+    total = None
     for v, n, products in layer.weight_blocks(module, mat):
-        for product in products.flatten(0, 1) if total.numel() >= _EACH else (products.sum((0, 1)),):
-            total += product
+        each = _each(products) or (products.sum((0, 1), keepdim=True),)
+        for product in each:
+            if total is None:  # a view would keep the block
+                total = wide(product.clone() if len(each) > 1 else product)
+            else:
+                total += product
         yield v, n, products
-    sums["weight"] = layer.weight_from_matrix(module, total)
+    sums["weight"] = layer.weight_from_matrix(module, _zeros(module, layer.rows(module, mat)) if total is None else total[0, 0])
+
+
+def _each(products: Tensor) -> tuple[Tensor, ...]:
+    """Split products, if they are large.
+
+    Args:
+        products: ``[[v, n, G, O, K]]``.
+
+    Returns:
+        ``[[1, 1, G, O, K]]`` each, of which a single one is no view, which would take time; none if they are small.
+    """
+    columns, samples, *matrix = products.shape
+    if prod(matrix) < _EACH:
+        return ()
+    return (products,) if columns == samples == 1 else products.flatten(0, 1)[:, None, None].unbind()
 
 
 def _zeros(module: Module, rows: Tensor, *lead: int) -> Tensor:
@@ -168,18 +188,22 @@ def _zeros(module: Module, rows: Tensor, *lead: int) -> Tensor:
     return wide(rows.new_empty(0)).new_zeros(*lead, groups, outputs, module.weight.numel() // (groups * outputs))
 
 
-def _add_squares(out: Tensor, products: Tensor, signs: Tensor | None) -> None:
-    """Add ``[[v, n, G, O, K]]``, squared and overwritten, to ``[[G, O, K]]``.
+def _add_squares(total: Tensor | None, products: Tensor, signs: Tensor | None) -> Tensor:
+    """Add ``[[v, n, G, O, K]]``, squared and overwritten, to ``[[1, 1, G, O, K]]``.
 
     Args:
-        out: Where to add.
+        total: Where to add; ``None`` where nothing has been added yet.
         products: What to square.
         signs: Factors ``[[v, n]]``, or ``None``.
+
+    Returns:
+        The total.
     """
-    if signs is not None:
-        out += einsum("vngok,vn->gok", products.square_(), wide(signs))
-    elif out.numel() >= _EACH:
-        for product in products.flatten(0, 1):
-            out.addcmul_(product, product)
-    else:
-        out += products.square_().sum((0, 1))
+    each = _each(products) if signs is None else ()
+    for product in each:
+        total = compute(torch.mul, product.shape, product, product) if total is None else total.addcmul_(product, product)
+    if each:
+        return total
+    squares = products.square_()
+    squares = squares.sum((0, 1), keepdim=True) if signs is None else einsum("vngok,vn->gok", squares, wide(signs))[None, None]
+    return squares if total is None else total.add_(squares)
