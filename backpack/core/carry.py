@@ -21,7 +21,7 @@ from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
-from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
+from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, is_apart
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
@@ -116,7 +116,7 @@ class Carry:
             owned, alone = (flow, edge) in self._owned, below not in self._data[flow]
             result = (flow.over if owned else flow.through)(view, value, grad, unit.layout)
             self.to_input(flow, unit, result)
-            if alone and self._overwritable(flow, unit, result) and (owned or _is_apart(result, value)):
+            if alone and self._overwritable(flow, unit, result) and (owned or is_apart(result, value)):
                 self._owned.add((flow, below))
             self._bear_at_unit(flow, unit, use)
         self._leave(unit)
@@ -388,18 +388,3 @@ class Carry:
             raise NotRecordedError(
                 f"What {call.path} had recorded was given back after an earlier backward pass over this graph. Call that one with retain_graph=True."
             )
-
-
-def _is_apart(result: Columns, value: Columns) -> bool:
-    """Say whether columns have memory of their own, in which there is nothing else.
-
-    Args:
-        result: The columns.
-        value: What they were made of.
-
-    Returns:
-        Whether they have.
-    """
-    given = {columns.untyped_storage().data_ptr() for columns in value.values()}
-    stores = [(columns, columns.untyped_storage()) for columns in result.values()]
-    return all(store.data_ptr() not in given and store.nbytes() == columns.nbytes for columns, store in stores)

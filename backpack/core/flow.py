@@ -273,3 +273,18 @@ class BatchFirst:
         if turns:
             value = self.__dict__[name] = self._arrangement.front(value)
         return value
+
+
+def is_apart(result: Columns, value: Columns) -> bool:
+    """Say whether columns have memory of their own, in which there is nothing else.
+
+    Args:
+        result: The columns.
+        value: What they were made of.
+
+    Returns:
+        Whether they have.
+    """
+    given = {columns.untyped_storage().data_ptr() for columns in value.values()}
+    stores = [(columns, columns.untyped_storage()) for columns in result.values()]
+    return all(store.data_ptr() not in given and store.nbytes() == columns.nbytes for columns, store in stores)
