@@ -23,6 +23,7 @@ from backpack.core.samples import first_axis
 from backpack.core.slots import Edge
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
+from backpack.extensions.costs import carried_for
 from backpack.extensions.flows import GradientFlow
 from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.module_extension import ModuleExtension
@@ -62,6 +63,7 @@ class Collector(Reader):
         for extension in self._extensions:
             if extension.flow is not None:
                 self._of_flow.setdefault(extension.flow, []).append(extension)
+        self._of_flow = {carried_for(flow, readers, plan): readers for flow, readers in self._of_flow.items()}
         every = (1 << len(plan.walk.parameters)) - 1
         self._concerned = {extension: every & ~plan.walk.bits_of(extension.excluded()) for extension in self._extensions}
         self._gradient_for = 0

@@ -8,6 +8,9 @@ good to a factor of 1.7, but for the smallest, where Python takes most of the ti
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import accumulate
 from math import prod
 
 from torch.autograd.graph import Node
@@ -25,7 +28,7 @@ from backpack.core.walk import Unit, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
-from backpack.extensions.flows import SqrtFlow
+from backpack.extensions.flows import RootFlow, SqrtFlow
 from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
@@ -45,6 +48,9 @@ EIGENVECTORS = 10
 """A multiple of the cube of a side, for the eigenvectors of a matrix."""
 NODE, HOOK = 2_000_000, 10_000_000
 """A node of the graph, forward and backward; a hook, which runs in Python."""
+
+LONG = 2**16
+"""Entries of a column, at all modules that it passes, from which on it takes longer to carry one more than to make a root that has one less."""
 
 _FACTORS = {"Mm": (0, 1), "Bmm": (0, 1), "Addmm": (1, 2), "Baddbmm": (1, 2), "Convolution": (0, 1)}
 
@@ -92,6 +98,24 @@ def gradient(walk: Walk) -> float:
     return total
 
 
+def carried_for(flow: Flow | None, readers: Iterable[BackpropExtension], plan: Plan) -> Flow | None:
+    """Choose the root with which a flow starts.
+
+    Args:
+        flow: The flow; ``None`` for an extension that has none.
+        readers: The extensions that read it.
+        plan: The plan.
+
+    Returns:
+        The flow, with few columns if its readers allow it and they are long enough.
+    """
+    if not isinstance(flow, RootFlow) or flow.drawn or not all(reader.takes_any_root for reader in readers):
+        return flow
+    below = (unit.below for unit in plan.units.values())
+    passed = (numel(shape_of(edge)) for edge in below if edge is not None and plan.walk.reach[edge[0]] & plan.concerned)
+    return replace(flow, least=True) if any(entries >= LONG for entries in accumulate(passed)) else flow
+
+
 def width(flow: Flow, plan: Plan, node: Node) -> int:
     """Count the columns that start at a loss.
 
@@ -107,7 +131,8 @@ def width(flow: Flow, plan: Plan, node: Node) -> int:
         return flow.mc_samples
     start = plan.losses[node]
     rows = max(Counter(start.layout.labels).values(), default=1)  # those of one sample have columns of their own
-    return rows * numel(start.call.inputs[0].shape[1:])
+    shape = start.call.inputs[0].shape
+    return rows * (start.call.derivatives.least_columns(shape) if isinstance(flow, RootFlow) and flow.least else numel(shape[1:]))
 
 
 class Costs:
@@ -119,7 +144,7 @@ class Costs:
     """
 
     def __init__(self, plan: Plan, extension: BackpropExtension, crossed: list[Gap]) -> None:
-        self._plan, self._extension, self._flow = plan, extension, extension.flow
+        self._plan, self._extension, self._flow = plan, extension, carried_for(extension.flow, [extension], plan)
         self.carried, self.read = 0.0, dict.fromkeys(map(id, plan.uses), 0.0)
         self._births: dict[Node, dict[Node, int]] = {}
         if self._flow is None:

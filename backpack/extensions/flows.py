@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -94,7 +94,23 @@ class GradientFlow(ColumnFlow):
 
 
 @dataclass(frozen=True)
-class SqrtFlow(ColumnFlow):
+class RootFlow(ColumnFlow):
+    """Columns that start as a square root of the loss's Hessian.
+
+    Attributes:
+        least: Whether to take a root with few columns, since any will do. It is no other flow: where one reader needs the usual root, all get it.
+        drawn: Whether labels are drawn in place of a root.
+    """
+
+    least: bool = field(default=False, compare=False, kw_only=True)
+
+    @property
+    def drawn(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class SqrtFlow(RootFlow):
     """A square root ``S`` of the loss's Hessian, ``[V, N, *]``, mapped by transposed Jacobians: that of the generalized Gauss-Newton.
 
     Attributes:
@@ -106,9 +122,13 @@ class SqrtFlow(ColumnFlow):
     subsampling: tuple[int, ...] | None = None
 
     @property
+    def drawn(self) -> bool:
+        return self.mc_samples is not None
+
+    @property
     def differentiable(self) -> bool:
         """Whether it is; what is drawn is not, since the distribution depends on the parameters, too."""
-        return self.mc_samples is None
+        return not self.drawn
 
     @property
     def coupled(self) -> bool:
@@ -134,7 +154,7 @@ class SqrtFlow(ColumnFlow):
         """
         chosen, loss = self.subsampling, call.derivatives
         if self.mc_samples is None:
-            return loss._sqrt_hessian(call, None, (grad,))
+            return loss._least_sqrt_hessian(call, (grad,), signed=False)[0] if self.least else loss._sqrt_hessian(call, None, (grad,))
         if chosen is None:
             return loss._sqrt_hessian_sampled(call, None, (grad,), mc_samples=self.mc_samples)
         rows: dict[int, list[int]] = {}
