@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import CrossEntropyLoss, Linear, Module, Sequential
 from torch.nn.functional import cross_entropy
 
-from backpack import backpack, extend, extensions, register
+from backpack import backpack, check_rule, extend, extensions, register
+from backpack.core.derivatives.check import RuleError
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.linear_maps import LinearMapDerivatives
 from backpack.core.derivatives.registry import derivatives_for
@@ -393,6 +394,25 @@ def test_a_rule_that_replaces_the_usual_root_is_heard(rule: type, name: str, fie
     assert seen == [5, 4]
     for p, other in zip(model.parameters(), plain.parameters(), strict=True):
         close(getattr(p, field), 2 * getattr(other, field))
+
+
+class Swapped(CrossEntropyLossDerivatives):
+    """Wrong with few columns alone."""
+
+    def _least_sqrt_hessian(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+        root, signs = super()._least_sqrt_hessian(*args, **options)
+        return root.flip(2), signs
+
+
+def test_check_rule_looks_at_few_columns() -> None:
+    class Loss(CrossEntropyLoss):
+        pass
+
+    arguments = torch.randn(3, 4), torch.tensor([0, 3, 1])
+    assert "sqrt_hessian with few columns" in check_rule(Loss(), *arguments)
+    register(Loss, Swapped)
+    with pytest.raises(RuleError, match="sqrt_hessian with few columns .* is wrong"):
+        check_rule(Loss(), *arguments)
 
 
 def test_columns_of_module_extensions_are_the_usual_ones() -> None:

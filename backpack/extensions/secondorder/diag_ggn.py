@@ -45,7 +45,7 @@ class DiagGGNMC(SampledGGNExtension, DiagGGN):
     """Monte-Carlo estimate of the diagonal of the generalized Gauss-Newton, ``[*parameter]``, saved to ``diag_ggn_mc``.
 
     Unbiased: labels are drawn from the distribution that the loss stands for; where it stands for none, the exact root is multiplied by random signs.
-    Costs ``mc_samples`` columns instead of one for each class.
+    Costs ``mc_samples`` columns instead of about as many as there are classes.
     """
 
     savefield = "diag_ggn_mc"
