@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from backpack.extensions import costs
+from backpack.extensions import flows
 
 torch.set_num_threads(1)  # tests run side by side in several processes
 settings.register_profile("backpack", derandomize=True, deadline=None)
@@ -27,7 +27,7 @@ def fixed_seed() -> None:
 @pytest.fixture(autouse=True)
 def short_columns_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small nets carry what large ones do: a root with few columns, where any will do."""
-    monkeypatch.setattr(costs, "LONG", 0)
+    monkeypatch.setattr(flows, "LONG", 0)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivativ
 from backpack.core.derivatives.linear_maps import LinearMapDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.explaining import explain_loss
-from backpack.extensions import costs
+from backpack.extensions import flows
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import stack
@@ -28,7 +28,7 @@ from backpack.extensions.secondorder import hbp
 from backpack.utils.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:Using backward:UserWarning")  # of torch, about create_graph
-LONG = costs.LONG
+LONG = flows.LONG
 
 
 # --- how many are carried ---------------------------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_one_propagation_for_all(name: str, seen: list[int]) -> None:
 
 
 def test_only_where_they_are_long_enough(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> None:
-    monkeypatch.setattr(costs, "LONG", LONG)
+    monkeypatch.setattr(flows, "LONG", LONG)
     step(extensions.DiagGGNExact())
     step(extensions.DiagGGNExact(), width=LONG // 16, samples=8)
     assert seen == [5, 4]
@@ -206,7 +206,7 @@ def total(extension: BackpropExtension) -> int:
 
 def test_memory_is_counted_with_what_is_carried(monkeypatch: pytest.MonkeyPatch) -> None:
     few = total(extensions.DiagGGNExact())
-    monkeypatch.setattr(costs, "LONG", inf)
+    monkeypatch.setattr(flows, "LONG", inf)
     assert 5 * few == 4 * total(extensions.DiagGGNExact())
 
 
@@ -215,7 +215,7 @@ def test_cost_is_counted_with_what_is_carried(monkeypatch: pytest.MonkeyPatch) -
     model, lossfunc = extend(net(2, width=2000)), extend(CrossEntropyLoss())
     loss = lossfunc(model(torch.randn(64, 4).double()), torch.randint(2, (64,)))
     few = explain_loss(model, loss, [extensions.DiagGGNExact()]).cost
-    monkeypatch.setattr(costs, "LONG", inf)
+    monkeypatch.setattr(flows, "LONG", inf)
     usual = explain_loss(model, loss, [extensions.DiagGGNExact()]).cost
     assert 1 < few < usual
     assert 0.45 < (few - 1) / (usual - 1) < 0.9  # hooks cost the same

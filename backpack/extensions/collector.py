@@ -23,8 +23,7 @@ from backpack.core.samples import first_axis
 from backpack.core.slots import Edge
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
-from backpack.extensions.costs import carried_for
-from backpack.extensions.flows import GradientFlow
+from backpack.extensions.flows import GradientFlow, carried_for
 from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join, joins

@@ -8,9 +8,6 @@ good to a factor of 1.7, but for the smallest, where Python takes most of the ti
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import replace
-from itertools import accumulate
 from math import prod
 
 from torch.autograd.graph import Node
@@ -28,7 +25,7 @@ from backpack.core.walk import Unit, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
-from backpack.extensions.flows import RootFlow, SqrtFlow
+from backpack.extensions.flows import RootFlow, SqrtFlow, carried_for
 from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
@@ -48,9 +45,6 @@ EIGENVECTORS = 10
 """A multiple of the cube of a side, for the eigenvectors of a matrix."""
 NODE, HOOK = 2_000_000, 10_000_000
 """A node of the graph, forward and backward; a hook, which runs in Python."""
-
-LONG = 2**16
-"""Entries of a column, at all modules that it passes, from which on it takes longer to carry one more than to make a root that has one less."""
 
 _FACTORS = {"Mm": (0, 1), "Bmm": (0, 1), "Addmm": (1, 2), "Baddbmm": (1, 2), "Convolution": (0, 1)}
 
@@ -96,24 +90,6 @@ def gradient(walk: Walk) -> float:
         products, times = products_in(node)
         total += products * (1 + times) + NODE + 2 * ENTRY * sum(numel(shape_of((node, nr))) for nr in range(outputs_of(node)))
     return total
-
-
-def carried_for(flow: Flow | None, readers: Iterable[BackpropExtension], plan: Plan) -> Flow | None:
-    """Choose the root with which a flow starts.
-
-    Args:
-        flow: The flow; ``None`` for an extension that has none.
-        readers: The extensions that read it.
-        plan: The plan.
-
-    Returns:
-        The flow, with few columns if its readers allow it and they are long enough.
-    """
-    if not isinstance(flow, RootFlow) or flow.drawn or not all(reader.takes_any_root for reader in readers):
-        return flow
-    below = (unit.below for unit in plan.units.values())
-    passed = (numel(shape_of(edge)) for edge in below if edge is not None and plan.walk.reach[edge[0]] & plan.concerned)
-    return replace(flow, least=True) if any(entries >= LONG for entries in accumulate(passed)) else flow
 
 
 def width(flow: Flow, plan: Plan, node: Node) -> int:

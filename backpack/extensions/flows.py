@@ -6,8 +6,10 @@ A flow is a value: extensions that need the same one share a single propagation 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +17,16 @@ from torch import Tensor
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.flow import Columns, Flow
+from backpack.core.graph import shape_of
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout, label_tensor
+from backpack.core.samples import Layout, label_tensor, numel
 from backpack.core.walk import GENERIC, Unit
 from backpack.extensions.loss_scale import scaled
 from backpack.utils.errors import UnsupportedError
+
+LONG = 2**16
+"""Entries of a column, at all modules that it passes, from which on it takes longer to carry one more than to make a root that has one less."""
 
 
 class Source:
@@ -168,6 +174,24 @@ class SqrtFlow(RootFlow):
         for position, (turn, row) in enumerate(places):
             full[turn, :, row] = mat[:, position]
         return full.flatten(0, 1)
+
+
+def carried_for(flow: Flow | None, readers: Iterable[Any], plan: Plan) -> Flow | None:
+    """Choose the root with which a flow starts.
+
+    Args:
+        flow: The flow; ``None`` for an extension that has none.
+        readers: The extensions that read it.
+        plan: The plan.
+
+    Returns:
+        The flow, with few columns if its readers allow it and they are long enough.
+    """
+    if not isinstance(flow, RootFlow) or flow.drawn or not all(reader.takes_any_root for reader in readers):
+        return flow
+    below = (unit.below for unit in plan.units.values())
+    passed = (numel(shape_of(edge)) for edge in below if edge is not None and plan.walk.reach[edge[0]] & plan.concerned)
+    return replace(flow, least=True) if any(entries >= LONG for entries in accumulate(passed)) else flow
 
 
 def repetitions(indices: tuple[int, ...]) -> list[int]:
