@@ -211,9 +211,9 @@ def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExte
         raise UnsupportedError("Results of passes with create_graph=True cannot be accumulated: they could not be differentiated.")
     hook = CTX.get_extension_hook()
     connection = Connection(plan) if create_graph else None
-    combines = accumulates or _distributed()
-    spares = plan.whole and hook is no_op and not (create_graph or _distributed())  # hooks may read .grad, and ranks wait for it
-    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines, dtype, spares)
+    ranks = _distributed()
+    spares = plan.whole and hook is no_op and not (create_graph or ranks)  # hooks may read .grad, and ranks wait for it
+    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), accumulates or ranks, dtype, spares)
     collector.check()
     earlier = Earlier(extensions if accumulates else (), written)
     collector.cut = blocks_for(plan, collector, memory, connection)

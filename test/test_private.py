@@ -85,16 +85,21 @@ def test_keep_graph_is_known_in_hooks(retain: bool) -> None:
     assert seen == [retain]
 
 
-def test_interpreter_stack_shows_transformations() -> None:
+def test_transformations_are_seen() -> None:
     seen = []
 
     def f(x: Tensor) -> Tensor:
-        seen.append(torch._C._functorch.peek_interpreter_stack() is not None)
-        return x.sin()
+        seen.append(torch._C._are_functorch_transforms_active())
+        return x.sin().sum()
 
-    torch.vmap(f)(torch.rand(3))
-    f(torch.rand(3))
-    assert seen == [True, False]
+    x = torch.rand(3, 2)
+    f(x)
+    torch.vmap(f)(x)
+    torch.func.grad(f)(x)
+    torch.vmap(torch.func.grad(f))(x)
+    torch.func.functionalize(f)(x)
+    f(x)
+    assert seen == [False, True, True, True, True, False]
 
 
 def test_engine_is_watched_inside_contexts_only() -> None:

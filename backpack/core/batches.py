@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import nn
 
 from backpack.core.calls import ModuleCall
@@ -58,10 +60,9 @@ def lacks_batch(call: ModuleCall) -> bool:
     module, given = call.module, call.inputs[0] if call.inputs else None
     if not isinstance(given, Slot):
         return False
-    if isinstance(module, (nn.RNNBase, *_ATTENTION)):
-        return len(given.shape) < 3
-    if isinstance(module, nn.RNNCellBase):
-        return len(given.shape) < 2
+    least = _least_axes(type(module))
+    if least:
+        return len(given.shape) < least
     rule = derivatives_for(module)
     if rule is None or rule.is_loss:
         return False
@@ -71,6 +72,16 @@ def lacks_batch(call: ModuleCall) -> bool:
 
 def _batch_first(call: ModuleCall) -> bool:
     module = call.module
-    if not isinstance(module, (nn.RNNBase, *_ATTENTION)) or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
+    if _least_axes(type(module)) < 3 or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
         return True
     return next(part.batch_first for part in module.modules() if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)))
+
+
+@cache
+def _least_axes(cls: type[nn.Module]) -> int:
+    """Count the axes of a mini-batch for a class of torch's to which one axis less is a single sample; 3 where it has an option for their order.
+
+    Returns:
+        Number of axes; 0 for all other classes.
+    """
+    return 3 if issubclass(cls, (nn.RNNBase, *_ATTENTION)) else 2 if issubclass(cls, nn.RNNCellBase) else 0

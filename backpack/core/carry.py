@@ -91,7 +91,7 @@ class Carry:
         grad = grad.reshape(slot.shape) if unit.base else grad
         grad = grad if turn is None else turn.front(grad)
         for flow in self._each_flow():
-            value = {0: grad[None]} if flow.is_gradient else self._data[flow].pop(edge, None)
+            value = {0: grad.unsqueeze(0)} if flow.is_gradient else self._data[flow].pop(edge, None)
             if value is None:
                 continue
             if not flow.is_gradient and flow.crosses_gaps:  # a sum with a tensor of higher precision hands its own on, which autograd changes back
@@ -162,7 +162,7 @@ class Carry:
         arrived: dict[tuple[Flow, Hashable], dict[int, Tensor]] = {}
         for flow in self._each_flow():
             for nr, grad in enumerate(grads):
-                given = self._data[flow].pop((node, nr), {}) if not flow.is_gradient else {} if grad is None else {0: grad[None]}
+                given = self._data[flow].pop((node, nr), {}) if not flow.is_gradient else {} if grad is None else {0: grad.unsqueeze(0)}
                 for source, columns in given.items():
                     arrived.setdefault((flow, source), {})[nr] = columns
         inner, below, places = composite.pull_all(node, list(arrived.values()))
@@ -197,7 +197,7 @@ class Carry:
             ]
             arrived = self._data[flow]
             data = {
-                nr: ({} if grads[nr] is None else {0: grads[nr][None]}) if flow.is_gradient else arrived.pop((node, nr), {})
+                nr: ({} if grads[nr] is None else {0: grads[nr].unsqueeze(0)}) if flow.is_gradient else arrived.pop((node, nr), {})
                 for nr, state in gap.states.items()
                 if state is not SPLIT
             }

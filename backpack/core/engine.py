@@ -94,4 +94,4 @@ def transformed() -> bool:
     Returns:
         Whether to record nothing.
     """
-    return torch.compiler.is_dynamo_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()

@@ -36,6 +36,7 @@ class Pass(Carry):
     ) -> None:
         super().__init__(plan, flows, reader, connection)
         self._blocks = blocks or {}
+        self._only_gradient = all(flow.is_gradient for flow in flows)
 
     def install(self) -> list[Any]:
         """Register the hooks.
@@ -43,10 +44,9 @@ class Pass(Carry):
         Returns:
             Handles that remove them.
         """
-        plan, handles = self._plan, []
-        for node, start in plan.losses.items() if any(not flow.is_gradient for flow in self._flows) else ():
+        plan, handles, only_gradient = self._plan, [], self._only_gradient
+        for node, start in plan.losses.items() if not only_gradient else ():
             handles.append(node.register_prehook(self._hook(self._at_loss, node, start)))
-        only_gradient = all(flow.is_gradient for flow in self._flows)
         for node, unit in plan.units.items():
             if not only_gradient or self._reader.watches_calls or unit.parameters or unit.split or self._explicit(unit.below):
                 handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
@@ -64,8 +64,7 @@ class Pass(Carry):
         Returns:
             The gaps.
         """
-        only_gradient = all(flow.is_gradient for flow in self._flows)
-        return [gap for gap in self._plan.gaps.values() if not only_gradient or any(self._explicit(n) for n in gap.nexts)]
+        return [gap for gap in self._plan.gaps.values() if not self._only_gradient or any(self._explicit(n) for n in gap.nexts)]
 
     def peek(self, flow: Flow | None, edge: Edge) -> Any:
         """Return what a flow carries at an edge, without taking it.

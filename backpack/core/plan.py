@@ -189,7 +189,7 @@ class Plan:
         size = shape[axis] if axis < len(shape) else None
         if size is None or (size != batch_of(call) and (known is not None or call.root)):
             return
-        start = first_axis(size)._replace(axis=axis)
+        start = first_axis(size, axis)
         if known is not None:
             if size <= 1 or (known is not SPLIT and settle(known) == start):
                 return

@@ -40,16 +40,17 @@ def _identity(samples: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def first_axis(samples: int) -> Layout:
+def first_axis(samples: int, axis: int = 0) -> Layout:
     """Return the layout of a tensor that has the samples on its first axis.
 
     Args:
         samples: Number of samples.
+        axis: Another axis.
 
     Returns:
         The layout.
     """
-    return Layout(0, _identity(samples), samples)
+    return Layout(axis, _identity(samples), samples)
 
 
 @lru_cache(maxsize=256)

@@ -285,9 +285,12 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     Returns:
         The layout; ``None`` where something else than reshaping, selecting and element-wise operations lies in between.
     """
-    shape, found = shape_of(edge), _samples_at(walk, edge)
+    found = _samples_at(walk, edge)
+    if found is not None and found[0] >= 0:
+        return first_axis(*found)
+    shape = shape_of(edge)
     if found is not None:
-        return first_axis(shape[0] if found[0] < 0 else found[0])._replace(axis=found[1])
+        return first_axis(shape[0])
     positions, device = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape)), tensor_at(edge).device
     count, place = positions.numel(), edge
     powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
@@ -313,7 +316,7 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     if samples < 0:
         return first_axis(shape[0])
     if digits is None:
-        return first_axis(samples)._replace(axis=axis_there)
+        return first_axis(samples, axis_there)
     if samples <= 1 or not count:  # any axis would do
         axis = next(axis for axis in range(len(shape)) if axis != dim)
         return Layout(axis, (0,) * shape[axis], samples)

@@ -168,7 +168,8 @@ class Walk:
                         stack.append(n)
         order.reverse()
         self.leaves_out = bool(left_out)
-        self._check_left_out(left_out)
+        if left_out:
+            self._check_left_out(left_out)
         return order
 
     def _check_left_out(self, stack: list[Node]) -> None:

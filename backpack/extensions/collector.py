@@ -23,7 +23,7 @@ from backpack.core.samples import first_axis
 from backpack.core.slots import Edge
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
-from backpack.extensions.flows import GradientFlow, carried_for
+from backpack.extensions.flows import GRADIENT, carried_for
 from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join, joins
@@ -33,8 +33,6 @@ from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss
 from backpack.utils.precision import in_type
-
-_GRADIENT = GradientFlow()
 
 
 class Collector(Reader):
@@ -65,12 +63,13 @@ class Collector(Reader):
         self._of_flow = {carried_for(flow, readers, plan): readers for flow, readers in self._of_flow.items()}
         every = (1 << len(plan.walk.parameters)) - 1
         self._concerned = {extension: every & ~plan.walk.bits_of(extension.excluded()) for extension in self._extensions}
-        self._gradient_for = 0
-        needing = [bits for bits, flow in ((self.concerned(f), f) for f in self._of_flow) if flow.needs_gradient(concerning(plan, bits))]
-        self._gradient_for = reduce(or_, needing, 0)
+        self._bits = {flow: reduce(or_, [self._concerned[ext] for ext in readers]) for flow, readers in self._of_flow.items()}
+        needing = [bits for flow, bits in self._bits.items() if flow.needs_gradient(concerning(plan, bits))]
+        if needing:
+            self._bits[GRADIENT] = reduce(or_, needing, self._bits.get(GRADIENT, 0))
         self.cut: Container[Flow] = ()
         self._kept: dict[tuple[int, BackpropExtension], Any] = {}
-        self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(_GRADIENT, ()) if spares})
+        self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(GRADIENT, ()) if spares})
         self._keys = {extension: extension.rule_key() for extension in self._extensions}
         self._rules: dict[tuple[BackpropExtension, int], Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
@@ -91,7 +90,7 @@ class Collector(Reader):
     @property
     def flows(self) -> list[Flow]:
         """The flows that the extensions read, each once, and the gradient if one of them needs it."""
-        return list(self._of_flow | ({_GRADIENT: []} if self._gradient_for else {}))
+        return list(self._bits)
 
     def check(self) -> None:
         """Refuse the plan where a flow, or an extension, has no definition at the parameters that concern it.
@@ -128,8 +127,7 @@ class Collector(Reader):
         return bits
 
     def concerned(self, flow: Flow) -> int:
-        beside = self._gradient_for if flow.is_gradient else 0
-        return reduce(or_, (self._concerned[extension] for extension in self._of_flow.get(flow, ())), beside)
+        return self._bits[flow]
 
     def readers(self, flow: Flow) -> list[BackpropExtension]:
         """List what reads a flow.

@@ -89,7 +89,6 @@ class ColumnFlow(Flow):
         """Accept every plan: the graph's own nodes carry columns exactly."""
 
 
-@dataclass(frozen=True)
 class GradientFlow(ColumnFlow):
     """The gradient itself, as a single column. It is carried only where autograd would sum over samples."""
 
@@ -97,6 +96,10 @@ class GradientFlow(ColumnFlow):
 
     def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
         raise AssertionError("The gradient comes from autograd.")
+
+
+GRADIENT = GradientFlow()
+"""The only one."""
 
 
 @dataclass(frozen=True)

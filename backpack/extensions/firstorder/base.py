@@ -9,7 +9,7 @@ from torch.nn import Module
 
 from backpack.core.flow import Flow
 from backpack.extensions.backprop_extension import FAIL_WARN, BackpropExtension, Excluded
-from backpack.extensions.flows import GradientFlow
+from backpack.extensions.flows import GRADIENT
 from backpack.extensions.module_extension import ModuleExtension
 
 
@@ -35,15 +35,12 @@ class FirstOrderBackpropExtension(BackpropExtension):
         return False
 
 
-_GRADIENT = GradientFlow()
-
-
 class GradientExtension(FirstOrderBackpropExtension):
     """One of the library's own first-order quantities: a function of the per-sample gradients of a parameter."""
 
     @property
     def flow(self) -> Flow:
-        return _GRADIENT
+        return GRADIENT
 
     def forms_gradients(self, rows: Size, entries: int) -> bool:
         return self._subsampling is None
