@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -190,11 +189,13 @@ def carried_for(flow: Flow | None, readers: Iterable[Any], plan: Plan) -> Flow |
     Returns:
         The flow, with few columns if its readers allow it and they are long enough.
     """
-    if not isinstance(flow, RootFlow) or flow.drawn or not all(reader.takes_any_root for reader in readers):
-        return flow
-    below = (unit.below for unit in plan.units.values())
-    passed = (numel(shape_of(edge)) for edge in below if edge is not None and plan.walk.reach[edge[0]] & plan.concerned)
-    return replace(flow, least=True) if any(entries >= LONG for entries in accumulate(passed)) else flow
+    entries = 0
+    for unit in plan.units.values() if isinstance(flow, RootFlow) and not flow.drawn else ():
+        if unit.below is not None and plan.walk.reach[unit.below[0]] & plan.concerned:
+            entries += numel(shape_of(unit.below))
+            if entries >= LONG:
+                return replace(flow, least=True) if all(reader.takes_any_root for reader in readers) else flow
+    return flow
 
 
 def repetitions(indices: tuple[int, ...]) -> list[int]:
