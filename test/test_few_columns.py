@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_extensions import close
+from oracle import Oracle, Problem, Term
+from test_extensions import QUANTITIES, close, collect, run
 from torch import Tensor, nn
 from torch.nn import CrossEntropyLoss, Linear, Module, Sequential
 from torch.nn.functional import cross_entropy
@@ -311,6 +312,44 @@ def test_a_single_class_has_no_curvature(name: str, seen: list[int]) -> None:
         output = value[0] if isinstance(value, list) else value
         assert output.numel()
         assert not output.any()
+
+
+class Positions(Module):
+    """A prediction at each position, by functional operations and a layer that is used twice."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.first, self.twice, self.head = nn.Conv1d(2, 3, 3, padding=1), nn.Conv1d(3, 3, 1), nn.Conv1d(3, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.twice(torch.tanh(self.twice(self.first(x)))) * 3)
+
+
+NETS = {
+    "sigmoid": (lambda classes: Sequential(Linear(4, 3), nn.Sigmoid(), Linear(3, 3), nn.ReLU(), Linear(3, classes)), (4,), ()),
+    "convolution": (lambda classes: Sequential(nn.Conv2d(1, 2, 2), nn.Tanh(), nn.Flatten(), Linear(8, classes)), (1, 3, 3), ()),
+    "positions": (Positions, (2, 4), (4,)),
+}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("classes", [1, 2, 3])
+@pytest.mark.parametrize("net", NETS)
+def test_few_classes(net: str, classes: int, batch: int) -> None:
+    """All that takes any root, against the oracle; with ignored targets, weights and smoothing."""
+    make, given, positions = NETS[net]
+
+    def problem() -> Problem:
+        torch.manual_seed(0)
+        loss = CrossEntropyLoss(weight=torch.rand(classes).double(), ignore_index=0 if classes == 3 else -100, label_smoothing=0.1)
+        target = torch.randint(classes, (batch, *positions)).index_fill_(0, torch.tensor([batch - 1]), classes - 1)
+        return Problem(make(classes).double(), torch.randn(batch, *given).double(), [Term(loss, target)])
+
+    oracle = Oracle(problem())
+    for name in ("DiagGGNExact", "BatchDiagGGNExact", "DiagHessian", "BatchDiagHessian", "KFLR", "HBP, square root"):
+        quantity, one = QUANTITIES[name], problem()
+        run(one, quantity.make())
+        quantity.check(oracle, collect(one, quantity.field))
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": 1}, {"memory": 1000}], ids=str)
