@@ -180,11 +180,14 @@ def gram(factor: Tensor) -> Tensor:
 
 
 def assert_signed(loss: nn.Module, blocks: Tensor) -> None:
-    factor, signs = derivatives_for(loss)._signed_sqrt_hessian(loss, None, None)
-    factor = factor.reshape(*factor.shape[:2], -1)
-    signs = torch.ones_like(factor[..., 0]) if signs is None else signs
-    tolerance = 1e-9 if factor.dtype == DOUBLE else 1e-6
-    torch.testing.assert_close(torch.einsum("vni,vn,vnj->nij", factor, signs, factor), blocks, rtol=tolerance, atol=1e-3 * tolerance)
+    rule = derivatives_for(loss)
+    few = rule._least_sqrt_hessian(loss, None, signed=True)
+    assert len(few[0]) == rule.least_columns(loss.input0.shape)
+    for factor, signs in (rule._signed_sqrt_hessian(loss, None, None), few):
+        columns = factor.reshape(*factor.shape[:2], -1)
+        given = torch.ones_like(columns[..., 0]) if signs is None else signs
+        tolerance = 1e-9 if factor.dtype == DOUBLE else 1e-6
+        torch.testing.assert_close(torch.einsum("vni,vn,vnj->nij", columns, given, columns), blocks, rtol=tolerance, atol=1e-3 * tolerance)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -197,6 +200,11 @@ def test_exact_quantities(name: str, reduction: str) -> None:
     factor = derivatives._sqrt_hessian(loss, None, None)
     assert factor.shape == (prod(inputs.shape[1:]), *inputs.shape)
     torch.testing.assert_close(gram(factor), blocks, rtol=1e-9, atol=1e-12)
+
+    few, signs = derivatives._least_sqrt_hessian(loss, None, signed=False)
+    assert signs is None
+    assert few.shape == (derivatives.least_columns(inputs.shape), *inputs.shape)
+    torch.testing.assert_close(gram(few), blocks, rtol=1e-9, atol=1e-12)
 
     assert_signed(loss, blocks)
 
@@ -434,6 +442,7 @@ def test_empty_batch(name: str, reduction: str) -> None:
     record(loss, loss.input0[:0], loss.input1[:0])
     features = loss.input0.shape[1:]
     assert derivatives._sqrt_hessian(loss, None, None).shape == (prod(features), 0, *features)
+    assert derivatives._least_sqrt_hessian(loss, None, signed=False)[0].shape == (derivatives.least_columns(loss.input0.shape), 0, *features)
     assert derivatives._sqrt_hessian_sampled(loss, None, None, mc_samples=2).shape == (2, 0, *features)
     assert derivatives._make_hessian_mat_prod(loss, None, None)(normal(5, 0, *features)).shape == (5, 0, *features)
     assert torch.equal(derivatives._sum_hessian(loss, None, None), torch.zeros(2 * features, dtype=DOUBLE))
@@ -449,8 +458,10 @@ def test_precision_of_the_input_is_kept(name: str, dtype: torch.dtype) -> None:
     factor = derivatives._sqrt_hessian(loss, None, None)
     product = derivatives._make_hessian_mat_prod(loss, None, None)(torch.ones_like(loss.input0).unsqueeze(0))
     sampled = derivatives._sqrt_hessian_sampled(loss, None, None)
-    assert {factor.dtype, product.dtype, sampled.dtype, derivatives._sum_hessian(loss, None, None).dtype} == {dtype}
+    few, _ = derivatives._least_sqrt_hessian(loss, None, signed=False)
+    assert {factor.dtype, few.dtype, product.dtype, sampled.dtype, derivatives._sum_hessian(loss, None, None).dtype} == {dtype}
     tolerance = 10 * torch.finfo(dtype).eps
+    torch.testing.assert_close(gram(few.double()), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(gram(factor.double()), expected, rtol=tolerance, atol=tolerance)
     torch.testing.assert_close(product.double().flatten(), expected.sum(2).flatten(), rtol=tolerance, atol=tolerance)
 

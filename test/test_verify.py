@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from backpack import backpack as context
 from backpack import extend, extensions, register, results, verify
+from backpack.core.derivatives import crossentropyloss
 from backpack.core.derivatives.activations import SigmoidDerivatives
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
@@ -381,7 +382,8 @@ PLANTED = {
     "linear": (LinearDerivatives, "_jac_t_mat_prod", extensions.DiagGGNExact, {"0.weight", "0.bias", "3.weight", "3.bias"}),
     "inputs": (AffineDerivatives, "input_moment", extensions.KFLR, {"3.weight", "5.weight"}),
     "patches": (ConvNDDerivatives, "input_moment", extensions.KFLR, {"0.weight"}),
-    "exact root of the loss": (CrossEntropyLossDerivatives, "_sqrt_hessian", extensions.DiagGGNExact, None),
+    "exact root of the loss": (CrossEntropyLossDerivatives, "_sqrt_hessian", extensions.SqrtGGNExact, None),
+    "root with few columns": (crossentropyloss, "_few_columns", extensions.DiagGGNExact, None),
     "sampled root of the loss": (CrossEntropyLossDerivatives, "_sqrt_hessian_sampled", extensions.KFAC, None),
     "product with the loss": (CrossEntropyLossDerivatives, "_make_hessian_mat_prod", extensions.GGNMP, None),
     "curvature of an activation": (SigmoidDerivatives, "d2f", extensions.DiagHessian, {"0.weight", "0.bias"}),

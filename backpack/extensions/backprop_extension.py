@@ -53,6 +53,7 @@ class BackpropExtension(ABC):
         savefield: Name of the attribute under which parameters carry the result.
         ordered: Whether results of several losses have to be aligned, because their columns can be read.
         keeps_calls: Whether results read what modules have recorded, after the pass, too.
+        any_root: Whether results are the same for all square roots of the loss's Hessian, so that one with few columns can be carried.
         sums_columns: Whether ``finish`` is a sum over columns, so that results of blocks of columns add up.
         combination: How it scales with the loss, and is made of the results of parts of a mini-batch; ``None`` where that is not known.
         saved_quantities: What module extensions have sent, in an extension whose ``backpropagate`` methods carry it.
@@ -60,6 +61,7 @@ class BackpropExtension(ABC):
 
     ordered: ClassVar[bool] = False
     keeps_calls: ClassVar[bool] = False
+    any_root: ClassVar[bool] = False
     sums_columns: ClassVar[bool] = False
     combination: Combination | None = None
     _exclude: tuple[Excluded, ...] = ()
@@ -151,6 +153,12 @@ class BackpropExtension(ABC):
         """Whether results of blocks of columns add up, unless a subclass has made something else of its quantity."""
         says = next(cls for cls in type(self).__mro__ if "sums_columns" in vars(cls))
         return self.sums_columns and type(self).finish is says.finish
+
+    @property
+    def takes_any_root(self) -> bool:
+        """Whether any root will do, unless a user reads the columns, or a subclass has made something else of its quantity."""
+        cls, says = type(self), next(cls for cls in type(self).__mro__ if "any_root" in vars(cls))
+        return self.any_root and not self.has_module_exts and (cls.finish, cls.rule_at) == (says.finish, says.rule_at)
 
     def beside(self, kept: Any, state: Any) -> Any:
         """Put the linear part of a block of columns beside that of others. The default is that of per-sample columns.

@@ -23,7 +23,7 @@ from backpack.core.samples import first_axis
 from backpack.core.slots import Edge
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
-from backpack.extensions.flows import GRADIENT
+from backpack.extensions.flows import GRADIENT, carried_for
 from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join, joins
@@ -60,6 +60,7 @@ class Collector(Reader):
         for extension in self._extensions:
             if extension.flow is not None:
                 self._of_flow.setdefault(extension.flow, []).append(extension)
+        self._of_flow = {carried_for(flow, readers, plan): readers for flow, readers in self._of_flow.items()}
         every = (1 << len(plan.walk.parameters)) - 1
         self._concerned = {extension: every & ~plan.walk.bits_of(extension.excluded()) for extension in self._extensions}
         self._bits = {flow: reduce(or_, [self._concerned[ext] for ext in readers]) for flow, readers in self._of_flow.items()}

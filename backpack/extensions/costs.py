@@ -25,7 +25,7 @@ from backpack.core.walk import Unit, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
-from backpack.extensions.flows import SqrtFlow
+from backpack.extensions.flows import RootFlow, SqrtFlow, carried_for
 from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
@@ -107,7 +107,8 @@ def width(flow: Flow, plan: Plan, node: Node) -> int:
         return flow.mc_samples
     start = plan.losses[node]
     rows = max(Counter(start.layout.labels).values(), default=1)  # those of one sample have columns of their own
-    return rows * numel(start.call.inputs[0].shape[1:])
+    shape = start.call.inputs[0].shape
+    return rows * (start.call.derivatives.least_columns(shape) if isinstance(flow, RootFlow) and flow.least else numel(shape[1:]))
 
 
 class Costs:
@@ -119,7 +120,7 @@ class Costs:
     """
 
     def __init__(self, plan: Plan, extension: BackpropExtension, crossed: list[Gap]) -> None:
-        self._plan, self._extension, self._flow = plan, extension, extension.flow
+        self._plan, self._extension, self._flow = plan, extension, carried_for(extension.flow, [extension], plan)
         self.carried, self.read = 0.0, dict.fromkeys(map(id, plan.uses), 0.0)
         self._births: dict[Node, dict[Node, int]] = {}
         if self._flow is None:

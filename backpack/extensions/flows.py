@@ -6,8 +6,9 @@ A flow is a value: extensions that need the same one share a single propagation 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,19 @@ from torch import Tensor
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.flow import Columns, Flow
+from backpack.core.graph import shape_of
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout, label_tensor
+from backpack.core.samples import Layout, label_tensor, numel
 from backpack.core.walk import GENERIC, Unit
 from backpack.extensions.loss_scale import scaled
 from backpack.utils.errors import UnsupportedError
+
+LONG = 2**16
+"""Entries of a column, at all modules that it passes, from which on it takes longer to carry one more than to make a root that has one less.
+
+Measured on one thread of a CPU, with ten classes: 0.04 of the time of a pass more with a quarter of that, 0.01 to 0.07 less with that.
+"""
 
 
 class Source:
@@ -100,7 +108,23 @@ GRADIENT = GradientFlow()
 
 
 @dataclass(frozen=True)
-class SqrtFlow(ColumnFlow):
+class RootFlow(ColumnFlow):
+    """Columns that start as a square root of the loss's Hessian.
+
+    Attributes:
+        least: Whether to take a root with few columns, since any will do. It is no other flow: where one reader needs the usual root, all get it.
+        drawn: Whether labels are drawn in place of a root.
+    """
+
+    least: bool = field(default=False, compare=False, kw_only=True)
+
+    @property
+    def drawn(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True)
+class SqrtFlow(RootFlow):
     """A square root ``S`` of the loss's Hessian, ``[V, N, *]``, mapped by transposed Jacobians: that of the generalized Gauss-Newton.
 
     Attributes:
@@ -112,9 +136,13 @@ class SqrtFlow(ColumnFlow):
     subsampling: tuple[int, ...] | None = None
 
     @property
+    def drawn(self) -> bool:
+        return self.mc_samples is not None
+
+    @property
     def differentiable(self) -> bool:
         """Whether it is; what is drawn is not, since the distribution depends on the parameters, too."""
-        return self.mc_samples is None
+        return not self.drawn
 
     @property
     def coupled(self) -> bool:
@@ -140,7 +168,7 @@ class SqrtFlow(ColumnFlow):
         """
         chosen, loss = self.subsampling, call.derivatives
         if self.mc_samples is None:
-            return loss._sqrt_hessian(call, None, (grad,))
+            return loss._least_sqrt_hessian(call, (grad,), signed=False)[0] if self.least else loss._sqrt_hessian(call, None, (grad,))
         if chosen is None:
             return loss._sqrt_hessian_sampled(call, None, (grad,), mc_samples=self.mc_samples)
         rows: dict[int, list[int]] = {}
@@ -154,6 +182,26 @@ class SqrtFlow(ColumnFlow):
         for position, (turn, row) in enumerate(places):
             full[turn, :, row] = mat[:, position]
         return full.flatten(0, 1)
+
+
+def carried_for(flow: Flow | None, readers: Iterable[Any], plan: Plan) -> Flow | None:
+    """Choose the root with which a flow starts.
+
+    Args:
+        flow: The flow; ``None`` for an extension that has none.
+        readers: The extensions that read it.
+        plan: The plan.
+
+    Returns:
+        The flow, with few columns if its readers allow it and they are long enough.
+    """
+    entries = 0
+    for unit in plan.units.values() if isinstance(flow, RootFlow) and not flow.drawn else ():
+        if unit.below is not None and plan.walk.reach[unit.below[0]] & plan.concerned:
+            entries += numel(shape_of(unit.below))
+            if entries >= LONG:
+                return replace(flow, least=True) if all(reader.takes_any_root for reader in readers) else flow
+    return flow
 
 
 def repetitions(indices: tuple[int, ...]) -> list[int]:

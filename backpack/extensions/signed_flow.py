@@ -21,7 +21,7 @@ from backpack.core.plan import Plan
 from backpack.core.residuals import Born, has_complex, is_solvable, pairs, residual
 from backpack.core.samples import Layout, add_rows, numel
 from backpack.core.walk import Need, Unit, Walk
-from backpack.extensions.flows import ColumnFlow, Source, refuse_coupled, refuse_curved, separate_rows
+from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, separate_rows
 from backpack.extensions.loss_scale import position_weights
 from backpack.utils.columns import unit_columns
 from backpack.utils.eigen import eigh
@@ -30,7 +30,7 @@ from backpack.utils.precision import wide
 
 
 @dataclass(frozen=True)
-class SignedSqrtFlow(ColumnFlow):
+class SignedSqrtFlow(RootFlow):
     """Square roots, with signs, of all terms of the Hessian: of the loss's Hessian and of every curved operation's residual.
 
     An operation ``z -> f(z)`` with gradient ``g`` at its output adds ``sum_k g_k Hess f_k`` at its inputs. Its columns are born there and stay apart
@@ -41,8 +41,8 @@ class SignedSqrtFlow(ColumnFlow):
     needs = Need.CURVATURE
 
     def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
-        weights = position_weights(call, grad)
-        mat, signs = call.derivatives._signed_sqrt_hessian(call, None, (grad,))
+        weights, loss = position_weights(call, grad), call.derivatives
+        mat, signs = loss._least_sqrt_hessian(call, (grad,), signed=True) if self.least else loss._signed_sqrt_hessian(call, None, (grad,))
         if weights is not None:
             mat = mat * weights.abs().sqrt()
             # every column lives at a single position of the loss, so that its largest entry has the sign of that position

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, ClassVar
 from warnings import warn
 
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.shape_check import apply_checked, subsampled
@@ -61,11 +61,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         return True
 
     def feature_axes(self, module: Module) -> int:
-        """Number of axes at the end of the output that are not to be permuted, where ``any_batch_axis`` holds.
-
-        Returns:
-            One, unless a rule says otherwise.
-        """
+        """Return the number of axes at the end of the output that are not to be permuted, where ``any_batch_axis`` holds."""
         return 1
 
     def needs(self, module: Module) -> frozenset[str]:
@@ -286,11 +282,7 @@ class BaseLossDerivatives(BaseDerivatives):
         return True
 
     def hessian_is_psd_at(self, module: Module) -> bool:
-        """Tell whether the Hessian is known to be positive semi-definite for the recorded inputs, weights and targets.
-
-        Returns:
-            Whether it is.
-        """
+        """Return whether the Hessian is known to be positive semi-definite for the recorded inputs, weights and targets."""
         return self.hessian_is_psd()
 
     def _verify_support(self, module: Module) -> None:
@@ -325,6 +317,14 @@ class BaseLossDerivatives(BaseDerivatives):
             ``S [[V, N, *features]]`` and signs ``s [[V, N]]`` (``None``: positive); the Hessian is ``S[:, n]^T diag(s[:, n]) S[:, n]``.
         """
         return self._sqrt_hessian(module, g_inp, g_out), None
+
+    def least_columns(self, shape: Size) -> int:
+        """Return the number of columns of ``_least_sqrt_hessian`` for an input of this shape: one for each entry of a sample, by default."""
+        return shape[1:].numel()
+
+    def _least_sqrt_hessian(self, module: Module, g_out: Grads, signed: bool) -> tuple[Tensor, Tensor | None]:
+        """Return what ``_signed_sqrt_hessian`` does, or ``_sqrt_hessian`` without signs; but any factor will do, one with few columns best."""
+        return self._signed_sqrt_hessian(module, None, g_out) if signed else (self._sqrt_hessian(module, None, g_out), None)
 
     def sqrt_hessian_sampled(self, module: Module, g_inp: Grads, g_out: Grads, mc_samples: int = 1, subsampling: Samples = None) -> Tensor:
         """Unbiased estimate of the symmetric factor of the loss Hessian, from gradients at sampled targets.

@@ -234,6 +234,7 @@ def _compare_loss(compare: _Comparing, rule: BaseLossDerivatives, seen: Any, ful
 
     compare("hessian_is_psd", lambda: hessian + (eye(hessian.shape[1]) * _deficit(hessian) if rule.hessian_is_psd() else 0), hessian)
     compare("sqrt_hessian", lambda: outer(rule.sqrt_hessian(seen, None, None)), hessian)
+    compare("sqrt_hessian with few columns", lambda: outer(rule._least_sqrt_hessian(seen, None, signed=False)[0]), hessian)
     compare("sqrt_hessian with subsampling", lambda: outer(rule.sqrt_hessian(seen, None, None, chosen)), hessian[chosen])
     with suppress(UnsupportedError):
         draws = _flat(rule.sqrt_hessian_sampled(seen, None, None, mc_samples=_DRAWS)) * sqrt(_DRAWS)

@@ -2,7 +2,8 @@
 
 A position with logits ``f``, probabilities ``p = softmax(f)``, class weights ``w`` and target probabilities ``t`` contributes
 ``-sum_c w_c t_c log p_c``. The Hessian is ``a (diag(p) - p p^T)`` with ``a = sum_c w_c t_c``, and ``diag(p) - p p^T = S^T S`` with
-``S[v, c] = sqrt(p_v) (delta_vc - p_c)``, since the probabilities add up to one.
+``S[v, c] = sqrt(p_v) (delta_vc - p_c)``, since the probabilities add up to one. Its rank is one less than there are classes, and so is the
+number of columns of the other root that is here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from math import prod
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss, Module
 
@@ -49,6 +50,46 @@ def _over_classes(function: Callable[[Tensor, int], Tensor], logits: Tensor) -> 
 def _classes_last(logits: Tensor) -> bool:
     # the transposed output of a Linear layer with positions: else it would be copied to and fro, at the cost of three softmaxes
     return logits.dim() > 2 and logits.movedim(1, -1).is_contiguous()
+
+
+def _usual_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
+    """Compute ``S[v, c] = sqrt(p_v) (delta_vc - p_c)`` at each position.
+
+    Args:
+        log_probs: Logarithms of the probabilities ``[[N, C, L]]``.
+        weight: Factor of the columns of a position, a number or ``[[N, 1, L]]``.
+
+    Returns:
+        ``[[C, N, C, L]]``.
+    """
+    root = (log_probs / 2).exp_() * weight
+    factor = root.neg().movedim(1, 0).unsqueeze(2) * log_probs.exp()
+    factor.diagonal(dim1=0, dim2=2).add_(root.movedim(1, 2))
+    return factor
+
+
+def _few_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
+    """Compute a root that has no column for the most likely class ``k``.
+
+    The square roots ``r`` of the probabilities are a unit vector, and ``diag(p) - p p^T = diag(r) (1 - r r^T) diag(r)``. A reflection that maps
+    ``r`` to the axis of ``k`` has rows that are orthonormal, and all but the ``k``-th are orthogonal to ``r``: ``1 - r r^T`` is the product of these
+    with themselves. That is ``S[v, c] = r_v (delta_vc - t_c)`` for ``v != k``, with ``t_k = r_k``, and ``t_c = p_c / (1 + r_k)`` for the others.
+    Nothing cancels: ``p_v`` is not more than one half.
+
+    Args:
+        log_probs: Logarithms of the probabilities ``[[N, C, L]]``.
+        weight: Factor of the columns of a position, a number or ``[[N, 1, L]]``.
+
+    Returns:
+        ``[[C - 1, N, C, L]]``.
+    """
+    root = (log_probs / 2).exp_()
+    largest, likely = root.max(1, keepdim=True)
+    shares = (log_probs.exp() / (1 + largest)).scatter_(1, likely, largest)
+    numbers = torch.arange(root.shape[1] - 1, device=root.device).unsqueeze(1)
+    others = numbers + (numbers >= likely)
+    scale, others = ((root.gather(1, others) * weight).movedim(1, 0).unsqueeze(2), others.movedim(1, 0).unsqueeze(2))
+    return (scale.neg() * shares).scatter_add_(2, others, scale)
 
 
 @register(CrossEntropyLoss)
@@ -128,27 +169,49 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         weight = self._hessian_weight(module)
         return self._factor(module, weight.abs().sqrt()), signs_of(weight.expand(module.input0.shape).flatten(1))
 
-    def _factor(self, module: Module, weight: Tensor | float, subsampling: Samples = None) -> Tensor:
-        """Compute the factor, column by column, the positions of one class side by side.
+    def least_columns(self, shape: Size) -> int:
+        usual, of = CrossEntropyLossDerivatives, type(self)
+        if shape[1] < 2 or (of._sqrt_hessian, of._signed_sqrt_hessian) != (usual._sqrt_hessian, usual._signed_sqrt_hessian):
+            return super().least_columns(shape)
+        return (shape[1] - 1) * shape[2:].numel()
+
+    def _least_sqrt_hessian(self, module: Module, g_out: Grads, signed: bool) -> tuple[Tensor, Tensor | None]:
+        self._verify_support(module)
+        shape = module.input0.shape
+        if self.least_columns(shape) == shape[1:].numel():
+            return super()._least_sqrt_hessian(module, g_out, signed)
+        if not signed:
+            return self._factor(module, self._sqrt_weight(module, None), make=_few_columns), None
+        weight = self._hessian_weight(module)
+        signs = signs_of(weight.expand(shape[0], shape[1] - 1, *shape[2:]).flatten(1))
+        return self._factor(module, weight.abs().sqrt(), make=_few_columns), signs
+
+    def _factor(
+        self,
+        module: Module,
+        weight: Tensor | float,
+        subsampling: Samples = None,
+        make: Callable[[Tensor, Tensor | float], Tensor] = _usual_columns,
+    ) -> Tensor:
+        """Compute a factor, column by column, the positions of one class side by side.
 
         Args:
             module: The loss with recorded inputs.
             weight: Square root of each position's factor in the loss, a number or ``[[N, 1, *]]``.
             subsampling: Indices of samples, or ``None`` for all.
+            make: Makes the columns of a position.
 
         Returns:
             ``[[V, N, C, *]]``.
         """
         log_probs = self._log_probs(module, subsampling)
-        num_samples, num_classes, num_positions = log_probs.shape
-        root = (log_probs / 2).exp_() * (weight.reshape(num_samples, 1, num_positions) if isinstance(weight, Tensor) else weight)
-        factor = root.neg().movedim(1, 0).unsqueeze(2) * log_probs.exp()
-        factor.diagonal(dim1=0, dim2=2).add_(root.movedim(1, 2))
-        factor = factor.to(module.input0.dtype)
+        num_samples, _, num_positions = log_probs.shape
+        factor = make(log_probs, weight.reshape(num_samples, 1, num_positions) if isinstance(weight, Tensor) else weight).to(module.input0.dtype)
+        num_columns = len(factor) * num_positions
         if num_positions != 1:
             # Different positions share no entry of the Hessian: each has columns of its own.
             factor = factor.diag_embed(dim1=1, dim2=4)
-        return factor.reshape(num_classes * num_positions, num_samples, *module.input0.shape[1:])
+        return factor.reshape(num_columns, num_samples, *module.input0.shape[1:])
 
     def _log_probs(self, module: Module, subsampling: Samples = None) -> Tensor:
         """Compute the logarithm of the probabilities, all positions in one axis.

@@ -15,7 +15,7 @@ from backpack.utils.moment import sum_of_squared_columns
 class DiagGGN(GGNExtension):
     """Diagonal of the generalized Gauss-Newton ``sum_n J_n^T H_n J_n``, ``[*parameter]`` (Schraudolph 2002; Dangel et al. 2020, eq. 19)."""
 
-    sums_columns = True
+    any_root = sums_columns = True
     combination = Sum(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
@@ -25,7 +25,7 @@ class DiagGGN(GGNExtension):
 class BatchDiagGGN(GGNExtension):
     """Diagonals of the samples' summands of the generalized Gauss-Newton, ``[N, *parameter]``."""
 
-    sums_columns = True
+    any_root = sums_columns = True
     combination = PerSample(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
@@ -45,7 +45,7 @@ class DiagGGNMC(SampledGGNExtension, DiagGGN):
     """Monte-Carlo estimate of the diagonal of the generalized Gauss-Newton, ``[*parameter]``, saved to ``diag_ggn_mc``.
 
     Unbiased: labels are drawn from the distribution that the loss stands for; where it stands for none, the exact root is multiplied by random signs.
-    Costs ``mc_samples`` columns instead of one for each class.
+    Costs ``mc_samples`` columns instead of about as many as there are classes.
     """
 
     savefield = "diag_ggn_mc"

@@ -30,7 +30,7 @@ class DiagHessian(SubsamplingExtension, HessianExtension):
     """
 
     savefield = "diag_h"
-    sums_columns = True
+    any_root = sums_columns = True
     combination = Sum(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
@@ -44,7 +44,7 @@ class BatchDiagHessian(SubsamplingExtension, HessianExtension):
     """
 
     savefield = "diag_h_batch"
-    sums_columns = True
+    any_root = sums_columns = True
     combination = PerSample(degree=1)
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:

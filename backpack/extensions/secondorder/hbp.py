@@ -42,6 +42,8 @@ class HBP(SecondOrderBackpropExtension):
     ``LossHessianStrategy.SUM`` goes with ``BackpropStrategy.BATCH_AVERAGE`` (sequences of modules only), ``EXACT`` and ``SAMPLING`` with ``SQRT``.
     """
 
+    any_root = True
+
     def __init__(
         self,
         curv_type: str,
