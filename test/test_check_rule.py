@@ -169,8 +169,9 @@ def test_planted_errors_of_parameters(rule: type, says: str) -> None:
 class WrongLoss(CrossEntropyLossDerivatives):
     """Divides twice."""
 
-    def _hessian_weight(self, module: Module) -> Tensor | float:
-        return super()._hessian_weight(module) / len(module.input0)
+    def _make_hessian_mat_prod(self, module: Module, g_inp: Any, g_out: Any) -> Callable[[Tensor], Tensor]:
+        product = super()._make_hessian_mat_prod(module, g_inp, g_out)
+        return lambda mat: product(mat) / len(module.input0)
 
 
 class WrongDraw(CrossEntropyLossDerivatives):

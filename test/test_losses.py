@@ -514,6 +514,25 @@ def test_negative_weights_have_no_square_root(loss: nn.Module, inputs: tuple[Ten
     torch.testing.assert_close(derivatives._sum_hessian(loss, None, None).reshape(3, 3), blocks_of(dense_hessian(loss), 3).sum(0))
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_weights_of_a_subclass_enter_all_products(reduction: str) -> None:
+    """A user's loss, a cross-entropy of which each sample counts by a number of its own, needs but its weights."""
+
+    class Weighted(CrossEntropyLossDerivatives):
+        def _hessian_weight(self, module: nn.Module) -> Tensor:
+            return counts[:, None] * super()._hessian_weight(module)
+
+    counts, derivatives = torch.tensor([0.5, 2.0, 3.0], dtype=DOUBLE), Weighted()
+    loss = record(nn.CrossEntropyLoss(reduction=reduction), normal(3, 4), torch.tensor([0, 3, 1]))
+    blocks = counts[:, None, None] * blocks_of(dense_hessian(loss), 3)
+    torch.testing.assert_close(gram(derivatives._sqrt_hessian(loss, None, None)), blocks)
+    torch.testing.assert_close(derivatives._sum_hessian(loss, None, None), blocks.sum(0))
+    mat = normal(2, 3, 4)
+    torch.testing.assert_close(derivatives._make_hessian_mat_prod(loss, None, None)(mat), torch.einsum("nij,vnj->vni", blocks, mat))
+    counts = -counts
+    assert not derivatives.hessian_is_psd_at(loss)
+
+
 def test_gradient_and_hessian_of_an_all_ignored_mean_are_zero() -> None:
     loss, derivatives = make("ce-all-ignored")
     point = loss.input0.clone().requires_grad_()

@@ -19,8 +19,9 @@ from torch.nn import Parameter
 from backpack.core.calls import RANDOM, ModuleCall
 from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
-from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use
+from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, is_apart
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
@@ -40,6 +41,7 @@ class Carry:
         self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
         self._made: dict[tuple[Flow, Edge, Hashable], ref[Tensor]] = {}
         self._concerned = {flow: reader.concerned(flow) for flow in flows}
+        self._owned: set[tuple[Flow, Edge]] = set()
 
     def run(self) -> None:
         """Carry what has been put somewhere through all nodes upstream, without gradients: what columns become there does not depend on them."""
@@ -111,10 +113,31 @@ class Carry:
                     f"Other data were put into a parameter of {call.path} after the forward pass (p.data = ...), which autograd does not see, "
                     "but the rule of the layer would read. Change parameters after backward."
                 )
-            self.to_input(flow, unit, flow.through(view, value, grad, unit.layout))
+            owned, alone = (flow, edge) in self._owned, below not in self._data[flow]
+            result = (flow.over if owned else flow.through)(view, value, grad, unit.layout)
+            self.to_input(flow, unit, result)
+            if alone and self._overwritable(flow, unit, result) and (owned or is_apart(result, value)):
+                self._owned.add((flow, below))
             self._bear_at_unit(flow, unit, use)
         self._leave(unit)
         self._reader.after_call(call)
+
+    def _overwritable(self, flow: Flow, unit: Unit, result: Any) -> bool:
+        """Say whether the unit upstream may overwrite what a unit made, if nobody else holds that.
+
+        Args:
+            flow: The flow.
+            unit: The unit.
+            result: Value at its input.
+
+        Returns:
+            Whether both have rules of the library, and the next one multiplies by slopes and needs nothing else of the value.
+        """
+        above = self._plan.units.get(unit.below[0])
+        if above is None or above.parameters or above.split or not isinstance(above.call.derivatives, ElementwiseDerivatives):
+            return False
+        ours = all(type(one.call.derivatives).__module__.startswith("backpack.") for one in (unit, above))
+        return ours and flow.crosses_gaps and not flow.is_gradient and not torch.is_grad_enabled()
 
     def to_input(self, flow: Flow, unit: Unit, value: Any) -> None:
         """Hand a value to the input of a unit.
@@ -331,7 +354,10 @@ class Carry:
             store = self._split[flow]
         else:
             store = self._data[flow]
-        store[edge] = flow.merge(store[edge], value) if edge in store else value
+        if edge in store:
+            value = flow.merge(store[edge], value)
+            self._owned.discard((flow, edge))
+        store[edge] = value
 
     def _leave(self, what: Unit | Composite | Gap) -> None:
         """Note the uses of parameters at a node, where everything is done.

@@ -50,6 +50,20 @@ class Flow(ABC):
             layout: Says to which sample each of the ``R`` rows belongs.
         """
 
+    def over(self, call: ModuleCall, value: Any, grad: Tensor, layout: Layout) -> Any:
+        """Map a value that nobody else holds from the output of an element-wise module to its input: columns may be overwritten.
+
+        Args:
+            call: The module call, samples first.
+            value: Value at the output, samples first.
+            grad: Gradient that arrives at the output ``[R, *out]``.
+            layout: Says to which sample each of the ``R`` rows belongs.
+
+        Returns:
+            Value at the input.
+        """
+        return self.through(call, value, grad, layout)
+
     def merge(self, old: Any, new: Any) -> Any:
         """Unite values that arrive from two consumers.
 
@@ -259,3 +273,18 @@ class BatchFirst:
         if turns:
             value = self.__dict__[name] = self._arrangement.front(value)
         return value
+
+
+def is_apart(result: Columns, value: Columns) -> bool:
+    """Say whether columns have memory of their own, in which there is nothing else.
+
+    Args:
+        result: The columns.
+        value: What they were made of.
+
+    Returns:
+        Whether they have.
+    """
+    given = {columns.untyped_storage().data_ptr() for columns in value.values()}
+    stores = [(columns, columns.untyped_storage()) for columns in result.values()]
+    return all(store.data_ptr() not in given and store.nbytes() == columns.nbytes for columns, store in stores)

@@ -67,7 +67,7 @@ class Pass(Carry):
         return [gap for gap in self._plan.gaps.values() if not self._only_gradient or any(self._explicit(n) for n in gap.nexts)]
 
     def peek(self, flow: Flow | None, edge: Edge) -> Any:
-        """Return what a flow carries at an edge, without taking it.
+        """Return what a flow carries at an edge, without taking it: it is not overwritten any more.
 
         Args:
             flow: The flow, or ``None``.
@@ -76,6 +76,7 @@ class Pass(Carry):
         Returns:
             The value; ``None`` if there is none.
         """
+        self._owned.discard((flow, edge))
         return self._data.get(flow, {}).get(edge)
 
     def _hook(self, run: Callable, node: Node, what: Any) -> Callable:

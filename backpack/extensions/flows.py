@@ -73,6 +73,9 @@ class ColumnFlow(Flow):
     def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
         return apply_to_all(value, lambda mat: call.derivatives._jac_t_mat_prod(call, None, (grad,), mat))
 
+    def over(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
+        return apply_to_all(value, lambda mat: call.derivatives._jac_t_mat_prod(call, None, (grad,), mat, out=mat))
+
     def born(self, plan: Plan) -> int:
         """Estimate how many columns are born on the way.
 

@@ -42,7 +42,7 @@ def _advised(result: Tensor) -> Tensor:
     return result
 
 
-def compute(function: Callable[..., Tensor], shape: tuple[int, ...], one: Tensor, other: Tensor) -> Tensor:
+def compute(function: Callable[..., Tensor], shape: tuple[int, ...], one: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute something of two tensors that may be large.
 
     Args:
@@ -50,11 +50,16 @@ def compute(function: Callable[..., Tensor], shape: tuple[int, ...], one: Tensor
         shape: Of the result.
         one: The first tensor.
         other: The second one.
+        out: May take the result.
 
     Returns:
         The result.
     """
     # what is to be differentiated cannot be told where to be
-    if torch.is_grad_enabled() or one.dtype != other.dtype or prod(shape) * one.element_size() < _LARGE:
+    if torch.is_grad_enabled() or one.dtype != other.dtype:
+        return function(one, other)
+    if out is not None:
+        return function(one, other, out=out)
+    if prod(shape) * one.element_size() < _LARGE:
         return function(one, other)
     return function(one, other, out=_advised(torch.empty_like(one)) if one.shape == shape else empty(shape, one))

@@ -61,9 +61,11 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
     def slope(self, module: ReLU, at: Tensor) -> Tensor:
         return at > 0
 
-    def _jac_t_mat_prod(self, module: ReLU, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+    def _jac_t_mat_prod(
+        self, module: ReLU, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None, out: Tensor | None = None
+    ) -> Tensor:
         at = in_order_of(mat, subsample(self._recorded(module), subsampling=subsampling))
-        return compute(_where_positive, mat.shape, mat, at.expand_as(mat))
+        return compute(_where_positive, mat.shape, mat, at.expand_as(mat), out)
 
 
 @register(LeakyReLU)

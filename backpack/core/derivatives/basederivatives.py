@@ -100,7 +100,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
     def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         """Multiply by the Jacobians from both sides and average over samples, ``1/N sum_n J_n^T mat J_n``.
 
-        This default applies the transposed Jacobian twice, to the rows of ``mat`` and to the columns of the result.
+        This default applies the transposed Jacobian twice, to the columns of ``mat`` and to the rows of the result.
 
         Returns:
             ``[[D_in, D_in]]`` from ``mat`` ``[[D_out, D_out]]``, over the flattened input and output of one sample.
@@ -112,8 +112,9 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
             product = self._jac_t_mat_prod(module, g_inp, g_out, columns.reshape(-1, num_samples, *module.output.shape[1:]), subsampling=samples)
             return product.reshape(columns.shape[0], num_samples, module.input0.shape[1:].numel())
 
-        mat_jac = jac_t(mat.unsqueeze(1).expand(-1, num_samples, -1))
-        return jac_t(mat_jac.permute(2, 1, 0)).mean(1).T
+        jac_t_mat = jac_t(mat.T.unsqueeze(1).expand(-1, num_samples, -1))
+        product = jac_t(jac_t_mat.permute(2, 1, 0))  # in this order it need not be transposed
+        return product.squeeze(1) if self.same_jacobian else product.mean(1)
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Tell whether the second derivative of the output with respect to the input vanishes (almost everywhere).

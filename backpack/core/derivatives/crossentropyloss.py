@@ -117,7 +117,25 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         return g_out[0].unsqueeze(1) if g_out[0].dim() else g_out[0]
 
     def hessian_is_psd_at(self, module: Module) -> bool:
-        return not (self._hessian_weight(module) < 0).any()
+        return self._common_weight(module) is not None or not (self._hessian_weight(module) < 0).any()
+
+    def _common_weight(self, module: Module) -> float | None:
+        """Return the factor of all positions, where it is known to be the same for each.
+
+        Args:
+            module: The loss with recorded inputs.
+
+        Returns:
+            A number; ``None`` with class weights, label smoothing, target probabilities or ignored targets, and where a subclass has factors of
+            its own.
+        """
+        if type(self)._hessian_weight is not CrossEntropyLossDerivatives._hessian_weight:
+            return None
+        target, loss = module.input1, module_of(module)
+        usual = loss.weight is None and not loss.label_smoothing and not target.is_floating_point()
+        if not usual or not target.numel() or (target == loss.ignore_index).any():
+            return None
+        return 1 / target.numel() if loss.reduction == "mean" else 1.0
 
     def _hessian_weight(self, module: Module) -> Tensor:
         logits, target, loss = module.input0, module.input1, module_of(module)
@@ -139,11 +157,8 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         return factor.unsqueeze(1)
 
     def _sqrt_weight(self, module: Module, subsampling: Samples) -> Tensor | float:
-        target, loss = module.input1, module_of(module)
-        usual = loss.weight is None and not loss.label_smoothing and not target.is_floating_point()
-        if usual and target.numel() and not (target == loss.ignore_index).any():
-            return target.numel() ** -0.5 if loss.reduction == "mean" else 1.0
-        return super()._sqrt_weight(module, subsampling)
+        common = self._common_weight(module)
+        return super()._sqrt_weight(module, subsampling) if common is None else common**0.5
 
     def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
         self._verify_support(module)
@@ -213,16 +228,28 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
     def _make_hessian_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[[Tensor], Tensor]:
         self._verify_support(module)
-        probs = self._log_probs(module).exp().reshape(module.input0.shape)
-        weighted = probs * self._hessian_weight(module)
+        probs, weighted = self._weighted_probs(module)
         return lambda mat: (weighted * (mat - (probs * mat).sum(2, keepdim=True))).to(mat.dtype)
 
     def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
         self._verify_support(module)
-        probs = self._log_probs(module).exp()
-        weighted = probs * self._hessian_weight(module).reshape(probs.shape[0], 1, probs.shape[2])
-        blocks = weighted.sum(0).T.diag_embed() - torch.einsum("ncl,ndl->lcd", weighted, probs)
-        return blocks.movedim(0, 2).diag_embed(dim1=1, dim2=3).reshape(2 * module.input0.shape[1:]).to(module.input0.dtype)
+        probs, weighted = (part.flatten(2) if part.dim() > 2 else part.unsqueeze(2) for part in self._weighted_probs(module))
+        blocks = torch.baddbmm(weighted.sum(0).T.diag_embed(), weighted.permute(2, 1, 0), probs.permute(2, 0, 1), alpha=-1).movedim(0, 2)
+        if probs.shape[2] != 1:
+            blocks = blocks.diag_embed(dim1=1, dim2=3)
+        return blocks.reshape(2 * module.input0.shape[1:]).to(module.input0.dtype)
+
+    def _weighted_probs(self, module: Module) -> tuple[Tensor, Tensor]:
+        """Compute the probabilities.
+
+        Args:
+            module: The loss with recorded inputs.
+
+        Returns:
+            The probabilities ``[[N, C, *]]``, and their products with each position's factor in the loss.
+        """
+        probs, common = _over_classes(Tensor.softmax, wide(module.input0)), self._common_weight(module)
+        return probs, probs * (self._hessian_weight(module) if common is None else common)
 
     def _make_distribution(self, subsampled_input: Tensor) -> Categorical:
         return Categorical(probs=wide(subsampled_input).softmax(1).movedim(1, -1))
@@ -267,6 +294,3 @@ class LogProbabilitiesDerivatives(CrossEntropyLossDerivatives):
 
     def _hessian_weight(self, module: Module) -> Tensor:
         return -wide(module.incoming).sum(1, keepdim=True)
-
-    def _sqrt_weight(self, module: Module, subsampling: Samples) -> Tensor | float:
-        return NLLLossDerivatives._sqrt_weight(self, module, subsampling)

@@ -47,8 +47,10 @@ class DropoutDerivatives(ElementwiseDerivatives):
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         return mat if self.applies(module) else super()._jac_mat_prod(module, g_inp, g_out, mat)
 
-    def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        return mat if self.applies(module) else super()._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling=subsampling)
+    def _jac_t_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None, out: Tensor | None = None
+    ) -> Tensor:
+        return mat if self.applies(module) else super()._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling=subsampling, out=out)
 
     def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         return mat if self.applies(module) else super().ea_jac_t_mat_jac_prod(module, g_inp, g_out, mat)

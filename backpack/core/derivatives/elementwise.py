@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Samples
+from backpack.utils.moment import second_moment
 from backpack.utils.pages import compute
 from backpack.utils.subsampling import subsample
 
@@ -58,13 +59,27 @@ class ElementwiseDerivatives(BaseDerivatives):
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         return mat * self.df(module, g_inp, g_out)
 
-    def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        return compute(torch.mul, mat.shape, mat, in_order_of(mat, self.df(module, g_inp, g_out, subsampling=subsampling)))
+    def _jac_t_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Multiply by the transposed Jacobian of the output with respect to the input.
+
+        Args:
+            module: The module.
+            g_inp: Not used.
+            g_out: Not used.
+            mat: ``[[V, *output]]``.
+            subsampling: Samples that ``mat`` is about; ``None`` for all.
+            out: May take the result, and may be ``mat``.
+
+        Returns:
+            ``[[V, *input0]]``.
+        """
+        return compute(torch.mul, mat.shape, mat, in_order_of(mat, self.df(module, g_inp, g_out, subsampling=subsampling)), out)
 
     def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         df = self.df(module, g_inp, g_out)
-        df = df.reshape(df.shape[0], mat.shape[0])
-        return mat * (df.T @ df) / df.shape[0]
+        return second_moment(df.reshape(1, df.shape[0], mat.shape[0]), 1 / max(1, df.shape[0]))[0].mul_(mat)
 
     def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         return mat * self.hessian_diagonal(module, g_inp, g_out)

@@ -39,6 +39,20 @@ class LinearDerivatives(AffineDerivatives):
             return mat.unsqueeze(2).unsqueeze(4)
         return mat.reshape(*mat.shape[:2], 1, prod(mat.shape[2:-1]), mat.shape[-1]).mT
 
+    def _weight_jac_t_mat_prod(
+        self, module: Linear, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
+    ) -> Tensor:
+        inputs = self.vectors(module) if sum_batch else None
+        if inputs is None:
+            return super()._weight_jac_t_mat_prod(module, g_inp, g_out, mat, sum_batch=sum_batch, subsampling=subsampling)
+        return mat.mT @ subsample(inputs, subsampling=subsampling)
+
+    def _weight_jac_mat_prod(self, module: Linear, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        inputs = self.vectors(module)
+        if inputs is None:
+            return super()._weight_jac_mat_prod(module, g_inp, g_out, mat)
+        return (inputs @ mat.flatten(0, 1).T).unflatten(1, mat.shape[:2]).transpose(0, 1)
+
     def _bias_jac_t_mat_prod(
         self, module: Linear, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:

@@ -192,7 +192,8 @@ class HBP(SecondOrderBackpropExtension):
         """
         rule, call = use.call.derivatives, use.call
         outputs = call.output.shape[1]
-        side = wide(use.value).unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
+        side = wide(use.value)
+        side = side.clone() if len(side) == outputs else side.unflatten(1, (outputs, -1)).unflatten(0, (outputs, -1)).sum((1, 3))
         if name == "bias":
             return [side]
         if self.averages_inputs:
