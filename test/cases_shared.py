@@ -177,6 +177,11 @@ for _name, _forward, _parts in (
         lambda net, x: net.b(F.linear(net.a(x), net.m, net.v).tanh() @ net.other + net.v),
         layers(3, 3, 4, other=parameter(3, 3), **MATRIX, **VECTOR),
     ),
+    (
+        "bias of two products with matrices",
+        lambda net, x: net.b(torch.addmm(net.v, torch.addmm(net.v, net.a(x), net.m).tanh(), net.other)),
+        layers(3, 3, 4, other=parameter(3, 3), **MATRIX, **VECTOR),
+    ),
     ("both factors of a product of weights", lambda net, x: net.b((net.a(x) @ (net.m @ net.m.T)).tanh()), layers(3, 3, 4, **MATRIX)),
     (
         "addmm with factors",

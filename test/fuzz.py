@@ -30,7 +30,7 @@ from test_random import GROUPS, compare, must_be_exact
 from torch import Tensor
 
 from backpack import backpack, clear, extend
-from backpack.extensions import spared
+from backpack.extensions import flows, spared
 from backpack.utils.errors import OverwrittenError
 
 GROUP = {name: group for group, chosen in GROUPS.items() for name in chosen}
@@ -57,6 +57,7 @@ class Trial(NamedTuple):
         door: How autograd is called.
         frozen: Which parameters are frozen, counted modulo their number.
         positions: From how many positions on gradients may be sums over samples.
+        long: From how many entries of a column on there may be fewer of them.
     """
 
     drawn: Drawn
@@ -66,6 +67,7 @@ class Trial(NamedTuple):
     door: str
     frozen: tuple[int, ...]
     positions: int = spared.POSITIONS
+    long: int = flows.LONG
 
 
 def trainable(problem: Problem) -> list[Tensor]:
@@ -94,7 +96,8 @@ def trials(draw: st.DrawFn) -> Trial:
     layout, door = draw(st.sampled_from(sorted(LAYOUTS))), draw(st.sampled_from(sorted(DOORS)))
     frozen = draw(st.lists(st.integers(0, 9), max_size=2))
     single, positions = draw(st.sampled_from([False, False, True])), draw(st.sampled_from([spared.POSITIONS, 1]))
-    return Trial(draw(nets(batches=(1, 2, 3, 4))), tuple(names), single, layout, door, tuple(frozen), positions)
+    long = draw(st.sampled_from([flows.LONG, 0]))
+    return Trial(draw(nets(batches=(1, 2, 3, 4))), tuple(names), single, layout, door, tuple(frozen), positions, long)
 
 
 def make(trial: Trial) -> Problem:
@@ -155,7 +158,8 @@ def check(trial: Trial, tally: Counter[str]) -> None:
         extend(module)
     loss = problem.loss(problem.outputs())
     try:
-        with backpack(*(QUANTITIES[name].make() for name in names)), patch.object(spared, "POSITIONS", trial.positions):
+        patched = patch.object(spared, "POSITIONS", trial.positions), patch.object(flows, "LONG", trial.long)
+        with backpack(*(QUANTITIES[name].make() for name in names)), patched[0], patched[1]:
             DOORS[trial.door](loss, problem)
         values = {name: collect(problem, QUANTITIES[name].field) for name in names}
         products = {name: value for name, value in values.items() if name in ("HMP", "GGNMP")}

@@ -77,7 +77,7 @@ class Positions:
 
     def __init__(self, parts: list[Part]) -> None:
         self.call = parts[0].use.call
-        self.derivatives = PositionDerivatives(parts[0].rule)
+        self.derivatives = PositionDerivatives(parts[0].rule, parts[0].grad.shape[2])
         self.weight = parts[0].weight
         self.columns = None if parts[0].columns is None else torch.cat([part.columns for part in parts], dim=3)
 
@@ -88,13 +88,14 @@ class Positions:
 class PositionDerivatives(AffineDerivatives):
     """The rule of ``Positions``: matrices of outputs are rows already."""
 
-    def __init__(self, rule: AffineDerivatives) -> None:
+    def __init__(self, rule: AffineDerivatives, groups: int) -> None:
         """Take over how the weight is laid out.
 
         Args:
             rule: Rule of each of the uses.
+            groups: Number of groups, which some rules read off the weight: a bias has none.
         """
-        self._rule = rule
+        self._rule, self._groups = rule, groups
         self.transposed = rule.transposed
 
     @property
@@ -102,7 +103,7 @@ class PositionDerivatives(AffineDerivatives):
         return self._rule.weight_layout
 
     def groups(self, module: Positions) -> int:
-        return self._rule.groups(module)
+        return self._groups
 
     def columns(self, module: Positions, subsampling: Samples | slice = None) -> Tensor:
         return subsample(module.columns, subsampling=subsampling)
