@@ -113,13 +113,13 @@ class RootFlow(ColumnFlow):
 
     Attributes:
         least: Whether to take a root with few columns, since any will do. It is no other flow: where one reader needs the usual root, all get it.
-        drawn: Whether labels are drawn in place of a root.
     """
 
     least: bool = field(default=False, compare=False, kw_only=True)
 
     @property
     def drawn(self) -> bool:
+        """Whether labels are drawn in place of a root."""
         return False
 
 
@@ -137,6 +137,7 @@ class SqrtFlow(RootFlow):
 
     @property
     def drawn(self) -> bool:
+        """Whether labels are drawn, as often as was said."""
         return self.mc_samples is not None
 
     @property
