@@ -152,13 +152,13 @@ class Probe:
         self.alive, self.most, self.widest, self.passes = 0, 0, 0, 0
         deposit, started = Carry.deposit, Carry.run
 
-        def counted(carry: Carry, flow: object, edge: object, way: object, value: object, layout: object) -> None:
+        def counted(carry: Carry, flow: object, edge: object, way: object, value: object, layout: object, own: bool = False) -> None:
             for columns in value.values() if not flow.is_gradient else ():
                 size = columns.numel() * columns.element_size()
                 self.alive += size
                 self.most, self.widest = max(self.most, self.alive), max(self.widest, len(columns))
                 finalize(columns, self.free, size)
-            deposit(carry, flow, edge, way, value, layout)
+            deposit(carry, flow, edge, way, value, layout, own)
 
         def ran(carry: Carry) -> None:
             self.passes += 1

@@ -10,7 +10,21 @@ import torch
 from oracle import Oracle, Problem, Term
 from test_extensions import all_close, all_factors_close
 from torch import Tensor
-from torch.nn import AdaptiveAvgPool2d, Conv2d, CrossEntropyLoss, Dropout, Flatten, Linear, Module, Parameter, ReLU, Sequential, Sigmoid
+from torch.nn import (
+    AdaptiveAvgPool2d,
+    Conv2d,
+    CrossEntropyLoss,
+    Dropout,
+    Flatten,
+    Identity,
+    Linear,
+    Module,
+    Parameter,
+    PReLU,
+    ReLU,
+    Sequential,
+    Sigmoid,
+)
 
 from backpack import backpack, extend, results
 from backpack.core.derivatives.activations import ReLUDerivatives
@@ -31,6 +45,18 @@ class Branches(Module):
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.relu(self.first(x))
         return self.one(hidden) + self.other(hidden)
+
+
+class Skips(Module):
+    """Columns go past a layer, to an activation, and to a layer that has been read by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu = Linear(4, 3), ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return hidden + self.relu(hidden)
 
 
 class Double(Module):
@@ -94,11 +120,14 @@ class CubeDerivatives(ElementwiseDerivatives):
 MODELS: dict[str, tuple[Callable[[], Module], list[bool]]] = {
     "sequence": (lambda: Sequential(Linear(4, 3), ReLU(), Linear(3, 5), Sigmoid(), Dropout(0.5), Linear(5, 3)), [True, True, True]),
     "convolution": (lambda: Sequential(Conv2d(1, 2, 2), ReLU(), Conv2d(2, 2, 1), ReLU(), Flatten(), Linear(2, 3)), [True, False]),
-    "two layers": (lambda: Branches(lambda: Linear(3, 3)), [False]),
-    "residual": (lambda: Branches(Double), [False]),
+    "two layers": (lambda: Branches(lambda: Linear(3, 3)), [True]),  # their sum is new
+    "residual": (lambda: Branches(Double), [True]),
+    "skip": (lambda: Branches(Identity), [True]),
+    "both skip": (Skips, [False]),
     "no layer but the loss": (lambda: Sequential(Linear(4, 3), ReLU()), [False]),
     "pooled": (lambda: Sequential(Conv2d(1, 3, 1), ReLU(), AdaptiveAvgPool2d(1), Flatten()), [True]),
-    "cube": (lambda: Sequential(Linear(4, 3), Cube(), Linear(3, 3)), []),
+    "cube": (lambda: Sequential(Linear(4, 3), ReLU(), Cube(), Linear(3, 3)), [False]),
+    "with a parameter": (lambda: Sequential(Linear(4, 3), PReLU(), Linear(3, 3)), [False]),
     "shift": (lambda: Sequential(Linear(4, 3), ReLU(), Shift(), Linear(3, 3)), [False]),
 }
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from math import nan
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -39,9 +38,8 @@ class Carry:
         self._pending = dict(plan.uses)
         self._data: dict[Flow, dict[Edge, Any]] = {flow: {} for flow in flows}
         self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
-        self._made: dict[tuple[Flow, Edge, Hashable], ref[Tensor]] = {}
         self._concerned = {flow: reader.concerned(flow) for flow in flows}
-        self._owned: set[tuple[Flow, Edge]] = set()
+        self._own: set[tuple[Flow, Edge, Hashable]] = set()  # columns at edges whose memory nobody else holds
 
     def run(self) -> None:
         """Carry what has been put somewhere through all nodes upstream, without gradients: what columns become there does not depend on them."""
@@ -113,45 +111,44 @@ class Carry:
                     f"Other data were put into a parameter of {call.path} after the forward pass (p.data = ...), which autograd does not see, "
                     "but the rule of the layer would read. Change parameters after backward."
                 )
-            owned, alone = (flow, edge) in self._owned, below not in self._data[flow]
-            result = (flow.over if owned else flow.through)(view, value, grad, unit.layout)
-            self.to_input(flow, unit, result)
-            if alone and self._overwritable(flow, unit, result) and (owned or is_apart(result, value)):
-                self._owned.add((flow, below))
+            over = self._may_overwrite(flow, edge, unit, value)
+            result = flow.through(view, value, grad, unit.layout, over)
+            self.to_input(flow, unit, result, over or (flow.crosses_gaps and _is_ours(call) and is_apart(result, value)))
             self._bear_at_unit(flow, unit, use)
         self._leave(unit)
         self._reader.after_call(call)
 
-    def _overwritable(self, flow: Flow, unit: Unit, result: Any) -> bool:
-        """Say whether the unit upstream may overwrite what a unit made, if nobody else holds that.
+    def _may_overwrite(self, flow: Flow, edge: Edge, unit: Unit, value: Any) -> bool:
+        """Say whether a unit may put what it makes of columns in their place.
 
         Args:
             flow: The flow.
+            edge: Edge of its output.
             unit: The unit.
-            result: Value at its input.
+            value: Value there.
 
         Returns:
-            Whether both have rules of the library, and the next one multiplies by slopes and needs nothing else of the value.
+            Whether nobody else holds their memory, and the unit has a rule of the library that multiplies by slopes, and needs them for nothing else.
         """
-        above = self._plan.units.get(unit.below[0])
-        if above is None or above.parameters or above.split or not isinstance(above.call.derivatives, ElementwiseDerivatives):
+        if flow.is_gradient or not flow.crosses_gaps or unit.parameters or unit.split:
             return False
-        ours = all(type(one.call.derivatives).__module__.startswith("backpack.") for one in (unit, above))
-        return ours and flow.crosses_gaps and not flow.is_gradient and not torch.is_grad_enabled()
+        elementwise = isinstance(unit.call.derivatives, ElementwiseDerivatives) and _is_ours(unit.call)
+        return elementwise and all((flow, edge, source) in self._own for source in value)
 
-    def to_input(self, flow: Flow, unit: Unit, value: Any) -> None:
+    def to_input(self, flow: Flow, unit: Unit, value: Any, own: bool = False) -> None:
         """Hand a value to the input of a unit.
 
         Args:
             flow: The flow.
             unit: The unit.
             value: The value, samples first.
+            own: Whether nobody else holds its memory.
         """
         if flow.crosses_gaps:
             shape, turn = shape_of(unit.below), unit.arrangement
             value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
             value = {s: c.reshape(len(c), *shape) for s, c in value.items()}
-        self.deposit(flow, unit.below, Way.DATA, value, unit.arrives)
+        self.deposit(flow, unit.below, Way.DATA, value, unit.arrives, own)
 
     def to_factor(self, flow: Flow, unit: Unit, name: str, columns: Columns) -> None:
         """Hand columns to a factor of a unit.
@@ -274,7 +271,7 @@ class Carry:
         usable = [w and c.way is not Way.MASKED for w, c in zip(wanted, gap.crossings, strict=True)]
         if not any(usable):
             return
-        if operation(gap.node) == "Select" and self._connection is None:
+        if operation(gap.node) == "Select":
             self._send_selected(flow, source, gap, given)
             return
         for i, columns in enumerate(gap.call(given)):
@@ -283,7 +280,7 @@ class Carry:
             self.hand_on(flow, gap.nexts[i], {source: columns}, gap.crossings[i].returned)
 
     def _send_selected(self, flow: Flow, source: Hashable, gap: Gap, given: dict[int, Tensor]) -> None:
-        """Call the node of ``x[i]``; where another ``x[j]`` has come before, add to what it has made, which is zero elsewhere.
+        """Call the node of ``x[i]``; where another ``x[j]`` has come before, add to what it has made.
 
         Args:
             flow: The flow.
@@ -291,17 +288,15 @@ class Carry:
             gap: The gap.
             given: Output number, which is zero, to columns.
         """
-        edge, dim = gap.nexts[0][:2], saved(gap.node, "dim")
-        found, made = self._data[flow].get(edge, {}).get(source), self._made.get((flow, edge, source))
-        if found is not None and made is not None and found is made():
-            found.select(dim + (dim >= 0), saved(gap.node, "index")).add_(given[0])
+        edge = gap.nexts[0][:2]
+        if (flow, edge, source) in self._own:
+            dim = saved(gap.node, "dim")
+            self._data[flow][edge][source].select(dim + (dim >= 0), saved(gap.node, "index")).add_(given[0])
             return
         (columns,) = gap.call(given)
-        self.hand_on(flow, gap.nexts[0], {source: columns}, gap.crossings[0].returned)
-        if found is None and self._data[flow].get(edge, {}).get(source) is columns:
-            self._made[flow, edge, source] = ref(columns)
+        self.hand_on(flow, gap.nexts[0], {source: columns}, gap.crossings[0].returned, own=True)
 
-    def hand_on(self, flow: Flow, upstream: tuple[Node, int, torch.Size], columns: Columns, layout: Layout | None) -> None:
+    def hand_on(self, flow: Flow, upstream: tuple[Node, int, torch.Size], columns: Columns, layout: Layout | None, own: bool = False) -> None:
         """Sum columns to the shape of an input that may have been broadcast, and hand them to its edge.
 
         Args:
@@ -309,6 +304,7 @@ class Carry:
             upstream: Node, number and shape.
             columns: ``{source: [V, *full]}``; split, ``[V, N, *full]``, if there is no layout.
             layout: Where the samples lie in ``full``.
+            own: Whether nobody else holds their memory.
         """
         edge, shape = upstream[:2], upstream[2]
         for source, given in columns.items():
@@ -317,7 +313,7 @@ class Carry:
                 continue
             kept = keeps_samples(layout, given.shape[1:], shape)
             if kept is not None:
-                self.deposit(flow, edge, Way.DATA, {source: sum_to(given, shape, 1)}, layout._replace(axis=kept))
+                self.deposit(flow, edge, Way.DATA, {source: sum_to(given, shape, 1)}, layout._replace(axis=kept), own)
             else:
                 rows = add_rows(given.movedim(1 + layout.axis, 1), layout).unsqueeze(2 + layout.axis)
                 self.deposit(flow, edge, Way.SPLIT, {source: sum_to(rows, shape, 2)}, None)
@@ -328,7 +324,7 @@ class Carry:
                 self.deposit(flow, upstream[:2], SPLIT, {source: columns}, None)
 
     # --------------------------------------------------------------------------------------------------------------- edges
-    def deposit(self, flow: Flow, edge: Edge, way: Way, value: Any, layout: Layout | None) -> None:
+    def deposit(self, flow: Flow, edge: Edge, way: Way, value: Any, layout: Layout | None, own: bool = False) -> None:
         """Hand a value to an edge.
 
         Args:
@@ -337,6 +333,7 @@ class Carry:
             way: ``DATA`` or ``SPLIT``.
             value: The value; samples on an axis, or split.
             layout: Where the samples lie, for ``DATA``.
+            own: Whether nobody else holds its memory.
         """
         node = edge[0]
         leaf = self._is_leaf(node)
@@ -354,10 +351,9 @@ class Carry:
             store = self._split[flow]
         else:
             store = self._data[flow]
-        if edge in store:
-            value = flow.merge(store[edge], value)
-            self._owned.discard((flow, edge))
-        store[edge] = value
+            if own and self._connection is None:  # else autograd may hold it
+                self._own |= {(flow, edge, source) for source in value}
+        store[edge] = flow.merge(store[edge], value) if edge in store else value
 
     def _leave(self, what: Unit | Composite | Gap) -> None:
         """Note the uses of parameters at a node, where everything is done.
@@ -388,3 +384,7 @@ class Carry:
             raise NotRecordedError(
                 f"What {call.path} had recorded was given back after an earlier backward pass over this graph. Call that one with retain_graph=True."
             )
+
+
+def _is_ours(call: ModuleCall) -> bool:
+    return type(call.derivatives).__module__.startswith("backpack.")

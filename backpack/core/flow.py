@@ -40,7 +40,7 @@ class Flow(ABC):
         """
 
     @abstractmethod
-    def through(self, call: ModuleCall, value: Any, grad: Tensor, layout: Layout) -> Any:
+    def through(self, call: ModuleCall, value: Any, grad: Tensor, layout: Layout, over: bool = False) -> Any:
         """Map a value from the output of a module to its input.
 
         Args:
@@ -48,21 +48,8 @@ class Flow(ABC):
             value: Value at the output, samples first.
             grad: Gradient that arrives at the output ``[R, *out]``.
             layout: Says to which sample each of the ``R`` rows belongs.
+            over: Whether columns may be overwritten, which nobody else holds: the module is element-wise.
         """
-
-    def over(self, call: ModuleCall, value: Any, grad: Tensor, layout: Layout) -> Any:
-        """Map a value that nobody else holds from the output of an element-wise module to its input: columns may be overwritten.
-
-        Args:
-            call: The module call, samples first.
-            value: Value at the output, samples first.
-            grad: Gradient that arrives at the output ``[R, *out]``.
-            layout: Says to which sample each of the ``R`` rows belongs.
-
-        Returns:
-            Value at the input.
-        """
-        return self.through(call, value, grad, layout)
 
     def merge(self, old: Any, new: Any) -> Any:
         """Unite values that arrive from two consumers.

@@ -76,8 +76,9 @@ class Pass(Carry):
         Returns:
             The value; ``None`` if there is none.
         """
-        self._owned.discard((flow, edge))
-        return self._data.get(flow, {}).get(edge)
+        value = self._data.get(flow, {}).get(edge)
+        self._own.difference_update((flow, edge, source) for source in value or ())
+        return value
 
     def _hook(self, run: Callable, node: Node, what: Any) -> Callable:
         def connected(grads: Any) -> None:

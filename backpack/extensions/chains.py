@@ -128,7 +128,7 @@ class AverageFlow(ChainFlow):
         size = call.inputs[0].shape[1:].numel()
         return mat.reshape(size, size) * grad
 
-    def through(self, call: ModuleCall, value: Tensor, grad: Tensor, layout: Layout) -> Tensor:
+    def through(self, call: ModuleCall, value: Tensor, grad: Tensor, layout: Layout, over: bool = False) -> Tensor:
         rule = call.derivatives
         if not layout.samples:
             return value.new_zeros(2 * (call.input0.shape[1:].numel(),))
@@ -203,7 +203,7 @@ class MatProdFlow(ChainFlow):
         product = call.derivatives._make_hessian_mat_prod(call, None, (grad,))
         return product if weights is None else lambda mat: product(mat) * weights
 
-    def through(self, call: ModuleCall, value: Product, grad: Tensor, layout: Layout) -> Product:
+    def through(self, call: ModuleCall, value: Product, grad: Tensor, layout: Layout, over: bool = False) -> Product:
         rule, call = call.derivatives, call.without_graph()
         residual = self._residual(call, grad) if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call) else None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -70,11 +71,9 @@ class ColumnFlow(Flow):
 
     coupled: bool = False
 
-    def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
-        return apply_to_all(value, lambda mat: call.derivatives._jac_t_mat_prod(call, None, (grad,), mat))
-
-    def over(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout) -> Columns:
-        return apply_to_all(value, lambda mat: call.derivatives._jac_t_mat_prod(call, None, (grad,), mat, out=mat))
+    def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout, over: bool = False) -> Columns:
+        product = partial(call.derivatives._jac_t_mat_prod, call, None, (grad,))
+        return apply_to_all(value, lambda mat: product(mat, out=mat) if over else product(mat))
 
     def born(self, plan: Plan) -> int:
         """Estimate how many columns are born on the way.

@@ -206,14 +206,7 @@ class BaseParameterDerivatives(BaseDerivatives):
         cls.params = tuple(sorted(name[1 : -len(suffix)] for name in dir(cls) if name.startswith("_") and name.endswith(suffix) and name != suffix))
 
     def param_mjp(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Samples = None,
+        self, param_str: str, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
         """Multiply by the transposed Jacobian of the output with respect to a parameter.
 
@@ -227,14 +220,7 @@ class BaseParameterDerivatives(BaseDerivatives):
         return apply_checked(product, mat, takes, gives, self._title(f"param_mjp for {param_str}", module))
 
     def _param_mjp(
-        self,
-        param_str: str,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mat: Tensor,
-        sum_batch: bool = True,
-        subsampling: Samples = None,
+        self, param_str: str, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
         if param_str not in self.params:
             raise self._missing(f"_{param_str}_jac_t_mat_prod", module)

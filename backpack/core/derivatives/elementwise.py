@@ -79,7 +79,8 @@ class ElementwiseDerivatives(BaseDerivatives):
 
     def ea_jac_t_mat_jac_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         df = self.df(module, g_inp, g_out)
-        return second_moment(df.reshape(1, df.shape[0], mat.shape[0]), 1 / max(1, df.shape[0]))[0].mul_(mat)
+        moment = second_moment(df.reshape(1, df.shape[0], mat.shape[0]), 1 / max(1, df.shape[0]))[0]
+        return compute(torch.mul, mat.shape, mat, moment, moment)
 
     def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         return mat * self.hessian_diagonal(module, g_inp, g_out)
