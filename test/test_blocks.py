@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from weakref import finalize
 
@@ -21,8 +22,11 @@ from backpack import backpack, extend, extensions
 from backpack.core.carry import Carry
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.flow import Flow
+from backpack.core.plan import Plan
 from backpack.extensions import blocks
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.collector import Collector
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule, stack
 from backpack.extensions.secondorder.diag_ggn import DiagGGNExact
@@ -219,6 +223,24 @@ def test_nothing_is_cut_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     with backpack(extensions.DiagGGNExact(), memory=whole - 1):
         lossfunc(model(X), y).backward()
     assert probe.passes == 1
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_what_columns_of_a_chain_take_is_bounded_without_following_them(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    class Weight(blocks.Weight):
+        def __init__(self, flow: Flow, plan: Plan, collector: Collector) -> None:
+            super().__init__(flow, plan, collector)
+            seen.append((self.most, blocks.bound(plan)))
+
+    monkeypatch.setattr(blocks, "Weight", Weight)
+    chosen = [name for name in CARRIED if not name.startswith("HBP") and QUANTITIES[name].expect(CASES[case].tags) is Expect.EXACT]
+    run(CASES[case].build(3), *(QUANTITIES[name].make() for name in chosen), memory=1 << 40)
+    assert seen
+    assert all(most <= bound for most, bound in seen)
+    if case in ("net: Conv2d, reflect", "logreg", "PReLU, 1 parameter"):
+        assert all(isfinite(bound) for _, bound in seen)
 
 
 class HalfWay(Module):

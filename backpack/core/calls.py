@@ -33,7 +33,11 @@ _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
 
 
 def _versions(module: Module) -> list[int]:
-    return [version_of(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+    try:
+        versions = [t._version for t in module._parameters.values() if t is not None]
+        return versions + [t._version for t in module._buffers.values() if t is not None] if module._buffers else versions
+    except RuntimeError:  # inference mode does not count
+        return [version_of(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def _places(module: Module) -> list[int]:
@@ -84,10 +88,16 @@ class ModuleCall:
     places: Sequence[int] = ()
     released = False
 
-    def __init__(self, module: Module, recorder: Any, args: Sequence[Any]) -> None:
-        rule = derivatives_for(module)
-        if any([p is not None and p.grad_fn is not None for p in module._parameters.values()]):
-            rule = None  # torch.func.functional_call: the weight is computed from something, and no parameter of the module
+    def __init__(self, module: Module, recorder: Any, args: Sequence[Any], ruled: bool = True) -> None:
+        """Begin the record of a call.
+
+        Args:
+            module: The module.
+            recorder: Its recorder.
+            args: Its arguments, in the order of the signature.
+            ruled: Whether the rule of its class may hold.
+        """
+        rule = derivatives_for(module) if ruled else None
         self.derivatives: BaseDerivatives | None = rule
         self.recorder = recorder
         self.order = next(_ORDER)
@@ -117,10 +127,8 @@ class ModuleCall:
         self.inputs, self.tensor_inputs = list(args), []
         for i, arg in enumerate(args):
             if isinstance(arg, Tensor):
-                self.inputs[i] = slot = Slot(arg, keep, clone)
+                self.inputs[i] = slot = Slot(arg, keep, clone, True)
                 self.tensor_inputs.append(slot)
-                if arg.requires_grad:
-                    slot.locate(arg)
 
     @property
     def path(self) -> str:
@@ -181,7 +189,7 @@ class ModuleCall:
             if node is None or (node in sources and not self.root):
                 continue
             node.metadata.setdefault(KEY, []).append(Mark(self, index, tensor.output_nr, False))
-            base = same_data(tensor)
+            base = same_data(tensor) if tensor._is_view() else None
             if base is not None and base.grad_fn is not None and base.grad_fn not in sources:
                 # an operation in place on a view rewrites the graph below its base: then only the base's node runs
                 node = base.grad_fn
@@ -211,7 +219,7 @@ class ModuleCall:
     def release(self) -> None:
         """Give the recorded tensors back."""
         self.maxima = self.part = None
-        for slot in self.slots:
+        for slot in (*self.tensor_inputs, *self.outputs):
             slot.value = None
             self.released |= slot.kept
 

@@ -70,15 +70,23 @@ class Recorder:
             self.last.release()
         self._last = None
 
-    def know(self, module: Module) -> None:
+    def know(self, module: Module) -> bool:
         """Track the parameters of the module, which may have been replaced, or copied with the module, since ``extend``.
 
         Args:
             module: The module.
+
+        Returns:
+            Whether all are parameters; not so in ``torch.func.functional_call``, where a weight may be computed from something.
         """
+        leaves = True
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in owners and parameter.is_leaf and not parameter.is_inference():
-                owners.add(parameter, f"{self.path}.{name}" if self.path else name)
+            if parameter is not None and parameter not in owners:
+                if not parameter.is_leaf:
+                    leaves = False
+                elif not parameter.is_inference():
+                    owners.add(parameter, f"{self.path}.{name}" if self.path else name)
+        return leaves
 
     def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Begin a call of a module that contains others, or that changes its input in place: read where the input comes from before it does.
@@ -89,8 +97,8 @@ class Recorder:
             kwargs: Its keyword arguments.
         """
         if not transformed() and recording.on and torch.is_grad_enabled():
-            self.know(module)
-            call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
+            ruled = self.know(module)
+            call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
             call.seen = args
             recording.open.append(call)
 
@@ -124,8 +132,8 @@ class Recorder:
         """
         if transformed() or not recording.on or (isinstance(output, Tensor) and not output.requires_grad):
             return
-        self.know(module)
-        call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args)
+        ruled = self.know(module)
+        call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
         if vars(module).get("inplace") is True:
             call.derivatives = None  # switched on after extend()
         self._end(module, call, output)

@@ -21,27 +21,32 @@ class Slot:
 
     __slots__ = ("base_edge", "device", "dtype", "edge", "kept", "origin", "shape", "value", "version")
 
-    def __init__(self, tensor: Tensor, keep: bool, clone: bool = False) -> None:
+    def __init__(self, tensor: Tensor, keep: bool, clone: bool = False, given: bool = False) -> None:
+        """Record a tensor: few calls, since this happens once a tensor in every forward pass.
+
+        Args:
+            tensor: The tensor.
+            keep: Whether to keep it.
+            clone: Whether to keep a copy.
+            given: Whether it was given to a module: note where it comes from; for a view, also where its base does, to which an operation in
+                place would lead.
+        """
         self.shape, self.dtype, self.device, self.origin, self.kept = tensor.shape, tensor.dtype, tensor.device, ref(tensor), keep
         self.edge: Edge | None = None
         self.base_edge: Edge | None = None
         self.value: Tensor | None = None
+        if given and tensor.requires_grad:
+            node = tensor.grad_fn
+            self.edge = get_gradient_edge(tensor).node if node is None else node, tensor.output_nr
+            base = same_data(tensor) if tensor._is_view() else None
+            if base is not None and base.grad_fn is not None:
+                self.base_edge = base.grad_fn, base.output_nr
         if keep:
             self.value = tensor = tensor.detach().clone() if clone else tensor.detach()
-        self.version = version_of(tensor)
-
-    def locate(self, tensor: Tensor) -> None:
-        """Note where the tensor comes from; for a view, also where its base does, to which an operation in place would lead.
-
-        Args:
-            tensor: The tensor, which requires a gradient.
-        """
-        node = tensor.grad_fn
-        node = get_gradient_edge(tensor).node if node is None else node
-        self.edge = node, tensor.output_nr
-        base = same_data(tensor)
-        if base is not None and base.grad_fn is not None:
-            self.base_edge = base.grad_fn, base.output_nr
+        try:
+            self.version = tensor._version
+        except RuntimeError:  # inference mode does not count
+            self.version = 0
 
     @property
     def alive(self) -> Tensor | None:

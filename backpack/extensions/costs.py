@@ -106,7 +106,8 @@ def width(flow: Flow, plan: Plan, node: Node) -> int:
     if isinstance(flow, SqrtFlow) and flow.mc_samples is not None:
         return flow.mc_samples
     start = plan.losses[node]
-    rows = max(Counter(start.layout.labels).values(), default=1)  # those of one sample have columns of their own
+    # the rows of one sample have columns of their own
+    rows = 1 if start.layout.plain else max(Counter(start.layout.labels).values(), default=1)
     shape = start.call.inputs[0].shape
     return rows * (start.call.derivatives.least_columns(shape) if isinstance(flow, RootFlow) and flow.least else numel(shape[1:]))
 

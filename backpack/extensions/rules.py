@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine_squares import squares_at_output, sum_of_squares
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import add_at
 from backpack.core.flow import Columns, Use
@@ -303,6 +304,24 @@ def affine_arguments(use: Use) -> tuple[AffineDerivatives, ModuleCall, Tensor, T
         Derivatives, call, columns ``[V, *output]``, signs ``[V, N]`` or ``None``.
     """
     return use.call.derivatives, use.call, stack(use.value), signs_of(use.value)
+
+
+def affine_squares_at_once(extension: type) -> None:
+    """Let an extension, which sums signed squares of columns over columns and samples, do so without forming the columns at an affine layer.
+
+    Args:
+        extension: The extension class.
+    """
+
+    def weight(extension: Any, use: Use, name: str) -> Tensor:
+        return sum_of_squares(*affine_arguments(use), use.sums, notes=use.notes)
+
+    def bias(extension: Any, use: Use, name: str) -> Tensor:
+        rule, call, mat, signs = affine_arguments(use)
+        return finish_at_once(extension, use, name) if rule.vectors(call) is None else squares_at_output(mat, signs, use.notes).sum(0)
+
+    faster(extension, AffineDerivatives, "weight")(weight)
+    faster(extension, AffineDerivatives, "bias")(bias)
 
 
 def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,8 +5,9 @@ A layer is given by its derivatives and its module with the recorded input; ``ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from math import prod
+from typing import Any
 
 import torch
 from torch import Size, Tensor, einsum
@@ -48,7 +49,24 @@ def by_gram_matrices(rows: Size, entries: int, formed: bool = False) -> bool:
     return positions * (inputs + outputs) <= inputs * outputs * (min(1, _PASSES / positions) if formed else 1)
 
 
-def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor, sums: dict[str, Tensor] | None = None) -> Tensor:
+def norms_at_output(mat: Tensor, notes: dict[Hashable, Any]) -> Tensor:
+    """Norms of a column, once for all parameters of a layer.
+
+    Args:
+        mat: A single column ``[[1, N, O]]``.
+        notes: Keeps the result.
+
+    Returns:
+        ``[[N]]``, not to be changed.
+    """
+    if "norms" not in notes:
+        notes["norms"] = torch.linalg.vector_norm(wide(mat[0]), dim=1)
+    return notes["norms"]
+
+
+def squared_norms(
+    layer: AffineDerivatives, module: Module, mat: Tensor, sums: dict[str, Tensor] | None = None, *, notes: dict[Hashable, Any]
+) -> Tensor:
     """Squared norms of per-sample weight gradients (Goodfellow 2015; with positions, by Gram matrices, Rochette et al. 2019).
 
     Args:
@@ -56,13 +74,14 @@ def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor, sums: d
         module: The layer.
         mat: A single column, the gradient ``[[1, *output]]``.
         sums: Takes the sum of per-sample weight gradients, if these are formed.
+        notes: Keeps what other parameters of the layer need, too.
 
     Returns:
         ``[[N]]``.
     """
     vectors = layer.vectors(module)
     if vectors is not None:
-        return (torch.linalg.vector_norm(wide(vectors), dim=1) * torch.linalg.vector_norm(wide(mat[0]), dim=1)).square()
+        return (torch.linalg.vector_norm(wide(vectors), dim=1) * norms_at_output(mat, notes)).square()
     rows = wide(layer.rows(module, mat)[0])
     samples, groups, outputs, positions = rows.shape
     if positions == 1:
@@ -80,6 +99,22 @@ def squared_norms(layer: AffineDerivatives, module: Module, mat: Tensor, sums: d
     return torch.cat(norms, 1)[0].square_() if norms else rows.new_zeros(samples)
 
 
+def squares_at_output(mat: Tensor, signs: Tensor | None, notes: dict[Hashable, Any]) -> Tensor:
+    """Sum of element-wise squares of columns, once for all parameters of a layer.
+
+    Args:
+        mat: Columns ``[[V, N, O]]``.
+        signs: Factor of each column and sample ``[[V, N]]``; ``None`` for one.
+        notes: Keeps the result.
+
+    Returns:
+        ``[[N, O]]``, not to be changed.
+    """
+    if "squares" not in notes:
+        notes["squares"] = sum_of_squared_columns(mat, signs)
+    return notes["squares"]
+
+
 def sum_of_squares(
     layer: AffineDerivatives,
     module: Module,
@@ -87,6 +122,8 @@ def sum_of_squares(
     signs: Tensor | None = None,
     sums: dict[str, Tensor] | None = None,
     scale: float = 1.0,
+    *,
+    notes: dict[Hashable, Any],
 ) -> Tensor:
     """Sum of element-wise squares over samples and columns.
 
@@ -97,6 +134,7 @@ def sum_of_squares(
         signs: Factor of each column and sample ``[[V, N]]``; ``None`` for one.
         sums: Takes the sum of the products themselves, if these are formed.
         scale: Factor.
+        notes: Keeps what other parameters of the layer need, too.
 
     Returns:
         ``[[*weight]]``.
@@ -104,7 +142,7 @@ def sum_of_squares(
     vectors = layer.vectors(module)
     if vectors is not None:
         squares = wide(vectors).square()
-        return torch.addmm(squares.new_empty(()), sum_of_squared_columns(mat, signs).t(), squares, beta=0, alpha=scale)
+        return torch.addmm(squares.new_empty(()), squares_at_output(mat, signs, notes).t(), squares, beta=0, alpha=scale)
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
         squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)

@@ -133,7 +133,10 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             return None
         target, loss = module.input1, module_of(module)
         usual = loss.weight is None and not loss.label_smoothing and not target.is_floating_point()
-        if not usual or not target.numel() or (target == loss.ignore_index).any():
+        if not usual or not target.numel():
+            return None
+        # the forward pass has accepted no other number below zero
+        if target.min().item() < 0 if loss.ignore_index < 0 else (target == loss.ignore_index).any():
             return None
         return 1 / target.numel() if loss.reduction == "mean" else 1.0
 
@@ -166,8 +169,24 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
     def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
         self._verify_support(module)
+        weight, signs = self._signed_weight(module, module.input0.shape[1])
+        return self._factor(module, weight), signs
+
+    def _signed_weight(self, module: Module, columns: int) -> tuple[Tensor | float, Tensor | None]:
+        """Return the square root of each position's factor in the loss, without its sign, and the signs.
+
+        Args:
+            module: The loss with recorded inputs.
+            columns: Number of columns of a position.
+
+        Returns:
+            A number or ``[[N, 1, *]]``; and ``[[V, N]]`` for all columns, ``None`` if all count positive.
+        """
+        common = self._common_weight(module)
+        if common is not None:
+            return common**0.5, None
         weight = self._hessian_weight(module)
-        return self._factor(module, weight.abs().sqrt()), signs_of(weight.expand(module.input0.shape).flatten(1))
+        return weight.abs().sqrt(), signs_of(weight.expand(len(weight), columns, *weight.shape[2:]).flatten(1))
 
     def least_columns(self, shape: Size) -> int:
         usual, of = CrossEntropyLossDerivatives, type(self)
@@ -182,9 +201,8 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             return super()._least_sqrt_hessian(module, g_out, signed)
         if not signed:
             return self._factor(module, self._sqrt_weight(module, None), make=_few_columns), None
-        weight = self._hessian_weight(module)
-        signs = signs_of(weight.expand(shape[0], shape[1] - 1, *shape[2:]).flatten(1))
-        return self._factor(module, weight.abs().sqrt(), make=_few_columns), signs
+        weight, signs = self._signed_weight(module, shape[1] - 1)
+        return self._factor(module, weight, make=_few_columns), signs
 
     def _factor(
         self,

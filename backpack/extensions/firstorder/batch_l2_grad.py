@@ -7,7 +7,7 @@ from torch import Size, Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.affine_squares import by_gram_matrices, squared_norms
+from backpack.core.derivatives.affine_squares import by_gram_matrices, norms_at_output, squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import SubsamplingExtension
@@ -35,12 +35,16 @@ class BatchL2Grad(SubsamplingExtension, GradientExtension):
         return torch.linalg.vector_norm(gradients.reshape(gradients.shape[0], parameter.numel()), dim=1).square()
 
 
-faster(BatchL2Grad, AffineDerivatives, "bias")(finish_at_once)
+@faster(BatchL2Grad, AffineDerivatives, "bias")
+def _bias(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
+    if use.call.derivatives.vectors(use.call) is None:
+        return finish_at_once(extension, use, name)
+    return norms_at_output(use.value[0], use.notes).square()
 
 
 @faster(BatchL2Grad, AffineDerivatives, "weight")
 def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    return squared_norms(use.call.derivatives, use.call, use.value[0], use.sums)
+    return squared_norms(use.call.derivatives, use.call, use.value[0], use.sums, notes=use.notes)
 
 
 @faster(BatchL2Grad, LookupDerivatives, "weight")

@@ -5,14 +5,12 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import faster, finish_at_once, sum_at_rows
+from backpack.extensions.rules import affine_squares_at_once, faster, sum_at_rows
 from backpack.utils.precision import wide
 
 
@@ -29,12 +27,7 @@ class SumGradSquared(SubsamplingExtension, GradientExtension):
         return wide(state[0][0]).square().sum(0)
 
 
-faster(SumGradSquared, AffineDerivatives, "bias")(finish_at_once)
-
-
-@faster(SumGradSquared, AffineDerivatives, "weight")
-def _weight(extension: SumGradSquared, use: Use, name: str) -> Tensor:
-    return sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums)
+affine_squares_at_once(SumGradSquared)
 
 
 @faster(SumGradSquared, LookupDerivatives, "weight")

@@ -40,7 +40,7 @@ faster(Variance, AffineDerivatives, "bias")(finish_at_once)
 @faster(Variance, AffineDerivatives, "weight")
 def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
     samples = max(use.layout.samples, 1)
-    squares = sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums, scale=1 / samples)
+    squares = sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums, scale=1 / samples, notes=use.notes)
     return FromGradient(lambda grad: Noted(_variance(squares, grad, samples), lambda: wide(grad)))
 
 

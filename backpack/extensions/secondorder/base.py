@@ -7,12 +7,12 @@ from functools import cached_property
 from typing import ClassVar
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.affine_squares import squares_per_sample, sum_of_squares
+from backpack.core.derivatives.affine_squares import squares_per_sample
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Flow
 from backpack.extensions.backprop_extension import BackpropExtension, Excluded
 from backpack.extensions.flows import SqrtFlow
-from backpack.extensions.rules import affine_arguments, faster, finish_at_once, place_at_rows, sum_at_rows
+from backpack.extensions.rules import affine_arguments, affine_squares_at_once, faster, finish_at_once, place_at_rows, sum_at_rows
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 from backpack.utils.errors import ArgumentError
 
@@ -141,9 +141,8 @@ def squares_at_once(summed: type[SecondOrderBackpropExtension], per_sample: type
         summed: The extension that sums over samples, too.
         per_sample: The extension that keeps samples apart.
     """
-    faster(summed, AffineDerivatives, "weight")(lambda extension, use, name: sum_of_squares(*affine_arguments(use)))
+    affine_squares_at_once(summed)
     faster(per_sample, AffineDerivatives, "weight")(lambda extension, use, name: squares_per_sample(*affine_arguments(use)))
-    for extension in (summed, per_sample):
-        faster(extension, AffineDerivatives, "bias")(finish_at_once)
+    faster(per_sample, AffineDerivatives, "bias")(finish_at_once)
     faster(summed, LookupDerivatives, "weight")(lambda extension, use, name: sum_at_rows(use))
     faster(per_sample, LookupDerivatives, "weight")(lambda extension, use, name: place_at_rows(use))
