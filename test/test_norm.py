@@ -178,3 +178,20 @@ def test_empty_batch(name: str) -> None:
     for param, parameter in module.named_parameters():
         assert derivatives.param_mjp(param, module, None, None, mat, sum_batch=False).shape == (2, 0, *parameter.shape)
         assert not derivatives.param_mjp(param, module, None, None, mat).any()
+
+
+@pytest.mark.parametrize("norm", [lambda: LayerNorm(3), lambda: nn.GroupNorm(1, 3), lambda: nn.RMSNorm(3)], ids=["layer", "group", "root"])
+def test_normalised_once_for_all_quantities(norm: Callable[[], Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Problem:
+        return classify(Sequential(Linear(3, 3), norm(), Linear(3, 4)), randn(5, 3))
+
+    for rule in {type(derivatives_for(norm())), GroupStatisticsDerivatives}:
+        if "statistics" in vars(rule):
+            given = rule.statistics
+            monkeypatch.setattr(rule, "statistics", lambda *args, given=given: seen.append(args[1]) or given(*args))
+    names, seen, problem, oracle = ["DiagGGNExact", "DiagHessian", "Variance"], [], build(make), Oracle(build(make))
+    run(problem, *(QUANTITIES[name].make() for name in names))
+    assert len(seen) == 1
+    assert seen[0].scratch is None
+    for name in names:
+        QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))

@@ -71,6 +71,7 @@ class ModuleCall:
         outputs: One ``Slot`` a tensor of the output.
         slope: Derivative of a random element-wise module, set when it is needed.
         maxima: Positions of the maxima of a max-pooling, set when they are needed.
+        scratch: What rules compute of the recorded tensors and need again, as long as a backward pass is at the call.
         versions: How often each parameter and buffer of the module had been changed in place.
         places: Where the data of its parameters were.
         released: Whether tensors that were kept have been given back.
@@ -81,6 +82,7 @@ class ModuleCall:
 
     slope: Tensor | None = None
     maxima: Tensor | None = None
+    scratch: dict[str, Any] | None = None
     seen: tuple | None = None
     part: Any = None
     origin: Any = None
@@ -218,7 +220,7 @@ class ModuleCall:
 
     def release(self) -> None:
         """Give the recorded tensors back."""
-        self.maxima = self.part = None
+        self.maxima = self.part = self.scratch = None
         for slot in (*self.tensor_inputs, *self.outputs):
             slot.value = None
             self.released |= slot.kept
@@ -232,7 +234,7 @@ class ModuleCall:
         if self.part is not None:
             self.part.restore(self)
         other = object.__new__(ModuleCall)
-        other.__dict__ |= vars(self)
+        other.__dict__ |= {**vars(self), "scratch": None}
         other.inputs, other.outputs = ([s.without_graph() if isinstance(s, Slot) else s for s in slots] for slots in (self.inputs, self.outputs))
         other.tensor_inputs = [slot for slot in other.inputs if isinstance(slot, Slot)]
         return other

@@ -89,6 +89,7 @@ class Carry:
             call.slope = unit.slope(node)
         elif isinstance(call.derivatives, MaxPoolNDDerivatives):
             call.maxima = saved_maxima(unit.inside)
+        call.scratch = {}
         view = call if turn is None else BatchFirst(call, turn)
         grad = grad.reshape(slot.shape) if unit.base else grad
         grad = grad if turn is None else turn.front(grad)
@@ -115,6 +116,7 @@ class Carry:
             result = flow.through(view, value, grad, unit.layout, over)
             self.to_input(flow, unit, result, over or (flow.crosses_gaps and _is_ours(call) and is_apart(result, value)))
             self._bear_at_unit(flow, unit, use)
+        call.scratch = None
         self._leave(unit)
         self._reader.after_call(call)
 

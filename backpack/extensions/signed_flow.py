@@ -132,6 +132,8 @@ class SignedSqrtFlow(RootFlow):
 class _AtInput:
     """A call with another input, of more rows."""
 
+    scratch = None
+
     def __init__(self, call: ModuleCall, input0: Tensor, times: int) -> None:
         self._call, self.input0, self._times = call, input0, times
 

@@ -120,11 +120,20 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives):
         x_hat, _, scale = torch.native_layer_norm(rows, rows.shape[1:], None, None, module.eps)
         return x_hat, scale
 
+    def _statistics(self, module: Module, subsampling: Samples = None) -> tuple[Tensor, Tensor]:
+        """Normalise the groups of all samples, once while a backward pass is at the module: for its parameters, for its input and for all flows."""
+        scratch = getattr(module, "scratch", None) if subsampling is None else None
+        if scratch is None:
+            return self.statistics(module, subsampling)
+        if "statistics" not in scratch:
+            scratch["statistics"] = self.statistics(module)
+        return scratch["statistics"]
+
     def _groups(self, module: Module, subsampling: Samples) -> Tensor:
         return subsample(module.input0, subsampling=subsampling).reshape(-1, self.group_size(module))
 
     def normalised(self, module: Module, subsampling: Samples = None) -> Tensor:
-        return self.statistics(module, subsampling)[0].reshape(-1, *module.output.shape[1:])
+        return self._statistics(module, subsampling)[0].reshape(-1, *module.output.shape[1:])
 
     def _without_mean(self, rows: Tensor) -> Tensor:
         return rows - rows.mean(-1, keepdim=True) if self.centred else rows
@@ -147,11 +156,11 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives):
         return projected.reshape(rows.shape).mul_(scale).reshape(mat.shape)
 
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        x_hat, scale = self.statistics(module)
+        x_hat, scale = self._statistics(module)
         return _by_columns(lambda columns: self._scaled(module, self._jac_of_normalised(x_hat, scale, columns)), mat)
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        x_hat, scale = self.statistics(module, subsampling)
+        x_hat, scale = self._statistics(module, subsampling)
         return _by_columns(lambda columns: self._jac_of_normalised(x_hat, scale, self._scaled(module, columns)), mat)
 
     def hessian_is_zero(self, module: Module) -> bool:
@@ -168,7 +177,7 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives):
         Returns:
             ``x_hat [[R, M]]``, ``s [[R, 1]]``, gradient with respect to ``x_hat`` without its mean ``h [[R, M]]``, ``a = h^T x_hat / M [[R, 1]]``.
         """
-        x_hat, scale = self.statistics(module)
+        x_hat, scale = self._statistics(module)
         h = self._without_mean(self._scaled(module, g_out[0][None]).reshape(x_hat.shape))
         return x_hat, scale, h, (h * x_hat).mean(-1, keepdim=True)
 
