@@ -121,7 +121,11 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives):
         return x_hat, scale
 
     def _statistics(self, module: Module, subsampling: Samples = None) -> tuple[Tensor, Tensor]:
-        """Normalise the groups of all samples, once while a backward pass is at the module: for its parameters, for its input and for all flows."""
+        """Normalise the groups of all samples, once while a backward pass is at the module: for its parameters, for its input and for all flows.
+
+        Returns:
+            What ``statistics`` does.
+        """
         scratch = getattr(module, "scratch", None) if subsampling is None else None
         if scratch is None:
             return self.statistics(module, subsampling)
