@@ -97,10 +97,9 @@ class Carry:
             value = {0: grad.unsqueeze(0)} if flow.is_gradient else self._data[flow].pop(edge, None)
             if value is None:
                 continue
-            if not flow.is_gradient and flow.crosses_gaps:  # a sum with a tensor of higher precision hands its own on, which autograd changes back
-                value = {s: c.to(grad.dtype) for s, c in value.items()}
-            if not flow.is_gradient and flow.crosses_gaps and (unit.base or turn is not None):
-                value = {s: c.reshape(len(c), *slot.shape) for s, c in value.items()}
+            if not flow.is_gradient and flow.crosses_gaps:
+                # a sum with a tensor of higher precision hands its own on, which autograd changes back
+                value = _reshaped(_cast(value, grad.dtype), slot.shape)
                 value = value if turn is None else {s: turn.front(c, 1) for s, c in value.items()}
             use = Use(view, unit.parameters, value, grad, unit.layout)
             self._at_use(flow, unit, use)
@@ -147,9 +146,9 @@ class Carry:
             own: Whether nobody else holds its memory.
         """
         if flow.crosses_gaps:
-            shape, turn = shape_of(unit.below), unit.arrangement
+            turn = unit.arrangement
             value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
-            value = {s: c.reshape(len(c), *shape) for s, c in value.items()}
+            value = _reshaped(value, shape_of(unit.below))
         self.deposit(flow, unit.below, Way.DATA, value, unit.arrives, own)
 
     def to_factor(self, flow: Flow, unit: Unit, name: str, columns: Columns) -> None:
@@ -342,7 +341,7 @@ class Carry:
         if not leaf and node not in self._plan.states:
             return
         if flow.crosses_gaps:  # as autograd does with gradients where precisions are mixed
-            value = {source: columns.to(tensor_at(edge).dtype) for source, columns in value.items()}
+            value = _cast(value, tensor_at(edge).dtype)
         if flow.crosses_gaps and (leaf or self._plan.states[node].get(edge[1]) is SPLIT):
             if way is Way.DATA:
                 value = {source: split(columns, layout) for source, columns in value.items()}
@@ -386,6 +385,14 @@ class Carry:
             raise NotRecordedError(
                 f"What {call.path} had recorded was given back after an earlier backward pass over this graph. Call that one with retain_graph=True."
             )
+
+
+def _cast(columns: Columns, dtype: torch.dtype) -> Columns:
+    return {source: c if c.dtype == dtype else c.to(dtype) for source, c in columns.items()}
+
+
+def _reshaped(columns: Columns, shape: torch.Size) -> Columns:
+    return {source: c if c.shape[1:] == shape else c.reshape(c.shape[0], *shape) for source, c in columns.items()}
 
 
 def _is_ours(call: ModuleCall) -> bool:

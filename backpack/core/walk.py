@@ -66,9 +66,10 @@ class Unit:
         layout: To which sample each row on axis 0 belongs then.
         split: Name to edge, of factors that are no parameters themselves but computed from some.
         couples: Bit set of the parameters that the module uses and that are used upstream of it, too.
+        rows: Shape in which an affine rule sees its output, set when it is needed.
     """
 
-    __slots__ = ("arrangement", "arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters", "split")
+    __slots__ = ("arrangement", "arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters", "rows", "split")
 
     def __init__(self, mark: Mark, inside: set[Node], parameters: dict[str, Parameter]) -> None:
         self.call, self.nr, self.base = mark.call, mark.nr, mark.base
@@ -79,6 +80,7 @@ class Unit:
         self.layout: Layout | None = None
         self.split: dict[str, Edge] = {}
         self.couples = 0
+        self.rows: torch.Size | None = None
 
     def slope(self, node: Node) -> Tensor:
         """Return the derivative of an element-wise module, by sending ones through its piece of the graph.

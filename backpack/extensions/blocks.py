@@ -192,6 +192,7 @@ class Weight:
         if extension.ordered or (isinstance(extension, HBP) and (affine or isinstance(rule, EmbeddingDerivatives))):
             return 0  # results, and small
         fast = find_faster(extension, rule, name) not in (None, finish_at_once) and (affine or self._plan.uses.get(parameter) == 1)
+        fast &= name != "bias"  # formed where there are positions
         return 0 if fast and extension.get_subsampling() is None else self._samples * parameter.numel() * parameter.dtype.itemsize
 
 

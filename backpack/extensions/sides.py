@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Size
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -44,6 +45,21 @@ def units_of(plan: Plan) -> Iterator[Unit]:
         yield from composite.parts
 
 
+def rows_of(unit: Unit) -> Size:
+    """Find out the shape in which an affine rule sees its output, once for all that ask.
+
+    Args:
+        unit: A use by an affine layer.
+
+    Returns:
+        ``[N, G, O, L]``.
+    """
+    if unit.rows is None:
+        output = torch.empty(1, *unit.call.outputs[0].shape, device="meta")
+        unit.rows = unit.call.derivatives.rows(unit.call, output if unit.arrangement is None else unit.arrangement.front(output, 1)).shape[1:]
+    return unit.rows
+
+
 def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False) -> Sides:
     """Look at a parameter from one of its uses.
 
@@ -61,9 +77,7 @@ def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False)
         return Sides((1, parameter.shape[0]), (1, parameter.shape[1]))
     if not isinstance(rule, AffineDerivatives):
         return Sides(None, (1, parameter.numel()))
-    output = torch.empty(1, *unit.call.outputs[0].shape, device="meta")
-    shape = rule.rows(unit.call, output if unit.arrangement is None else unit.arrangement.front(output, 1)).shape
-    _, rows, groups, outputs, positions = shape
+    rows, groups, outputs, positions = rows_of(unit)
     positions = positions * rows // max(1, unit.layout.samples)
     if name == "bias":
         return Sides(None, (1, groups * outputs), positions)

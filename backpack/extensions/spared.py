@@ -14,11 +14,12 @@ from torch.nn import Parameter
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.flow import BatchFirst, Use
+from backpack.core.flow import Use
 from backpack.core.graph import LEAF
 from backpack.core.plan import Plan
 from backpack.core.walk import Unit
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.sides import rows_of
 
 POSITIONS = 32
 """Positions of a sample from which on it is cheaper to add up the contributions of samples than to multiply once more.
@@ -150,8 +151,7 @@ def _rows(plan: Plan, unit: Unit) -> Size | None:
         return None
     if call.module is None and len(unit.inside) > 1 + len(unit.parameters) and not _in_reach(unit):  # x @ w.t()
         return None
-    view = call if unit.arrangement is None else BatchFirst(call, unit.arrangement)
-    return call.derivatives.rows(view, view.output[None]).shape[1:]
+    return rows_of(unit)
 
 
 def _in_reach(unit: Unit) -> bool:
