@@ -13,8 +13,10 @@ from torch import Tensor, nn, rand, randn
 from torch.nn import Linear, Module, MSELoss, Sequential, Unflatten
 from torch.nn import functional as F
 
+from backpack import extend
+
 SMOOTH = {"label_smoothing": 0.3}
-CE = nn.CrossEntropyLoss()
+CE, LAST = nn.CrossEntropyLoss(), extend(nn.LogSoftmax(-1))
 
 
 def behind(
@@ -79,6 +81,17 @@ def distilled(out: Tensor, teacher: Tensor) -> Tensor:  # noqa: D103
     return F.kl_div(out.log_softmax(1), (teacher / 2).softmax(1), reduction="batchmean") * 4
 
 
+def extended(make: Callable[..., Module], **options: object) -> Callable[..., Tensor]:
+    """A loss module that is extended, behind an extended ``LogSoftmax``."""
+    softmax, lossfunc = extend(nn.LogSoftmax(1)), extend(make(**options))
+    return lambda out, *targets: lossfunc.to(out.dtype)(softmax(out), *targets)
+
+
+def reshaped(out: Tensor, y: Tensor) -> Tensor:
+    """Log-probabilities ``[N, T, C]`` of a module, folded for a loss module that is extended."""
+    return extend(nn.NLLLoss(ignore_index=1))(LAST(out.transpose(1, 2)).reshape(-1, out.shape[1]), y.flatten())
+
+
 def bce(out: Tensor, y: Tensor, weight: Tensor, pos_weight: Tensor, **options: object) -> Tensor:  # noqa: D103
     return F.binary_cross_entropy_with_logits(out, y, weight, pos_weight=pos_weight, **options)
 
@@ -132,6 +145,12 @@ add("log-likelihood by hand", partial(behind, by_hand, CE, (4,), lambda N: (labe
 add("F.nll_loss of log_softmax", partial(behind, lambda out, y: F.nll_loss(out.log_softmax(1), y), CE, (4,), lambda N: (labels(N),)), "chain")
 add("F.kl_div of log_softmax", partial(behind, distilled, CE, (4,), lambda N: (randn(N, 4),), output=lambda model, x: model(x) / 2))
 add("log_softmax, classes last", partial(behind, classes_last, CE, (4, 3), lambda N: (labels(N, 3),)))
+for _reduction in ("mean", "sum"):
+    _loss = extended(nn.NLLLoss, weight=torch.tensor(WEIGHTS), ignore_index=1, reduction=_reduction)
+    add(f"NLLLoss of LogSoftmax, 3-d, {_reduction}", partial(behind, _loss, CE, (4, 2), lambda N: (ignoring_first(labels(N, 2), 1),)), "chain")
+add("scaled NLLLoss of LogSoftmax", partial(behind, extended(nn.NLLLoss), CE, (4,), lambda N: (labels(N),), scale=0.3), "chain")
+add("folded NLLLoss of LogSoftmax", partial(behind, reshaped, CE, (4, 3), lambda N: (ignoring_first(labels(N, 3), 1),)))
+add("KLDivLoss of LogSoftmax", partial(behind, extended(nn.KLDivLoss, reduction="batchmean"), CE, (4,), probabilities), "chain")
 add("negative F.cross_entropy", partial(behind, F.cross_entropy, CE, (4,), lambda N: (labels(N),), scale=-0.5), "chain", "not convex")
 add("negative F.mse_loss", partial(behind, F.mse_loss, MSELoss(), (4,), lambda N: (randn(N, 4),), scale=-0.5), "chain", "not convex")
 add("F.mse_loss, broadcast", partial(behind, F.mse_loss, MSELoss(), (1,), lambda N: (randn(N, 3),), output=lambda model, x: model(x).expand(-1, 3)))

@@ -270,3 +270,56 @@ def test_chains_need_classes_on_axis_1() -> None:
     loss = -model(randn(N, 3)).log_softmax(-1).mean()
     with backpack(extensions.KFRA()), pytest.raises(UnsupportedError, match="classes on axis 1"):
         loss.backward()
+
+
+EVERY = [
+    *(extensions.DiagGGNExact, extensions.BatchDiagGGNExact, extensions.SqrtGGNExact, extensions.KFLR, extensions.KFRA, extensions.DiagHessian),
+    *(extensions.DiagGGNMC, extensions.SqrtGGNMC, extensions.KFAC, extensions.HMP, extensions.GGNMP, extensions.PCHMP),
+]
+
+
+class Likelihood(nn.Module):
+    """A user's loss around one of torch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.NLLLoss()
+
+    def forward(self, log_probs: Tensor, y: Tensor) -> Tensor:
+        return self.loss(log_probs, y)
+
+
+LIKELIHOODS: dict[str, tuple[list[nn.Module], Callable[[], nn.Module]]] = {
+    "NLLLoss": ([nn.LogSoftmax(1)], nn.NLLLoss),
+    "KLDivLoss": ([nn.LogSoftmax(1)], lambda: nn.KLDivLoss(reduction="batchmean")),
+    "reshaped": ([nn.LogSoftmax(-1), nn.Unflatten(1, (2, 2)), nn.Flatten()], nn.NLLLoss),
+    "wrapped": ([nn.LogSoftmax(1)], Likelihood),
+}
+
+
+@pytest.mark.parametrize("make", EVERY)
+@pytest.mark.parametrize("case", LIKELIHOODS)
+def test_softmax_and_likelihood_are_a_cross_entropy(case: str, make: type) -> None:
+    layers, lossfunc = [nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, C)], LIKELIHOODS[case][1]()
+    x, labels = randn(N, 3), randint(C, (N,))
+    y = F.one_hot(labels, C).double() if case == "KLDivLoss" else labels
+    found = []
+    for outputs, loss, target in (([], nn.CrossEntropyLoss(), labels), (LIKELIHOODS[case][0], lossfunc, y)):
+        model, extension = extend(nn.Sequential(*layers, *outputs)), make()
+        torch.manual_seed(1)
+        with backpack(extension):
+            extend(loss)(model(x), target).backward()
+        values = [getattr(p, extension.savefield) for p in model.parameters()]
+        values = [v(torch.ones(2, *p.shape)) if callable(v) else v for p, v in zip(model.parameters(), values, strict=True)]
+        found.append([factor for value in values for factor in (value if isinstance(value, list) else [value])])
+        assert any(factor.ne(0).any() for factor in found[-1])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("between", [[], [nn.Sigmoid()], [nn.LogSoftmax(1), nn.Linear(C, C)]], ids=["layer", "sigmoid", "softmax before a layer"])
+def test_likelihoods_behind_anything_else_have_no_curvature(between: list[nn.Module]) -> None:
+    model, x, y = extend(nn.Sequential(nn.Linear(3, C), *between).double()), randn(N, 3), randint(C, (N,))
+    with backpack(extensions.DiagGGNExact()):
+        extend(nn.NLLLoss())(model(x), y).backward()
+    assert not any(p.diag_ggn_exact.any() for p in model.parameters())

@@ -155,6 +155,35 @@ class Matrix(Module):
         return torch.addmm(self.bias, x.flatten(0, -2), self.weight).view(*x.shape[:-1], -1)
 
 
+LIKELIHOODS = {
+    "NLLLoss": (lambda: [nn.LogSoftmax(1)], nn.NLLLoss(weight=torch.tensor([0.5, 2.0, 1.0])), lambda: randint(3, (5,))),
+    "function": (lambda: [nn.LogSoftmax(1)], F.nll_loss, lambda: randint(3, (5,))),
+    "KLDivLoss": (lambda: [nn.LogSoftmax(1)], nn.KLDivLoss(reduction="sum"), lambda: rand(5, 3).softmax(1)),
+    "steps": (lambda: [nn.Unflatten(1, (3, 1)), nn.LogSoftmax(1)], nn.NLLLoss(), lambda: randint(3, (5, 1))),
+}
+
+
+@pytest.mark.parametrize("case", LIKELIHOODS)
+def test_losses_of_log_probabilities_begin_with_the_softmax(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    after, lossfunc, target = LIKELIHOODS[case]
+    model, X, y = Sequential(Linear(4, 3), Tanh(), Linear(3, 3), *after()), randn(5, 4), target()
+    chosen = [extensions.DiagGGNExact(), extensions.KFLR(), extensions.DiagHessian(), extensions.DiagGGNMC(), extensions.BatchGrad()]
+    report = verify(model, lossfunc, X, y, chosen)
+    nothing_wrong(report)
+    drawn = type(lossfunc) is nn.NLLLoss
+    assert all((row.verdict is AGREES) is (drawn or row.quantity != "DiagGGNMC") for row in report)
+    assert not any(row.reason == "all compared numbers are zero" for row in report)
+    monkeypatch.setattr("backpack.core.walk.completes_softmax", lambda call: False)  # as if the loss began alone
+    assert verify(model, lossfunc, X, y, chosen[:1]).ok is (case == "function")
+
+
+@pytest.mark.parametrize("layer", [Linear(4, 3), Sequential(Linear(4, 3), nn.LogSoftmax(1), Linear(3, 3))], ids=["layer", "softmax before a layer"])
+def test_losses_of_anything_else_have_no_curvature(layer: Module) -> None:
+    report = verify(layer, nn.NLLLoss(), randn(5, 4), randint(3, (5,)), [extensions.DiagGGNExact(), extensions.DiagGGNMC()])
+    nothing_wrong(report)
+    assert all(row.reason == "all compared numbers are zero" for row in report)
+
+
 def test_kronecker_factors_of_layers() -> None:
     """Groups, transposed convolutions, embeddings with padding, matrices from the right, several positions, re-use, hooks of the user's own."""
     convolutions = Sequential(

@@ -10,8 +10,9 @@ from torch.nn import Parameter
 
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
+from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
-from backpack.core.graph import operation
+from backpack.core.graph import LINEAR, operation
 from backpack.core.slots import Slot
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
 
@@ -68,6 +69,27 @@ def take_for_loss(call: ModuleCall) -> bool:
         return False
     call.derivatives = _OWN
     return True
+
+
+def completes_softmax(call: ModuleCall) -> bool:
+    """Say whether a loss is linear in log-probabilities that a ``LogSoftmax`` has made: both together are a cross-entropy, and the loss starts there.
+
+    The loss alone would have no curvature; and it would matter whether it is a module that was extended, or a function.
+
+    Args:
+        call: A call.
+
+    Returns:
+        Whether it is.
+    """
+    if not isinstance(call.derivatives, PiecewiseLinearLossDerivatives) or not isinstance(call.module, (nn.NLLLoss, nn.KLDivLoss)):
+        return False
+    prediction = call.inputs[0]
+    node = prediction.edge[0] if isinstance(prediction, Slot) and prediction.edge is not None else None
+    while node is not None and operation(node) in LINEAR:
+        upstream = [n for n, _ in node.next_functions if n is not None]
+        node = upstream[0] if len(upstream) == 1 else None
+    return node is not None and operation(node) == "LogSoftmax"
 
 
 def _makes_a_number(call: ModuleCall) -> bool:

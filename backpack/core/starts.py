@@ -154,7 +154,7 @@ def start_at(walk: Walk, node: Node, marks: Iterable[Mark], second_order: bool, 
     Returns:
         The loss, ``None`` if there is none, or its rule cannot stand for its piece of the graph.
     """
-    for mark in marks:
+    for mark in marks if node not in walk.passed else ():
         start = _start_of_call(walk, node, mark, second_order) if mark.call.is_loss and not mark.base else None
         if start is not None:
             return start

@@ -16,7 +16,7 @@ from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import LEAF, LINEAR, PRODUCTS, call_node, operation, outputs_of, shape_of
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, take_for_loss
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
 from backpack.core.slots import Edge, Slot
@@ -113,6 +113,7 @@ class Walk:
         has_data: Nodes upstream of which a module was called with data.
         to_loss: Nodes upstream of which, or at which, a loss call ends.
         to_function: Nodes upstream of which there is, perhaps, a loss that was called as a function; noted for second-order quantities.
+        passed: Nodes at which a loss ends that is taken for a function, as it is linear in log-probabilities.
         foreign: Number of parameters in the graph that belong to no extended module.
         double: Whether the graph contains derivatives of derivatives.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
@@ -130,6 +131,7 @@ class Walk:
         self.has_data: set[Node] = set()
         self.to_loss: set[Node] = set()
         self.to_function: set[Node] = set()
+        self.passed: set[Node] = set()
         self.double = self.hidden = False
         self.foreign = 0
         self._edges_into: dict[Node, int] = {}
@@ -233,6 +235,10 @@ class Walk:
             self.to_function.add(node)
         for mark in self.marks.get(node, ()):
             self.calls[mark.call] = None
+            if self._second_order and completes_softmax(mark.call):
+                self.passed.add(node)
+            if node in self.passed:
+                continue
             if mark.call.is_loss or (self._second_order and node not in self.to_loss and take_for_loss(mark.call)):
                 self.to_loss.add(node)
             elif node not in self.has_data and mark.call.has_data:

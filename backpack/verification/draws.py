@@ -8,10 +8,12 @@ from math import sqrt
 import torch
 from torch import Tensor
 from torch.distributions import Binomial, Categorical, Normal
-from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss
+from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, NLLLoss
 from torch.nn import functional as F
 
 from backpack.verification.reference import Incomparable
+
+_CATEGORICAL = (CrossEntropyLoss, NLLLoss)  # log-probabilities are as good as logits
 
 
 def draw(loss: Module, output: Tensor, curvature: Callable[[Tensor], Tensor], draws: int, samples: Sequence[int]) -> Tensor:
@@ -41,7 +43,7 @@ def draw(loss: Module, output: Tensor, curvature: Callable[[Tensor], Tensor], dr
     elif type(loss) is BCEWithLogitsLoss:
         probs = output.sigmoid()
         gradient, fisher = probs[samples] - Binomial(probs=probs[samples]).sample(size), probs * (1 - probs)
-    elif type(loss) is CrossEntropyLoss:
+    elif type(loss) in _CATEGORICAL:
         probs = output.softmax(1)
         classes = probs[samples].movedim(1, -1)
         labels = Categorical(probs=classes).sample(size)
@@ -51,9 +53,9 @@ def draw(loss: Module, output: Tensor, curvature: Callable[[Tensor], Tensor], dr
         probe = F.one_hot(fisher.argmax(1), probs.shape[1]).movedim(-1, 1).to(output.dtype)
     else:
         raise Incomparable(
-            f"the distribution of labels is known for MSELoss, CrossEntropyLoss and BCEWithLogitsLoss only, not for {type(loss).__name__}: "
+            f"the distribution of labels is known for MSELoss, CrossEntropyLoss, NLLLoss and BCEWithLogitsLoss only, not for {type(loss).__name__}: "
             "verify the exact quantity, and the loss with backpack.check_rule"
         )
     weight = torch.where(probe > 0, curvature(probe).reshape(output.shape) / fisher, 0)
-    weight = weight.sum(1, keepdim=True) if type(loss) is CrossEntropyLoss else weight
+    weight = weight.sum(1, keepdim=True) if type(loss) in _CATEGORICAL else weight
     return (gradient * weight[samples].clamp(min=0).sqrt() / sqrt(draws)).flatten(2).reshape(draws, len(samples), -1)

@@ -24,6 +24,29 @@ class Incomparable(Exception):  # noqa: N818  it is no error
     """Plain autograd cannot say what is right; the message says why."""
 
 
+def with_softmax(output: Tensor, loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Let a loss that is linear in log-probabilities begin with the softmax that has made them: without it, it has no curvature.
+
+    Log-probabilities are as good as logits, since their softmax is the same.
+
+    Args:
+        output: What enters the loss, ``[[N, *]]``, in its graph.
+        loss: The loss.
+
+    Returns:
+        The loss; if it is linear in the logarithm of a softmax, what is the same at the output, and begins with the softmax.
+    """
+    node = output.grad_fn
+    while node is not None and "LogSoftmaxBackward" not in node.name():
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    here = output.detach()
+    axes = [axis for axis in range(1, here.dim()) if torch.allclose(here.exp().sum(axis), here.new_ones(()))]
+    if node is None or not axes:
+        return loss
+    slopes = [grad(loss(point), point, materialize_grads=True)[0] for point in (here.clone().requires_grad_(), (here / 2).requires_grad_())]
+    return (lambda point: loss(point.log_softmax(axes[0]))) if torch.equal(*slopes) else loss
+
+
 class Reference:
     """A model and its loss at one mini-batch.
 

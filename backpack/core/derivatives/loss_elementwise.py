@@ -167,8 +167,8 @@ def diagonal_of(terms: Tensor, module: Module) -> Tensor:
 class PiecewiseLinearLossDerivatives(ElementwiseLossDerivatives):
     """A loss whose second derivative with respect to its input vanishes (almost everywhere): all factors are zero, nothing is drawn.
 
-    This holds for ``NLLLoss``, too, whose input are log-probabilities: the curvature of the softmax belongs to the module, or function, that
-    made them and is no part of a generalized Gauss-Newton that starts here. ``CrossEntropyLoss`` contains the softmax.
+    This holds for ``NLLLoss`` and ``KLDivLoss``, too, whose input are log-probabilities. In a pass, quantities start at the softmax that has made
+    them, if there is one.
     """
 
     keeps: ClassVar[frozenset[str]] = frozenset({"input"})
