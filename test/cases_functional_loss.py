@@ -92,6 +92,10 @@ def reshaped(out: Tensor, y: Tensor) -> Tensor:
     return extend(nn.NLLLoss(ignore_index=1))(LAST(out.transpose(1, 2)).reshape(-1, out.shape[1]), y.flatten())
 
 
+def tempered(out: Tensor, y: Tensor) -> Tensor:  # noqa: D103
+    return extend(nn.NLLLoss())(3 * (out.log_softmax(1) / 2), y)
+
+
 def bce(out: Tensor, y: Tensor, weight: Tensor, pos_weight: Tensor, **options: object) -> Tensor:  # noqa: D103
     return F.binary_cross_entropy_with_logits(out, y, weight, pos_weight=pos_weight, **options)
 
@@ -150,6 +154,7 @@ for _reduction in ("mean", "sum"):
     add(f"NLLLoss of LogSoftmax, 3-d, {_reduction}", partial(behind, _loss, CE, (4, 2), lambda N: (ignoring_first(labels(N, 2), 1),)), "chain")
 add("scaled NLLLoss of LogSoftmax", partial(behind, extended(nn.NLLLoss), CE, (4,), lambda N: (labels(N),), scale=0.3), "chain")
 add("folded NLLLoss of LogSoftmax", partial(behind, reshaped, CE, (4, 3), lambda N: (ignoring_first(labels(N, 3), 1),)))
+add("NLLLoss of scaled log-probabilities", partial(behind, tempered, CE, (4,), lambda N: (labels(N),)), "chain")
 add("KLDivLoss of LogSoftmax", partial(behind, extended(nn.KLDivLoss, reduction="batchmean"), CE, (4,), probabilities), "chain")
 add("negative F.cross_entropy", partial(behind, F.cross_entropy, CE, (4,), lambda N: (labels(N),), scale=-0.5), "chain", "not convex")
 add("negative F.mse_loss", partial(behind, F.mse_loss, MSELoss(), (4,), lambda N: (randn(N, 4),), scale=-0.5), "chain", "not convex")

@@ -317,9 +317,31 @@ def test_softmax_and_likelihood_are_a_cross_entropy(case: str, make: type) -> No
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("between", [[], [nn.Sigmoid()], [nn.LogSoftmax(1), nn.Linear(C, C)]], ids=["layer", "sigmoid", "softmax before a layer"])
+class Inverse(nn.Module):
+    """Divides by its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_ones(()) / x
+
+
+BETWEEN = {
+    "layer": [],
+    "sigmoid": [nn.Sigmoid()],
+    "softmax before a layer": [nn.LogSoftmax(1), nn.Linear(C, C)],
+    "inverse": [nn.LogSoftmax(1), Inverse()],
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN)
 def test_likelihoods_behind_anything_else_have_no_curvature(between: list[nn.Module]) -> None:
     model, x, y = extend(nn.Sequential(nn.Linear(3, C), *between).double()), randn(N, 3), randint(C, (N,))
     with backpack(extensions.DiagGGNExact()):
         extend(nn.NLLLoss())(model(x), y).backward()
     assert not any(p.diag_ggn_exact.any() for p in model.parameters())
+
+
+def test_targets_that_depend_on_parameters_are_refused_behind_a_softmax() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, C), nn.LogSoftmax(1)))
+    out = model(randn(N, 3))
+    with backpack(extensions.DiagGGNExact()), pytest.raises(LossValueError, match="an input other than the prediction depends on trainable"):
+        extend(nn.KLDivLoss(reduction="sum"))(out, out.exp()).backward()

@@ -12,7 +12,7 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
-from backpack.core.graph import LINEAR, operation
+from backpack.core.graph import LINEAR, PRODUCTS, operation
 from backpack.core.slots import Slot
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
 
@@ -84,11 +84,12 @@ def completes_softmax(call: ModuleCall) -> bool:
     """
     if not isinstance(call.derivatives, PiecewiseLinearLossDerivatives) or not isinstance(call.module, (nn.NLLLoss, nn.KLDivLoss)):
         return False
-    prediction = call.inputs[0]
-    node = prediction.edge[0] if isinstance(prediction, Slot) and prediction.edge is not None else None
-    while node is not None and operation(node) in LINEAR:
+    prediction, *others = call.tensor_inputs
+    node = None if prediction.edge is None or any(slot.edge is not None for slot in others) else prediction.edge[0]
+    while node is not None and operation(node) in LINEAR | PRODUCTS | {"Div", "DivScalar"}:
         upstream = [n for n, _ in node.next_functions if n is not None]
-        node = upstream[0] if len(upstream) == 1 else None
+        divisor = operation(node) == "Div" and node.next_functions[0][0] is None  # depends on it, and nothing else does
+        node = upstream[0] if len(upstream) == 1 and not divisor else None
     return node is not None and operation(node) == "LogSoftmax"
 
 
