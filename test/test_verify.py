@@ -177,6 +177,13 @@ def test_losses_of_log_probabilities_begin_with_the_softmax(case: str, monkeypat
     assert verify(model, lossfunc, X, y, chosen[:1]).ok is (case == "function")
 
 
+def test_log_probabilities_that_were_changed_are_not_compared() -> None:
+    model, chosen = Sequential(Linear(4, 3), nn.LogSoftmax(1)), [extensions.DiagGGNExact(), extensions.BatchGrad(), extensions.DiagHessian()]
+    report = verify(model, nn.NLLLoss(), randn(5, 4), randint(3, (5,)), chosen, output=lambda out: out / 2)
+    assert [row.verdict for row in report] == 2 * [NOT_COMPARED] + 4 * [AGREES]
+    assert "let them enter it as they are" in next(iter(report)).reason
+
+
 @pytest.mark.parametrize("layer", [Linear(4, 3), Sequential(Linear(4, 3), nn.LogSoftmax(1), Linear(3, 3))], ids=["layer", "softmax before a layer"])
 def test_losses_of_anything_else_have_no_curvature(layer: Module) -> None:
     report = verify(layer, nn.NLLLoss(), randn(5, 4), randint(3, (5,)), [extensions.DiagGGNExact(), extensions.DiagGGNMC()])

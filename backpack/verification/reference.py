@@ -24,7 +24,7 @@ class Incomparable(Exception):  # noqa: N818  it is no error
     """Plain autograd cannot say what is right; the message says why."""
 
 
-def with_softmax(output: Tensor, loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def with_softmax(output: Tensor, loss: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor] | None:
     """Let a loss that is linear in log-probabilities begin with the softmax that has made them: without it, it has no curvature.
 
     Log-probabilities are as good as logits, since their softmax is the same.
@@ -34,17 +34,21 @@ def with_softmax(output: Tensor, loss: Callable[[Tensor], Tensor]) -> Callable[[
         loss: The loss.
 
     Returns:
-        The loss; if it is linear in the logarithm of a softmax, what is the same at the output, and begins with the softmax.
+        The loss; if it is linear in the logarithm of a softmax, what is the same at the output, and begins with the softmax; ``None`` if it cannot be
+        told on which axis.
     """
     node = output.grad_fn
     while node is not None and "LogSoftmaxBackward" not in node.name():
-        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-    here = output.detach()
-    axes = [axis for axis in range(1, here.dim()) if torch.allclose(here.exp().sum(axis), here.new_ones(()))]
-    if node is None or not axes:
+        upstream = [n for n, _ in node.next_functions if n is not None]
+        node = upstream[0] if len(upstream) == 1 else None
+    if node is None:
         return loss
+    here = output.detach()
     slopes = [grad(loss(point), point, materialize_grads=True)[0] for point in (here.clone().requires_grad_(), (here / 2).requires_grad_())]
-    return (lambda point: loss(point.log_softmax(axes[0]))) if torch.equal(*slopes) else loss
+    if not torch.equal(*slopes):
+        return loss
+    axes = [axis for axis in range(1, here.dim()) if torch.allclose(here.exp().sum(axis), here.new_ones(()))]
+    return (lambda point: loss(point.log_softmax(axes[0]))) if axes else None
 
 
 class Reference:
@@ -80,6 +84,8 @@ class Reference:
             entries: How many entries of each parameter are compared.
             generator: Chooses them.
         """
+        curved = with_softmax(output, loss)
+        self._unclear, loss = curved is None, curved or loss
         self.output, self.precision, self._loss, self._generator = output, precision, loss, generator
         self._point = output.detach().requires_grad_()
         (self._slope,) = grad(loss(self._point), self._point, create_graph=True, materialize_grads=True)
@@ -200,7 +206,12 @@ class Reference:
 
         Returns:
             ``[[N, D]]``.
+
+        Raises:
+            Incomparable: If the loss begins with a softmax of which nothing else is known.
         """
+        if self._unclear:
+            raise Incomparable("the loss is linear in log-probabilities that were changed on their way: let them enter it as they are")
         return _derivative((self._slope * direction.reshape(self._slope.shape)).sum(), self._point).reshape(len(self._point), -1)
 
     def block(self, tensor: Tensor, indices: Sequence[int], roots: tuple[Tensor, Sequence[int]] | None = None) -> Tensor:

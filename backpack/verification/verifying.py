@@ -18,7 +18,7 @@ from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackErro
 from backpack.verification.copies import Copies
 from backpack.verification.definitions import DEFINITIONS, Comparison, Malformed, Numbers
 from backpack.verification.layers import Layers
-from backpack.verification.reference import Incomparable, Reference, with_softmax
+from backpack.verification.reference import Incomparable, Reference
 from backpack.verification.report import Report, Row, Verdict
 
 _FLOOR = 1e3
@@ -88,7 +88,7 @@ def verify(
         rewind = copies.keep_random_state()
         layers.remove()
         trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        reference = Reference(trainable, layers.probes, z, with_softmax(z, loss), precision, entries, generator)
+        reference = Reference(trainable, layers.probes, z, loss, precision, entries, generator)
         rows: list[Row] = []
         for extension in active:
             comparison = Comparison(extension, reference, layers, lossfunc, rewind, (), entries)
