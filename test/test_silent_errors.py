@@ -336,3 +336,23 @@ def test_exact_zeros_under_dropout() -> None:
         return made
 
     check(problem)
+
+
+def test_tracked_weight_that_was_computed_in_place_from_the_bias() -> None:
+    """It is no parameter any more, so that the rule of the layer, which knows of one use of the bias, does not hold."""
+    torch.manual_seed(0)
+    model, x, y = extend(nn.Linear(3, 3).double()), torch.rand(4, 3, dtype=torch.float64), torch.randint(3, (4,))
+    bias = model.bias.detach().clone()
+    model(x)
+    model.weight.requires_grad_(False).copy_(model.bias[:, None] * model.bias)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        extend(CrossEntropyLoss())(model(x), y).backward()
+
+    def output(b: Tensor) -> Tensor:
+        return x @ (b[:, None] * b).T + b
+
+    jacobian = torch.autograd.functional.jacobian(output, bias)
+    slope = torch.autograd.functional.jacobian(lambda z: nn.functional.cross_entropy(z, y), output(bias))
+    torch.testing.assert_close(model.bias.grad_batch, torch.einsum("nzb,nz->nb", jacobian, slope))
+    hessian = torch.autograd.functional.hessian(lambda z: nn.functional.cross_entropy(z, y), output(bias))
+    torch.testing.assert_close(model.bias.diag_ggn_exact, torch.einsum("nzb,nzny,nyb->b", jacobian, hessian, jacobian))

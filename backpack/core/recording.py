@@ -81,11 +81,12 @@ class Recorder:
         """
         leaves = True
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter not in owners:
-                if not parameter.is_leaf:
-                    leaves = False
-                elif not parameter.is_inference():
-                    owners.add(parameter, f"{self.path}.{name}" if self.path else name)
+            if parameter is None:
+                continue
+            if parameter.grad_fn is not None:  # also of one that was tracked before it was computed, in place
+                leaves = False
+            elif parameter not in owners and not parameter.is_inference():
+                owners.add(parameter, f"{self.path}.{name}" if self.path else name)
         return leaves
 
     def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
