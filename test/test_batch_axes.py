@@ -172,3 +172,42 @@ def test_one_call_a_sample(make: Callable[[], nn.Module], samples: int) -> None:
         close(value, oracle.grad_batch[key])
     for key, value in collect(made, "diag_ggn_exact").items():
         close(value, sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))[key])
+
+
+BEHIND: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows of positions": lambda out: (out @ MIXED).reshape(-1, 4),
+    "time first": lambda out: out.transpose(0, 1) @ MIXED,
+    "backwards": lambda out: out.flip(0) @ MIXED,
+    "upsampled": lambda out: nn.functional.interpolate(out, size=4, mode="linear"),
+}
+MIXED = torch.arange(16.0, dtype=torch.float64).reshape(4, 4).cos()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize(("samples", "steps"), [(1, 1), (1, 3), (3, 3), (2, 3)])
+@pytest.mark.parametrize("case", list(BEHIND))
+def test_samples_are_those_of_the_model(case: str, samples: int, steps: int, nested: bool) -> None:
+    """Behind operations through which rows cannot be followed to an extended loss, they are not taken for samples."""
+
+    torch.manual_seed(0)
+    layer, x = nn.Linear(2, 4).double(), torch.randn(samples, steps, 2, dtype=torch.float64)
+    model, weight, lossfunc = extend(nn.Sequential(layer) if nested else layer), layer.weight, extend(nn.MSELoss())
+    out = BEHIND[case](model(x))
+    jacobians = [jacobian_of(BEHIND[case](model(x[n : n + 1])), weight) for n in range(samples)]
+    values = [BEHIND[case](model(x[n : n + 1])).detach().flatten() for n in range(samples)]
+    with backpack(BatchGrad()):
+        lossfunc(out, torch.zeros_like(out)).backward()
+    close(weight.grad_batch, 2 / out.numel() * torch.stack([torch.tensordot(v, j, 1) for v, j in zip(values, jacobians, strict=True)]))
+    try:
+        with backpack(BatchDiagGGNExact()):
+            out = BEHIND[case](model(x))
+            lossfunc(out, torch.zeros_like(out)).backward()
+    except (UnsupportedError, MixedSamplesError):
+        assert samples > 1
+        assert not hasattr(weight, "diag_ggn_exact_batch")
+    else:
+        close(weight.diag_ggn_exact_batch, 2 / out.numel() * torch.stack([jacobian.square().sum(0) for jacobian in jacobians]))
+
+
+def jacobian_of(out: Tensor, parameter: Tensor) -> Tensor:
+    return torch.stack([torch.autograd.grad(entry, parameter, retain_graph=True)[0] for entry in out.flatten()])

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, disable, extend
-from backpack.extensions import BatchGrad, DiagGGNExact
+from backpack.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
 from backpack.utils.errors import UnattributedError
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -497,3 +497,43 @@ def test_exact_or_refused(extension: str, name: str) -> None:
         assert not collect(problem, quantity.field), "a refused pass left results behind"
         return
     quantity.check(Oracle(special(name)), collect(problem, quantity.field))
+
+
+class Folded(nn.Module):
+    """A transposed weight that is computed once, and used twice: in a product in the middle, and in the one that makes the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(5, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = self.w.t()
+        return torch.tanh(x @ turned) @ turned.t()
+
+
+class Force(nn.Module):
+    """The gradient of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(4, 5).double(), nn.Linear(5, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(self.c(torch.sin(self.a(x))).sum(), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("make", [Folded, Force])
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_weight_that_is_turned_once_and_used_twice(make: type[nn.Module], samples: int) -> None:
+    """Autograd's gradient of what is used twice holds both uses, of which one has been read elsewhere; also where it is that of a single sample."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(samples, 4, dtype=torch.float64)
+    used = [p for p in model.parameters() if p is not getattr(getattr(model, "c", None), "bias", None)]
+    expected = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), used) for n in range(samples)]
+    extend(model)
+    with backpack(BatchGrad(), BatchL2Grad()):
+        model(x).square().sum().backward()
+    for i, p in enumerate(used):
+        close(p.grad_batch, torch.stack([gradients[i] for gradients in expected]))
+        close(p.batch_l2, p.grad_batch.flatten(1).square().sum(1))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
+import torch
 from torch import nn
 
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.samples import Layout, along, label_tensor
 from backpack.core.slots import Slot
 
 _ATTENTION = (
@@ -68,6 +71,47 @@ def lacks_batch(call: ModuleCall) -> bool:
         return False
     more = rule.feature_axes(call) - 1 if rule.any_batch_axis else 0
     return len(given.shape) < rule.least_axes + more
+
+
+def is_single(call: ModuleCall) -> bool:
+    """Say whether a module was called with one sample, and has returned one, or nothing that has samples.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        Whether it was.
+    """
+    axes = [(slot.shape, sample_axis(call, index)) for index, slot in enumerate(call.outputs)] if batch_of(call) == 1 else []
+    return bool(axes) and all(len(shape) <= axis or shape[axis] == 1 for shape, axis in axes)
+
+
+def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -> bool | None:
+    """Compare where the samples should lie in a tensor with where they do: in a view of what an outermost module was called with.
+
+    Args:
+        calls: Calls of outermost modules.
+        given: A tensor that a module inside was called with.
+        layout: Where the samples should lie.
+
+    Returns:
+        Whether they do; ``None`` where the tensor is no view of such a tensor, or nobody holds it any more.
+    """
+    tensor = given.value if given.kept else given.origin()
+    for call in calls:
+        source = next((slot.origin() for slot in call.tensor_inputs if slot.shape), None)
+        if tensor is None or source is None or {tensor.layout, source.layout} != {torch.strided} or not tensor.numel():
+            continue
+        if tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+            continue
+        axis = 0 if _batch_first(call) else 1
+        start = min(source.storage_offset(), tensor.storage_offset())
+        ends = (t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in (source, tensor))
+        owners = torch.full((max(ends) - start + 1,), -1, dtype=torch.int32)  # of each place in memory
+        mine, theirs = (owners.as_strided(t.shape, t.stride(), t.storage_offset() - start) for t in (tensor, source))
+        theirs.copy_(along(torch.arange(source.shape[axis]), axis, source.dim()))
+        return tensor.dim() > layout.axis and bool((mine == along(label_tensor(layout.labels, owners.device), layout.axis, tensor.dim())).all())
+    return None
 
 
 def _batch_first(call: ModuleCall) -> bool:

@@ -6,53 +6,46 @@ depend on structure are raised here, before anything runs, in one error.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, lacks_batch, sample_axis
+from backpack.core.batches import lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
-from backpack.core.crossings import SPLIT, Gap, State, Way, is_of_parameter
+from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import sequence_number, shape_of
-from backpack.core.losses import refuse_as_loss, refuse_without_loss
+from backpack.core.losses import refuse_as_loss
 from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
 from backpack.core.refusals import (
-    ambiguous,
     bare,
     mixing,
+    nowhere,
     refuse_compiled,
     refuse_other_rows,
-    refuse_prediction,
     refuse_second_order,
     refuse_summed,
     single,
-    sizes,
-    unequal,
     unrecorded,
 )
-from backpack.core.samples import Layout, arrangement, first_axis, seen_through_reshape, settle, unite
-from backpack.core.slots import Edge, Slot
-from backpack.core.starts import Start, refuse_curved, start_at
+from backpack.core.samples import Layout, arrangement, seen_through_reshape, settle
+from backpack.core.slots import Slot
+from backpack.core.starts import refuse_curved
+from backpack.core.tracking import Tracking
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
 from backpack.utils.errors import BackpackError, merge
 
 
-class Plan:
+class Plan(Tracking):
     """What one backward pass has to do, node by node.
 
     Attributes:
-        walk: The graph.
         units: Node to the unit whose output it made.
         composites: Node to what it computes inside, for nodes that several rules stand for.
-        losses: Node to the loss that ends there.
         gaps: Node to gap, for all gaps from which something needed is reached.
-        states: Node to output number to state.
-        uses: Parameter to number of uses (units and edges of gaps).
         loose: Parameters that are used outside of all units.
-        arrivals: Edge to number of consumers that hand columns to it.
         concerned: Bit set of the parameters that it is about.
         whole: Whether autograd's gradients of parameters are those of all samples, and of nothing else; ``complete``: whether every node runs.
     """
@@ -60,26 +53,15 @@ class Plan:
     whole = complete = False
 
     def __init__(self, walk: Walk, roots: list[Node], second_order: bool, need: Need = Need.COLUMNS) -> None:
-        self.walk = walk
+        super().__init__(walk, second_order)
+        self._need = need
         self.units: dict[Node, Unit] = {}
         self.composites: dict[Node, Composite] = {}
-        self.losses: dict[Node, Start] = {}
         self.gaps: dict[Node, Gap] = {}
-        self.states: dict[Node, dict[int, State]] = {}
-        self.uses: dict[Parameter, int] = {}
         self.loose: list[Parameter] = []
-        self.arrivals: dict[Edge, int] = {}
-        self._samples_at: dict[Node, int] = {}
-        self.batches: dict[Parameter, int] = {}
-        self._above: set[Node] = set()
         self._bare: set[Node] = set()
-        self._curved: dict[Node, Node] = {}
-        self._unsure: set[Node] = set()
-        self._covered: set[Node] = set()
         self._claimed: set[ModuleCall] = set()
         self._passed: set[Node] = set()
-        self._refused, self._refusals = 0, []
-        self._second_order, self._need = second_order, need
         self.concerned = (1 << len(walk.parameters)) - 1
         if not walk.marks:
             raise unrecorded(self.walk, next(node for node, bits in walk.reach.items() if bits))
@@ -103,20 +85,13 @@ class Plan:
             except BackpackError as error:
                 error.about = error.about or self.walk.named(self.walk.reach[node])
                 self._note(error)
+        for doubt in self._doubts if not self._told else ():
+            self._note(doubt)
         if self._refusals:
             raise merge(self._refusals)
         if len(self.losses) > 1:
             for position, node in enumerate(sorted(self.losses, key=sequence_number)):
                 self.losses[node].call.order = position - len(self.losses)  # in front of all other calls
-
-    def _note(self, error: BackpackError) -> None:
-        """Go on after a refusal as if the parameters that it is about were left out: there may be others.
-
-        Args:
-            error: The refusal.
-        """
-        self._refusals.append(error)
-        self._refused |= self.walk.bits_of(frozenset(map(id, error.about)))
 
     def _visit(self, node: Node) -> None:
         """Choose unit or gap for a node, whose consumers have been visited.
@@ -135,13 +110,15 @@ class Plan:
         states = self.states.get(node)
         if states is None:
             for mark in marks:
-                if refusal := single(self.walk, node, mark.call) if mark.call.root else None:
+                if refusal := single(self.walk, node, mark.call) if mark.call.root or not self.states else None:
                     raise refusal
             if node in self._bare or node not in self._passed:
                 self._pass_without_samples(node)
             return
         for nr, state in states.items():
-            if state is not SPLIT and not state.plain:
+            if node in self._passed:  # autograd's gradient there is that of a product which has been read, too
+                states[nr] = SPLIT
+            elif state is not SPLIT and not state.plain:
                 states[nr] = settle(state)
         for mark in marks if SPLIT in states.values() else ():
             refuse_summed(self.walk, node, mark, self._samples_at[node])
@@ -151,52 +128,6 @@ class Plan:
                 self._unsure.discard(node)
         if not (self._choose_unit(node, states, marks) or self._choose_node(node, states)):
             self._cross(node, states)
-
-    def _start_at_loss(self, node: Node, marks: Iterable[Mark]) -> bool:
-        """Let samples start at the input of a loss.
-
-        Args:
-            node: Node at which the loss ends.
-            marks: Its marks.
-
-        Returns:
-            Whether a rule stands for the piece of the graph.
-        """
-        start = start_at(self.walk, node, marks, self._second_order, self._curved.get(node))
-        if start is None:
-            return False
-        self.losses[node] = start
-        self._covered |= start.inside
-        if not start.sure:
-            self._unsure.add(start.below[0])
-        self._arrive(start.below, start.layout, None, start.layout.samples)
-        return True
-
-    def _start_at_output(self, node: Node, mark: Mark) -> None:
-        """Let samples start at the outermost module's output, on axis 0 as a rule; inside, where nothing is known yet, at any call's output.
-
-        Args:
-            node: Node that made the output.
-            mark: Its mark.
-
-        Raises:
-            UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
-        """
-        call, known = mark.call, self.states.get(node, {}).get(mark.nr)
-        if mark.base or call.is_loss or (known is not None and not (call.root and call.module._modules)):
-            return
-        shape, axis = call.outputs[mark.index].shape, sample_axis(call, mark.index)
-        size = shape[axis] if axis < len(shape) else None
-        if size is None or (size != batch_of(call) and (known is not None or call.root)):
-            return
-        start = first_axis(size, axis)
-        if known is not None:
-            if size <= 1 or (known is not SPLIT and settle(known) == start):
-                return
-            if self._second_order:
-                refuse_prediction(call, shape, size, axis)
-        self.states.setdefault(node, {})[mark.nr] = start
-        self._samples_at[node] = size
 
     def _pass_without_samples(self, node: Node) -> None:
         """Go on above the place where the samples start: between the root and a loss, or along a path that no loss or module covers.
@@ -242,7 +173,8 @@ class Plan:
             if not isinstance(state, Layout) or not isinstance(given, Slot):
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
-            free = layout is not None and rule.any_batch_axis and layout.axis < len(call.outputs[0].shape) - rule.feature_axes(call)
+            axes = len(call.outputs[0].shape) - rule.feature_axes(call) if rule.any_batch_axis else 1
+            free = layout is not None and rule.any_batch_axis and layout.axis < axes
             if layout is None or (layout.axis != 0 and not free):
                 continue
             piece = self.walk.piece(node, call)
@@ -253,6 +185,8 @@ class Plan:
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
             if len(needed) > 1 or (needed and needed[0][0] != 0):
                 continue
+            if given.edge is None and node in self._guessed:
+                self._compare_with_data(node, call, layout, axes)
             unit = Unit(mark, piece.inside, {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits})
             unit.arrangement, unit.layout = arrangement(layout) if free else (None, layout)
             if needed:
@@ -340,60 +274,16 @@ class Plan:
                 self._note(mixing(self.walk, upstream[0], how))
             self._arrive(upstream[:2], crossing.arrives or SPLIT, node, self._samples_at[node])
 
-    def _arrive(self, edge: Edge, state: State, consumer: Node | None, samples: int) -> None:
-        """Note the state of an edge, seen from one of its consumers; refuse what lies there if two consumers see the samples differently.
-
-        Args:
-            edge: The edge.
-            state: State of the columns that arrive there.
-            consumer: The consumer; ``None`` for a loss.
-            samples: Size of the mini-batch.
-        """
-        node, nr = edge
-        if self._samples_at.setdefault(node, samples) != samples:
-            self._note(sizes(self.walk, edge, self._samples_at[node], samples))
-        self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
-        for group in (self._above, self._unsure):
-            if consumer in group:
-                group.add(node)
-        states = self.states.setdefault(node, {})
-        known = states.setdefault(nr, state)
-        if known is SPLIT or state is SPLIT:
-            states[nr] = SPLIT
-            layout = state if known is SPLIT else known
-            if layout is not SPLIT and layout.samples > 1 and node in self.walk.has_data:
-                how = f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
-                self._note(mixing(self.walk, node, how))
-        elif known is not state:
-            states[nr] = unite(known, state) or SPLIT  # what is made of parameters alone may be used by each sample in another way
-            if states[nr] is SPLIT and not is_of_parameter(node, self.walk.leaves):
-                self._note(ambiguous(self.walk, edge, known, state))
-
     def _use_at_leaf(self, node: Node) -> None:
         """Count the uses of a parameter, whose leaf this is, outside all units, and refuse those that cannot be attributed."""
         loose = self.arrivals.get((node, 0), 0)
-        if node in self._bare:
+        if node in self._bare and self.states:
             self._note(bare(self.walk, node))
-        elif loose and id(self.walk.leaves[node]) not in self.walk.recorded:
+        elif (loose or node in self._bare) and id(self.walk.leaves[node]) not in self.walk.recorded:
             self._note(unrecorded(self.walk, node))
+        elif node in self._bare:
+            self._note(nowhere(self.walk, node))
         elif loose:
             self._refuse_uncovered(node)
             self.loose.append(self.walk.leaves[node])
             self._count(node.variable, loose, self._samples_at[node])
-
-    def _count(self, parameter: Parameter, uses: int, samples: int) -> None:
-        """Count uses of a parameter; refuse it if other uses saw a mini-batch of another size.
-
-        Args:
-            parameter: The parameter.
-            uses: How many.
-            samples: Size of the mini-batch there.
-        """
-        self.uses[parameter] = self.uses.get(parameter, 0) + uses
-        before = self.batches.setdefault(parameter, samples)
-        if before != samples:
-            self._note(unequal(parameter, before, samples))
-
-    def _refuse_uncovered(self, node: Node) -> None:
-        if self._second_order and node in self._above:
-            refuse_without_loss(self.walk.named(self.walk.reach[node]), self.walk.calls)

@@ -20,6 +20,7 @@ from backpack.core.walk import Walk
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
 
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
+_RETURN = "Let the model return its predictions, with the samples on axis 0, and compute the loss of them."
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 """Where the classes of sharded modules and of sharded parameters come from."""
 
@@ -156,6 +157,48 @@ def bare(walk: Walk, node: Node) -> UnattributedError:
         "{exclude}.",
         walk.named(walk.reach[node]),
     )
+
+
+def nowhere(walk: Walk, node: Node) -> UnattributedError:
+    """Refuse parameters of models in which no place is known where the samples begin.
+
+    Args:
+        walk: The graph.
+        node: Node upstream of which the parameters lie.
+
+    Returns:
+        The error.
+    """
+    return UnattributedError(
+        "{names}: nothing on the way to the tensor on which backward was called is known to hold the samples. No outermost module returns as many "
+        f"rows as it was given samples{_counted(walk)}, nor does one inside. {_RETURN}",
+        walk.named(walk.reach[node]),
+    )
+
+
+def other_rows(walk: Walk, node: Node, call: ModuleCall, layout: Layout, certain: bool = True) -> UnsupportedError:
+    """Refuse a model that returns its loss, where rows of a module inside could be taken for samples, but are, or may be, something else.
+
+    Args:
+        walk: The graph.
+        node: Node of the output of a module.
+        call: Its call, with data.
+        layout: Where the samples would lie.
+        certain: Whether the data say that they are something else.
+
+    Returns:
+        The error.
+    """
+    found = "the model's input says otherwise" if certain else "as many entries are on another axis, too; a mini-batch of another size tells"
+    return UnsupportedError(
+        f"The model returns its loss, so that samples can only be told from the modules inside: {call} was called with a tensor of shape "
+        f"{list(call.inputs[0].shape)}, and the {layout.samples} samples would lie on its axis {layout.axis}, but {found}. {_RETURN}",
+        walk.named(walk.reach[node]),
+    )
+
+
+def _counted(walk: Walk) -> str:
+    return f" ({', '.join(map(str, sorted(walk.batches)))})" if walk.batches else ""
 
 
 def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> UnsupportedError:

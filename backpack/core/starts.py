@@ -116,7 +116,7 @@ class Start(NamedTuple):
         below: Edge of the prediction.
         layout: Where the samples lie in the prediction.
         inside: Graph nodes that it stands for.
-        sure: Whether a module's output has told where the samples lie; otherwise every row has been taken for a sample.
+        sure: Whether it is known where the samples lie; otherwise every row has been taken for a sample, which a module's output has to confirm.
     """
 
     call: ModuleCall | LossNode
@@ -188,10 +188,12 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
     if not has_samples(call, second_order):
         return None
     dim = 1 if isinstance(call.derivatives, CrossEntropyLossDerivatives) else None
-    layout = _find_samples(walk, below, dim) or first_axis(call.inputs[0].shape[0])
-    if second_order and layout.axis:
+    layout = _find_samples(walk, below, dim)
+    if layout is None and not second_order:
+        return None  # samples begin at the output of a module
+    if layout is not None and second_order and layout.axis:
         _refuse_axis(call.path, below, layout)
-    return Start(call, mark.nr, below, layout, piece.inside, True)
+    return Start(call, mark.nr, below, layout or first_axis(call.inputs[0].shape[0]), piece.inside, layout is not None)
 
 
 def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
@@ -237,6 +239,26 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     call = LossNode(node, below, axes)
     has_samples(call, True)
     return Start(call, 0, below, layout, set(), sure)
+
+
+def start_at_output(walk: Walk, mark: Mark, known: bool) -> Layout | None:
+    """Say where the samples lie in an output: on axis 0 of what outermost modules return, as a rule; inside, on that of as many rows as samples.
+
+    Args:
+        walk: The graph.
+        mark: What a call left on the node of the output.
+        known: Whether samples have arrived there from a loss: then only a model has a say.
+
+    Returns:
+        The layout; ``None`` if the output does not tell.
+    """
+    call, shape = mark.call, mark.call.outputs[mark.index].shape
+    if mark.base or call.is_loss or (known and not (call.root and call.module._modules)):
+        return None
+    axis = sample_axis(call, mark.index)
+    size = shape[axis] if axis < len(shape) else None
+    expected = {batch_of(call)} if call.root else walk.batches or {size}
+    return first_axis(size, axis) if size is not None and size in expected else None
 
 
 def refuse_curved(node: Node, curved: Node) -> None:
@@ -285,10 +307,11 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     Returns:
         The layout; ``None`` where something else than reshaping, selecting and element-wise operations lies in between.
     """
-    found = _samples_at(walk, edge)
+    found, shape = _samples_at(walk, edge), shape_of(edge)
     if found is not None and found[0] >= 0:
         return first_axis(*found)
-    shape = shape_of(edge)
+    if walk.single:
+        return _of_one(shape, dim)
     if found is not None:
         return first_axis(shape[0])
     positions, device = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape)), tensor_at(edge).device
@@ -317,9 +340,8 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
         return first_axis(shape[0])
     if digits is None:
         return first_axis(samples, axis_there)
-    if samples <= 1 or not count:  # any axis would do
-        axis = next(axis for axis in range(len(shape)) if axis != dim)
-        return Layout(axis, (0,) * shape[axis], samples)
+    if samples <= 1 or not count:
+        return _of_one(shape, dim, samples)
     numbers = sum(part.long() * power for part, power in zip(digits, powers, strict=True))
     known = numbers > 0
     if known.sum() != shape.numel():
@@ -330,6 +352,21 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     if (labels[numbers[known] - 1] != owners).any():
         return None  # the classes of a position belong to different samples
     return layout_of(labels.reshape(positions), torch.ones(positions, dtype=torch.bool, device=device), samples, 0)
+
+
+def _of_one(shape: torch.Size, dim: int | None, samples: int = 1) -> Layout:
+    """Give all entries of a prediction to the only sample: any axis would do.
+
+    Args:
+        shape: Shape of the prediction.
+        dim: Axis of classes; ``None`` if there is none.
+        samples: Number of samples, one or none.
+
+    Returns:
+        The layout.
+    """
+    axis = next(axis for axis in range(len(shape)) if axis != dim)
+    return Layout(axis, (0,) * shape[axis], samples)
 
 
 def _samples_at(walk: Walk, edge: Edge) -> tuple[int, int] | None:

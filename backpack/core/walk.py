@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of
+from backpack.core.batches import batch_of, is_single
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
@@ -321,6 +321,12 @@ class Walk:
     def batches(self) -> set[int]:
         """Numbers of samples with which outermost modules were called."""
         return {batch for call in self.calls if call.root and not call.is_loss and (batch := batch_of(call)) is not None}
+
+    @cached_property
+    def single(self) -> bool:
+        """Whether the mini-batch is one sample, to which everything belongs."""
+        outermost = [call for call in self.calls if call.root and not call.is_loss]
+        return bool(outermost) and all(map(is_single, outermost))
 
     @cached_property
     def recorded(self) -> set[int]:

@@ -1,0 +1,166 @@
+"""Tracking: where the samples of the mini-batch lie on each edge of the graph, from where that is known, and who disagrees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from backpack.core.batches import agrees_with_data
+from backpack.core.calls import Mark, ModuleCall
+from backpack.core.crossings import SPLIT, State, is_of_parameter
+from backpack.core.graph import shape_of
+from backpack.core.losses import refuse_without_loss
+from backpack.core.refusals import ambiguous, mixing, other_rows, refuse_prediction, sizes, unequal
+from backpack.core.samples import Layout, settle, unite
+from backpack.core.slots import Edge
+from backpack.core.starts import Start, start_at, start_at_output
+from backpack.core.walk import Walk
+from backpack.utils.errors import BackpackError
+
+
+class Tracking:
+    """What is known of the samples while a graph is followed from consumers to producers.
+
+    Attributes:
+        walk: The graph.
+        losses: Node to the loss that ends there.
+        states: Node to output number to state.
+        uses: Parameter to number of uses (units and edges of gaps).
+        arrivals: Edge to number of consumers that hand columns to it.
+        batches: Parameter to size of the mini-batch at its uses.
+    """
+
+    def __init__(self, walk: Walk, second_order: bool) -> None:
+        self.walk, self._second_order = walk, second_order
+        self.losses: dict[Node, Start] = {}
+        self.states: dict[Node, dict[int, State]] = {}
+        self.uses: dict[Parameter, int] = {}
+        self.arrivals: dict[Edge, int] = {}
+        self.batches: dict[Parameter, int] = {}
+        self._samples_at: dict[Node, int] = {}
+        self._above: set[Node] = set()
+        self._curved: dict[Node, Node] = {}
+        self._unsure: set[Node] = set()
+        self._guessed: set[Node] = set()
+        self._covered: set[Node] = set()
+        self._told, self._doubts = False, []
+        self._refused, self._refusals = 0, []
+
+    def _note(self, error: BackpackError) -> None:
+        """Go on after a refusal as if the parameters that it is about were left out: there may be others.
+
+        Args:
+            error: The refusal.
+        """
+        self._refusals.append(error)
+        self._refused |= self.walk.bits_of(frozenset(map(id, error.about)))
+
+    def _start_at_loss(self, node: Node, marks: Iterable[Mark]) -> bool:
+        """Let samples start at the input of a loss.
+
+        Args:
+            node: Node at which the loss ends.
+            marks: Its marks.
+
+        Returns:
+            Whether a rule stands for the piece of the graph.
+        """
+        start = start_at(self.walk, node, marks, self._second_order, self._curved.get(node))
+        if start is None:
+            return False
+        self.losses[node] = start
+        self._covered |= start.inside
+        self._guessed.add(start.below[0])
+        if not start.sure:
+            self._unsure.add(start.below[0])
+        self._arrive(start.below, start.layout, None, start.layout.samples)
+        return True
+
+    def _start_at_output(self, node: Node, mark: Mark) -> None:
+        """Let samples start at the output of a call, if it tells where they lie.
+
+        Args:
+            node: Node that made the output.
+            mark: Its mark.
+
+        Raises:
+            UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
+        """
+        call, known = mark.call, self.states.get(node, {}).get(mark.nr)
+        start = start_at_output(self.walk, mark, known is not None)
+        if start is None:
+            return
+        (self._guessed.discard if call.root else self._guessed.add)(node)
+        size = start.samples
+        if known is not None:
+            if size == self._samples_at[node] and (size <= 1 or (known is not SPLIT and settle(known) == start)):
+                return
+            if self._second_order:
+                refuse_prediction(call, call.outputs[mark.index].shape, size, start.axis)
+        self.states.setdefault(node, {})[mark.nr] = start
+        self._samples_at[node] = size
+
+    def _compare_with_data(self, node: Node, call: ModuleCall, layout: Layout, axes: int) -> None:
+        """Refuse rows that a module inside was taken to have for samples, where what it was called with says, or may say, something else.
+
+        Args:
+            node: Node of the output.
+            call: A call with data.
+            layout: Where the samples are taken to lie.
+            axes: Number of axes on which they may.
+        """
+        outermost = [outer for outer in self.walk.calls if outer.root and outer.module._modules and not outer.is_loss]
+        agrees = agrees_with_data(outermost, call.inputs[0], layout)
+        self._told = self._told or agrees is True
+        if agrees is False:
+            self._note(other_rows(self.walk, node, call, layout))
+        elif agrees is None and layout.samples > 1 and call.outputs[0].shape[:axes].count(layout.samples) > 1:
+            self._doubts.append(other_rows(self.walk, node, call, layout, False))
+
+    def _arrive(self, edge: Edge, state: State, consumer: Node | None, samples: int) -> None:
+        """Note the state of an edge, seen from one of its consumers; refuse what lies there if two consumers see the samples differently.
+
+        Args:
+            edge: The edge.
+            state: State of the columns that arrive there.
+            consumer: The consumer; ``None`` for a loss.
+            samples: Size of the mini-batch.
+        """
+        node, nr = edge
+        if self._samples_at.setdefault(node, samples) != samples:
+            self._note(sizes(self.walk, edge, self._samples_at[node], samples))
+        self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
+        for group in (self._above, self._unsure, self._guessed):
+            if consumer in group:
+                group.add(node)
+        states = self.states.setdefault(node, {})
+        known = states.setdefault(nr, state)
+        if known is SPLIT or state is SPLIT:
+            states[nr] = SPLIT
+            layout = state if known is SPLIT else known
+            if layout is not SPLIT and layout.samples > 1 and node in self.walk.has_data:
+                how = f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
+                self._note(mixing(self.walk, node, how))
+        elif known is not state:
+            states[nr] = unite(known, state) or SPLIT  # what is made of parameters alone may be used by each sample in another way
+            if states[nr] is SPLIT and not is_of_parameter(node, self.walk.leaves):
+                self._note(ambiguous(self.walk, edge, known, state))
+
+    def _count(self, parameter: Parameter, uses: int, samples: int) -> None:
+        """Count uses of a parameter; refuse it if other uses saw a mini-batch of another size.
+
+        Args:
+            parameter: The parameter.
+            uses: How many.
+            samples: Size of the mini-batch there.
+        """
+        self.uses[parameter] = self.uses.get(parameter, 0) + uses
+        before = self.batches.setdefault(parameter, samples)
+        if before != samples:
+            self._note(unequal(parameter, before, samples))
+
+    def _refuse_uncovered(self, node: Node) -> None:
+        if self._second_order and node in self._above:
+            refuse_without_loss(self.walk.named(self.walk.reach[node]), self.walk.calls)

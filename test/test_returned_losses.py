@@ -1,0 +1,180 @@
+"""Models that return their loss: where the samples lie can only be told from the modules inside; exact, or refused, never rows taken for samples."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_extensions import close
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, results
+from backpack.extensions import BatchDiagGGNExact, BatchGrad, Variance
+from backpack.utils.errors import BackpackError
+
+
+class Model(nn.Module):
+    """Two layers; how they are applied, and to what, is what the cases are about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 3), nn.Linear(3, 4)
+
+    def scores(self, x: Tensor) -> Tensor:
+        """Scores of four classes."""
+        return self.head(self.body(x).tanh())
+
+
+class Rows(Model):
+    """``[N, 4]``; one row a sample."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x), y)
+
+
+class Positions(Model):
+    """``[N, T, 4]``, flattened for the loss."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x).flatten(0, 1), y.flatten())
+
+
+class Shifted(Model):
+    """``[N, T, 4]``, without its last position: another view of what was given."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x[:, :-1]).transpose(1, 2), y[:, 1:])
+
+
+class TimeFirst(Model):
+    """``[N, T, 4]``, computed as ``[T, N, 4]``."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x.transpose(0, 1)).mean(0), y[:, 0])
+
+
+class TimeFirstCopy(Model):
+    """The same, with a copy, of which nobody can tell that it is one."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x.transpose(0, 1).contiguous()).mean(0), y[:, 0])
+
+
+class Chunks(Model):
+    """``[N, 4]``; the loss over parts of the mini-batch."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        parts = zip(self.body(x).tanh().chunk(2), y.chunk(2), strict=True)
+        return sum(F.cross_entropy(self.head(h), part, reduction="sum") for h, part in parts) / len(y)
+
+
+class Sequences(Model):
+    """``[N, T, 4]``; the loss of one sequence after the other."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return sum(F.cross_entropy(self.head(h), one) for h, one in zip(self.body(x).tanh(), y, strict=True)) / len(y)
+
+
+class Tokens(Model):
+    """``[N, T, 4]``; the loss over parts of all tokens."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        parts = zip(self.body(x).tanh().flatten(0, 1).split(2), y.flatten().split(2), strict=True)
+        return sum(F.cross_entropy(self.head(h), part, reduction="sum") for h, part in parts) / y.numel()
+
+
+class Bag(Model):
+    """``[N, T, 4]``; a sample is a bag of rows."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x.flatten(0, 1)).view(len(x), -1, 4).mean(1), y[:, 0])
+
+
+class Cast(Model):
+    """``[N, T, 4]`` in another precision, so that nobody can tell where the rows come from."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x.float().double()).flatten(0, 1), y.flatten())
+
+
+def given(cls: type[Model], samples: int, length: int) -> tuple[Model, Tensor, Tensor]:
+    torch.manual_seed(0)
+    shape = (samples,) if cls in (Rows, Chunks) else (samples, length)
+    return cls().double(), torch.randn(*shape, 4, dtype=torch.float64), torch.randint(4, shape)
+
+
+def check(cls: type[Model], samples: int, length: int, extensions: tuple) -> None:
+    model, x, y = given(cls, samples, length)
+    alone = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]) / samples, tuple(model.parameters())) for n in range(samples)]
+    curvatures = [ggn_diagonal(model, x[n : n + 1], y[n : n + 1], samples) for n in range(samples)]
+    extend(model)
+    with backpack(*extensions):
+        model(x, y).backward()
+    for i, parameter in enumerate(model.parameters()):
+        expected = torch.stack([gradients[i] for gradients in alone])
+        for extension in extensions:
+            found = getattr(parameter, extension.savefield)
+            if isinstance(extension, BatchGrad):
+                close(found, expected)
+            elif isinstance(extension, Variance):
+                close(found, expected.var(0, correction=0))
+            else:
+                close(found, torch.stack([diagonals[i] for diagonals in curvatures]))
+
+
+def ggn_diagonal(model: Model, x: Tensor, y: Tensor, samples: int) -> list[Tensor]:
+    """The generalized Gauss-Newton of the cross-entropies of one sample, from Jacobians of its scores."""
+    taken: list[Tensor] = []
+    original = F.cross_entropy
+
+    def take(scores: Tensor, labels: Tensor) -> Tensor:
+        taken.append(scores.movedim(1, -1).flatten(0, -2))
+        return original(scores, labels)
+
+    F.cross_entropy = take
+    try:
+        model(x, y)
+    finally:
+        F.cross_entropy = original
+    rows = torch.cat(taken)
+    diagonals = [torch.zeros_like(p) for p in model.parameters()]
+    for row in rows:
+        p = row.softmax(0).detach()
+        hessian = (p.diag() - p.outer(p)) / (len(rows) * samples)
+        jacobians = [torch.autograd.grad(entry, tuple(model.parameters()), retain_graph=True) for entry in row]
+        for i, diagonal in enumerate(diagonals):
+            jacobian = torch.stack([columns[i] for columns in jacobians])
+            diagonal.add_(torch.einsum("c...,cd,d...->...", jacobian, hessian, jacobian))
+    return diagonals
+
+
+FIRST = (BatchGrad(), Variance())
+SECOND = (BatchDiagGGNExact(),)
+
+
+@pytest.mark.parametrize("cls", [Rows, Positions, Shifted, Cast])
+@pytest.mark.parametrize(("samples", "length"), [(1, 2), (1, 4), (2, 3), (3, 2), (5, 3)])
+def test_one_row_a_sample(cls: type[Model], samples: int, length: int) -> None:
+    """Where modules inside return as many rows as the model is given samples, these are the samples."""
+    check(cls, samples, length, FIRST + SECOND)
+
+
+@pytest.mark.parametrize("cls", [Rows, Positions, Shifted])
+@pytest.mark.parametrize("length", [3, 4])
+def test_as_many_positions_as_samples(cls: type[Model], length: int) -> None:
+    """What the first layer is given is a view of what the model is given, which tells samples and positions apart."""
+    check(cls, length, length, FIRST + SECOND)
+
+
+@pytest.mark.parametrize(
+    ("cls", "samples", "length"),
+    [(TimeFirst, 3, 3), (TimeFirstCopy, 3, 3), (Cast, 3, 3), (Chunks, 4, 0), (Sequences, 3, 3), (Sequences, 3, 2), (Tokens, 2, 4), (Bag, 3, 2)],
+)
+@pytest.mark.parametrize("extensions", [FIRST, SECOND], ids=["first", "second"])
+def test_rows_that_may_be_something_else(cls: type[Model], samples: int, length: int, extensions: tuple) -> None:
+    """Rows are refused that are not as many as samples, that come from elsewhere, or that could as well be positions."""
+    model, x, y = given(cls, samples, length)
+    extend(model)
+    with pytest.raises(BackpackError), backpack(*extensions):
+        model(x, y).backward()
+    assert results(model) == {}
