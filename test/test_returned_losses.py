@@ -46,6 +46,13 @@ class Shifted(Model):
         return F.cross_entropy(self.scores(x[:, :-1]).transpose(1, 2), y[:, 1:])
 
 
+class Functional(Model):
+    """``[N, 4]``, without calling the last layer."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(self.body(x).tanh(), self.head.weight, self.head.bias), y)
+
+
 class TimeFirst(Model):
     """``[N, T, 4]``, computed as ``[T, N, 4]``."""
 
@@ -99,7 +106,7 @@ class Cast(Model):
 
 def given(cls: type[Model], samples: int, length: int) -> tuple[Model, Tensor, Tensor]:
     torch.manual_seed(0)
-    shape = (samples,) if cls in (Rows, Chunks) else (samples, length)
+    shape = (samples,) if cls in (Rows, Functional, Chunks) else (samples, length)
     return cls().double(), torch.randn(*shape, 4, dtype=torch.float64), torch.randint(4, shape)
 
 
@@ -152,7 +159,7 @@ FIRST = (BatchGrad(), Variance())
 SECOND = (BatchDiagGGNExact(),)
 
 
-@pytest.mark.parametrize("cls", [Rows, Positions, Shifted, Cast])
+@pytest.mark.parametrize("cls", [Rows, Positions, Shifted, Functional, Cast])
 @pytest.mark.parametrize(("samples", "length"), [(1, 2), (1, 4), (2, 3), (3, 2), (5, 3)])
 def test_one_row_a_sample(cls: type[Model], samples: int, length: int) -> None:
     """Where modules inside return as many rows as the model is given samples, these are the samples."""

@@ -7,6 +7,7 @@ whatever is linear in log-probabilities, from there to the root, is a cross-entr
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from backpack.core.samples import Layout, along, first_axis, layout_of
 from backpack.core.slots import Edge, Slot
 from backpack.core.state import recording
 from backpack.core.walk import Walk
-from backpack.utils.errors import LossValueError, UnsupportedError
+from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
 _REDUCTIONS = ("none", "mean", "sum")
 _DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
@@ -158,7 +159,11 @@ def start_at(walk: Walk, node: Node, marks: Iterable[Mark], second_order: bool, 
         start = _start_of_call(walk, node, mark, second_order) if mark.call.is_loss and not mark.base else None
         if start is not None:
             return start
-    return _start_of_node(walk, node, curved) if second_order else None
+    if second_order:
+        return _start_of_node(walk, node, curved)
+    with suppress(BackpackError):  # first-order quantities need no loss: if it tells where samples lie, all the better
+        return _start_of_node(walk, node, None) if operation(node) in FUNCTIONS and walk.returns_loss else None
+    return None
 
 
 def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> Start | None:

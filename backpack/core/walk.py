@@ -329,6 +329,12 @@ class Walk:
         return bool(outermost) and all(map(is_single, outermost))
 
     @cached_property
+    def returns_loss(self) -> bool:
+        """Whether no outermost module has returned as many rows as it was given samples."""
+        outermost = [call for call in self.calls if call.root and not call.is_loss]
+        return not any(batch_of(call) in slot.shape for call in outermost for slot in call.outputs)
+
+    @cached_property
     def recorded(self) -> set[int]:
         """Ids of the parameters of all modules of which a call was recorded."""
         return {id(p) for call in self.calls if not call.is_loss for p in call.module.parameters()}
