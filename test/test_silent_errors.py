@@ -13,8 +13,22 @@ from torch import Tensor, nn
 from torch.nn import AvgPool2d, BatchNorm1d, Conv2d, CrossEntropyLoss, Flatten, Linear, Module, MSELoss, Sequential, Tanh
 
 from backpack import backpack, extend, leave_out, results
+from backpack.core.derivatives.kinds import LinearMapDerivatives
+from backpack.core.derivatives.registry import register
 from backpack.custom_module.permute import Permute
-from backpack.extensions import KFRA, PCHMP, BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
+from backpack.extensions import (
+    GGNMP,
+    KFRA,
+    PCHMP,
+    BatchDiagGGNExact,
+    BatchDiagHessian,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagHessian,
+    SumGradSquared,
+    Variance,
+)
 from backpack.utils.errors import OverwrittenError
 
 N = 3
@@ -29,13 +43,15 @@ def build(make: Callable[[], Module], shape: tuple[int, ...], loss: Callable[[],
     return problem
 
 
-def check(make: Callable[[], Problem]) -> None:
-    """Everything that has been wrong elsewhere equals the oracle, for every parameter."""
+def check(make: Callable[[], Problem], meanwhile: Callable[[Problem], object] = lambda problem: None) -> None:
+    """Everything that has been wrong elsewhere equals the oracle, for every parameter; what happens after the forward pass changes nothing."""
     problem, oracle = make(), Oracle(make())
     for module in (problem.model, *problem.losses):
         extend(module)
-    with backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance(), BatchDiagGGNExact(), DiagGGNExact()):
-        problem.loss(problem.outputs()).backward()
+    with backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance(), BatchDiagGGNExact(), DiagGGNExact(), BatchDiagHessian()):
+        loss = problem.loss(problem.outputs())
+        meanwhile(problem)
+        loss.backward()
     diagonals = oracle.diag_ggn_batch(oracle.hessian_exact)
     expected = {
         "grad_batch": oracle.grad_batch,
@@ -44,6 +60,7 @@ def check(make: Callable[[], Problem]) -> None:
         "variance": oracle.variance,
         "diag_ggn_exact_batch": diagonals,
         "diag_ggn_exact": sum_batch(diagonals),
+        "diag_h_batch": oracle.diag_h_batch,
     }
     names = [name for name, _ in problem.model.named_parameters()]
     assert list(results(problem.model)) == names
@@ -233,6 +250,254 @@ def test_forward_passes_without_backward() -> None:
     finally:
         gc.enable()
     assert not any("output" in vars(module) or "input0" in vars(module) for module in model.modules())
+
+
+# --- options of a module that are others in its next call, or after it -----------------------------------------------------------------------------
+
+
+class Calls(Module):
+    """A module is called several times, each time with other options, and is left with those of the last call."""
+
+    def __init__(self, module: Module, *options: dict[str, object], before: Module | None = None) -> None:
+        super().__init__()
+        self.module, self.options, self.before = module, options, nn.Identity() if before is None else before
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, outputs = self.before(x), []
+        for options in self.options:
+            for name, value in options.items():
+                setattr(self.module, name, value)
+            outputs.append(torch.tanh(self.module(x)).flatten(1))
+        return torch.cat(outputs, 1)
+
+
+def statistics(mean: float, variance: float) -> dict[str, Tensor]:
+    mean, variance = torch.tensor([mean, 2 * mean, 0.5]), torch.tensor([variance, 1.0, 2 * variance])
+    return {"running_mean": mean.double(), "running_var": variance.double()}
+
+
+CALLS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
+    "dilation": (lambda: Calls(nn.Conv1d(2, 3, 3), *({"dilation": (d,), "padding": (d,)} for d in (1, 2, 3))), (2, 5)),
+    "stride": (lambda: Calls(nn.ConvTranspose1d(2, 2, 2), *({"stride": (d,)} for d in (1, 2))), (2, 3)),
+    "padding mode": (lambda: Calls(nn.Conv1d(2, 3, 3, 1, 1), *({"padding_mode": m} for m in ("circular", "reflect", "zeros"))), (2, 5)),
+    "slope": (lambda: Calls(nn.LeakyReLU(), *({"negative_slope": s} for s in (0.1, 0.9)), before=Linear(4, 3)), (4,)),
+    "beta": (lambda: Calls(nn.Softplus(), *({"beta": s} for s in (0.5, 2.0)), before=Linear(4, 3)), (4,)),
+    "pyramid": (lambda: Calls(AvgPool2d(1), *({"kernel_size": k, "stride": k} for k in (1, 2, [3, 2])), before=Conv2d(1, 2, 2)), (1, 4, 4)),
+    "epsilon": (lambda: Calls(nn.LayerNorm(3), *({"eps": e} for e in (0.1, 1.0)), before=Linear(4, 3)), (4,)),
+    "groups": (lambda: Calls(nn.GroupNorm(2, 4), *({"num_groups": g} for g in (1, 2)), before=Linear(3, 4)), (3,)),
+    "domains": (lambda: Calls(BatchNorm1d(3).eval(), statistics(0.3, 2.0), statistics(-1.0, 0.5), before=Linear(4, 3)), (4,)),
+    "softmax": (lambda: Calls(nn.Softmax(1), *({"dim": d} for d in (2, 1)), before=Conv2d(1, 2, 2)), (1, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_each_call_of_a_module_has_its_own_options(name: str) -> None:
+    check(lambda: build(*CALLS[name]))
+
+
+def change(number: int, **options: object) -> Callable[[Problem], None]:
+    return lambda problem: [setattr(problem.model[number], name, value) for name, value in options.items()]
+
+
+def between(module: Callable[[], Module]) -> Callable[[], Problem]:
+    return lambda: build(lambda: Sequential(Linear(4, 3), module(), Linear(3, 2)), (4,))
+
+
+class Default(nn.LeakyReLU):
+    """Its slope is an attribute of the class, until one is set."""
+
+    negative_slope = 0.1
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.negative_slope
+
+
+class Shifted(Module):
+    """Without a rule: where a rule is needed, it is run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.power = nn.Parameter(torch.rand(3)), 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.shift) ** self.power
+
+
+CHANGES: dict[str, tuple[Callable[[], Problem], Callable[[Problem], object]]] = {
+    "slope": (between(lambda: nn.LeakyReLU(0.1)), change(1, negative_slope=0.9)),
+    "epsilon": (between(lambda: nn.LayerNorm(3)), change(1, eps=1.0)),
+    "statistics": (between(lambda: BatchNorm1d(3).eval()), change(1, **statistics(1.0, 2.0))),
+    "no statistics": (between(lambda: BatchNorm1d(3).eval()), change(1, running_mean=None, running_var=None)),
+    "a default": (between(Default), change(1, negative_slope=0.9)),
+    "a list": (
+        lambda: build(lambda: Sequential(Conv2d(1, 2, 2), AvgPool2d([2, 2], 1, [1, 0])), (1, 4, 4)),
+        lambda problem: problem.model[1].padding.reverse(),
+    ),
+    "dilation of many positions": (
+        lambda: build(lambda: Sequential(nn.Conv1d(2, 3, 3, padding=2, dilation=2), Tanh(), Flatten()), (2, 40)),
+        change(0, dilation=(1,), padding=(1,)),
+    ),
+    "windows": (lambda: build(lambda: Sequential(Conv2d(1, 2, 2), AvgPool2d(3, 1)), (1, 4, 4)), change(1, padding=1)),
+    "mode": (lambda: build(lambda: Sequential(Conv2d(1, 2, 2), nn.Upsample((3, 3))), (1, 3, 3)), change(1, mode="bilinear")),
+    "reduction": (
+        lambda: build(mlp, (4,), lambda: CrossEntropyLoss(reduction="sum")),
+        lambda problem: vars(problem.losses[0]).update(reduction="mean"),
+    ),
+    "weights": (lambda: build(mlp, (4,), CrossEntropyLoss), lambda problem: setattr(problem.losses[0], "weight", torch.tensor([5, 1, 0.1]).double())),
+    "smoothing": (
+        lambda: build(mlp, (4,), lambda: CrossEntropyLoss(torch.tensor([5, 1, 0.1]).double(), label_smoothing=0.1)),
+        lambda problem: vars(problem.losses[0]).update(label_smoothing=0.5),
+    ),
+    "no weights": (
+        lambda: build(mlp, (4,), lambda: CrossEntropyLoss(torch.tensor([5, 1, 0.1]).double())),
+        lambda problem: setattr(problem.losses[0], "weight", None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_options_that_change_after_the_forward_pass(name: str) -> None:
+    check(*CHANGES[name])
+
+
+def test_padding_index_that_changes_after_the_forward_pass() -> None:
+    table, head = extend(nn.Embedding(4, 2, padding_idx=1)).double(), extend(Linear(2, 2)).double()
+    x = torch.tensor([[0, 1, 2], [1, 1, 3]])
+    loss = extend(MSELoss())(head(torch.tanh(table(x))), torch.zeros(2, 3, 2, dtype=torch.float64))
+    table.padding_idx = 2
+    with backpack(BatchGrad()):
+        loss.backward()
+    close(table.weight.grad_batch.sum(0), table.weight.grad)
+    assert table.weight.grad[2].any()
+    assert not table.weight.grad[1].any()
+
+
+LOSSES: dict[str, tuple[Module, list[dict[str, object]]]] = {
+    "weight": (CrossEntropyLoss(), [{"weight": torch.tensor(w).double()} for w in ([1.0, 2.0, 3.0], [5.0, 1.0, 0.1])]),
+    "reduction": (CrossEntropyLoss(), [{"reduction": r} for r in ("none", "sum", "mean")]),
+    "ignored": (CrossEntropyLoss(), [{"ignore_index": i} for i in (0, 1)]),
+    "delta": (nn.HuberLoss(), [{"delta": d} for d in (0.1, 10.0)]),
+    "positive weights": (nn.BCEWithLogitsLoss(), [{"pos_weight": torch.tensor(w).double()} for w in ([1.0, 2.0, 3.0], [5.0, 1.0, 0.1])]),
+    "margin": (nn.SoftMarginLoss(), [{"reduction": r} for r in ("sum", "mean")]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_call_of_a_loss_has_its_own_options(name: str) -> None:
+    """The curvature of the sum, as autograd has it, is that of each call as it was; here also with the options of before set again afterwards."""
+    torch.manual_seed(0)
+    loss, options = LOSSES[name]
+    model, x = extend(Linear(4, 3).double()), torch.randn(5, 4, dtype=torch.float64)
+    y = torch.tensor([0, 1, 2, 1, 0]) if isinstance(loss, CrossEntropyLoss) else torch.rand(5, 3, dtype=torch.float64)
+
+    def total(out: Tensor, restore: bool) -> Tensor:
+        value = 0.0
+        for some in options:
+            before = {name: getattr(loss, name) for name in some}
+            for key, option in some.items():
+                setattr(loss, key, option)
+            value = value + (loss(out, y) * torch.arange(1.0, 6.0).double() if loss.reduction == "none" else loss(out, y)).sum()
+            for key, option in before.items() if restore else ():
+                setattr(loss, key, option)
+        return value
+
+    out = model(x).detach()
+    expected = torch.autograd.functional.hessian(lambda z: total(z, False), out).diagonal(dim1=0, dim2=2).diagonal(dim1=0, dim2=1).sum(0)
+    extend(loss)
+    for restore in (False, True):
+        for extension in (DiagGGNExact(), DiagHessian()):
+            with backpack(extension):
+                total(model(x), restore).backward()
+            close(getattr(model.bias, extension.savefield), expected)
+
+
+def test_product_that_is_taken_after_options_have_changed() -> None:
+    def make() -> Problem:
+        return build(lambda: Sequential(Linear(4, 3), nn.LeakyReLU(0.1), BatchNorm1d(3).eval(), Shifted()), (4,))
+
+    problem, oracle = make(), Oracle(make())
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(GGNMP()):
+        problem.loss(problem.outputs()).backward()
+    change(1, negative_slope=0.9)(problem)
+    change(2, eps=1.0, **statistics(1.0, 2.0))(problem)
+    change(3, power=3)(problem)
+    bias = problem.model[0].bias
+    close(bias.ggnmp(torch.eye(3).double()).detach(), oracle.ggn_blocks(oracle.hessian_exact)["0.bias"])
+
+
+def test_buffers_of_a_functional_call() -> None:
+    """They are in the module as long as the call takes."""
+    torch.manual_seed(0)
+    problem, mine = between(lambda: BatchNorm1d(3).eval())(), statistics(0.3, 2.0)
+    expected = between(lambda: BatchNorm1d(3).eval())()
+    change(1, **mine)(expected)
+    oracle, model = Oracle(expected), extend(problem.model)
+    out = torch.func.functional_call(model, {f"1.{name}": value for name, value in mine.items()}, (problem.x,))
+    with backpack(BatchGrad(), DiagGGNExact()):
+        extend(problem.losses[0])(out, problem.terms[0].target).backward()
+    for name, param in model.named_parameters():
+        close(param.grad_batch, oracle.grad_batch[name])
+        close(param.diag_ggn_exact, oracle.diag_ggn_batch(oracle.hessian_exact)[name].sum(0))
+
+
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_buffer_that_is_overwritten_after_the_forward_pass(name: str) -> None:
+    problem = between(lambda: BatchNorm1d(3).eval())()
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    loss = problem.loss(problem.outputs())
+    getattr(problem.model[1], name).add_(1)
+    with backpack(BatchGrad()), pytest.raises(OverwrittenError, match=rf"{name} of 1 was changed in place.*BatchNorm1d"):
+        loss.backward()
+    assert results(problem.model) == {}
+
+
+class Remembers(Module):
+    """Keeps its last output as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = 2 * x
+        return self.last
+
+
+def test_buffers_with_a_graph() -> None:
+    """A call that held the output would hold itself, and nobody would collect the two."""
+    register(Remembers, LinearMapDerivatives)
+    model, lossfunc, x = extend(Sequential(Linear(4, 3), Remembers())), extend(MSELoss()), torch.randn(N, 4)
+
+    def step() -> None:
+        lossfunc(model(x), torch.zeros(N, 3))
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        before = sum(issubclass(type(obj), Tensor) for obj in gc.get_objects())
+        for _ in range(50):
+            step()
+        assert sum(issubclass(type(obj), Tensor) for obj in gc.get_objects()) == before
+    finally:
+        gc.enable()
+
+
+def test_the_hook_gets_the_module_itself() -> None:
+    problem, seen = between(lambda: nn.LeakyReLU(0.1))(), []
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    loss = problem.loss(problem.outputs())
+    change(1, negative_slope=0.9)(problem)
+    change(2, training=False)(problem)
+    with backpack(BatchGrad(), extension_hook=seen.append):
+        loss.backward()
+    assert any(module is problem.model[2] for module in seen)
+    assert problem.model[1].negative_slope == 0.9
 
 
 # --- noted in its interface -------------------------------------------------------------------------------------------------------------------

@@ -115,10 +115,9 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
 
 
 def _batch_first(call: ModuleCall) -> bool:
-    module = call.module
-    if _least_axes(type(module)) < 3 or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
+    if _least_axes(type(call.module)) < 3 or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
         return True
-    return next(part.batch_first for part in module.modules() if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)))
+    return next(part.batch_first for part in call.as_called.modules() if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)))
 
 
 @cache

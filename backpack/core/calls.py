@@ -6,8 +6,10 @@ does, and gives its tensors back as soon as autograd gives back its own. Nothing
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
+from operator import is_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -18,6 +20,7 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
 from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.options import Options
 from backpack.core.slots import Slot, same_data, version_of
 from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError, OverwrittenError
@@ -30,14 +33,15 @@ _ORDER = count()
 RANDOM = RecordedSlopeDerivatives()
 """Rule of element-wise modules that are random."""
 _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def _versions(module: Module) -> list[int]:
+def _versions(parameters: Mapping[str, Tensor | None], buffers: Mapping[str, Tensor | None]) -> list[int | None]:
     try:
-        versions = [t._version for t in module._parameters.values() if t is not None]
-        return versions + [t._version for t in module._buffers.values() if t is not None] if module._buffers else versions
+        versions = [None if t is None else t._version for t in parameters.values()]
+        return versions + [None if t is None else t._version for t in buffers.values()] if buffers else versions
     except RuntimeError:  # inference mode does not count
-        return [version_of(t) for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
+        return [None if t is None else version_of(t) for t in (*parameters.values(), *buffers.values())]
 
 
 def _places(module: Module) -> list[int]:
@@ -59,8 +63,8 @@ class Mark(NamedTuple):
 class ModuleCall:
     """One execution of one module.
 
-    Reads like the module itself: hyper-parameters and parameters come from the module, ``input0``, ``input1``, ... and ``output`` from
-    this execution. A tensor that the rule of the module does not need is not kept: only its shape and dtype can be read then.
+    Reads like the module itself: parameters come from the module; its options, its buffers, ``input0``, ``input1``, ... and ``output`` from this
+    execution. A tensor that the rule of the module does not need is not kept: only its shape and dtype can be read then.
 
     Attributes:
         derivatives: The rule of the module's class, or ``None``.
@@ -86,9 +90,10 @@ class ModuleCall:
     seen: tuple | None = None
     part: Any = None
     origin: Any = None
-    versions: Sequence[int] = ()
+    versions: Sequence[int | None] = ()
     places: Sequence[int] = ()
     released = False
+    _buffers: Mapping[str, Tensor | None] = _NONE
 
     def __init__(self, module: Module, recorder: Any, args: Sequence[Any], ruled: bool = True) -> None:
         """Begin the record of a call.
@@ -113,8 +118,15 @@ class ModuleCall:
             self._needs = rule.needs(module)
         else:
             self._needs = _NOTHING if module._modules and not (self.root and recorder.bare) else _BOTH
-        if module._parameters or module._buffers:
-            self.versions = _versions(module)
+        options = recorder.options
+        if options is None or not options.hold(module):
+            recorder.options = options = Options(module)
+        self._options = options
+        parameters, buffers = module._parameters, module._buffers
+        if parameters or buffers:
+            if buffers and rule is not None:
+                self._buffers = {name: t if t is None or not t.requires_grad else t.detach() for name, t in buffers.items()}
+            self.versions = _versions(parameters, buffers)
         self.see(module, args)
 
     def see(self, module: Module, args: Sequence[Any]) -> None:
@@ -153,6 +165,14 @@ class ModuleCall:
         if module is None:
             raise NotRecordedError(f"The module {self.path} was deleted between its forward pass and the backward pass. Keep a reference to it.")
         return module
+
+    @property
+    def as_called(self) -> Module:
+        """The module with the options and buffers that it had: a stand-in, if it has others now."""
+        module = self.module
+        if self._options.hold(module) and all(map(is_, self._buffers.values(), module._buffers.values())):
+            return module
+        return self._options.restored(module, self._buffers)
 
     @property
     def has_data(self) -> bool:
@@ -274,10 +294,11 @@ class ModuleCall:
         if self.derivatives is None or "input" not in self._needs or self._changed:
             return None
         inputs = [self.tensor(f"input{i}") for i in range(len(self.inputs))]
-        if vars(self.module).get("inplace") is True:
+        module = self.as_called
+        if vars(module).get("inplace") is True:
             inputs = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
         with torch.set_grad_enabled(recording.connection is not None):
-            return type(self.module).forward(self.module, *inputs)
+            return type(module).forward(module, *inputs)
 
     def recover(self, name: str) -> Any:
         """Compute a tensor that was not kept, where that is possible.
@@ -304,7 +325,8 @@ class ModuleCall:
 
     @property
     def _changed(self) -> bool:
-        return self.moved or list(self.versions) != _versions(self.module)
+        module = self.module
+        return self.moved or list(self.versions) != _versions(module._parameters, self._buffers or module._buffers)
 
     def refuse_changed(self) -> None:
         """Refuse to go on if a parameter or a buffer of the module was changed in place since.
@@ -318,6 +340,15 @@ class ModuleCall:
                 "not defined any more. Multiply before the optimizer's step, or run forward and backward again."
             )
 
+    def _buffer(self, name: str) -> Tensor | None:
+        buffer = self._buffers[name]
+        if buffer is not None and version_of(buffer) != self.versions[list(self._buffers).index(name) - len(self._buffers)]:
+            raise OverwrittenError(
+                f"{name} of {self.path} was changed in place after the forward pass, but the rule of {self.recorder.kind} needs its old value. "
+                f"Put another tensor in its place (module.{name} = ...), or change it after backward."
+            )
+        return buffer
+
     def __repr__(self) -> str:
         return f"{self.recorder.path} ({self.recorder.kind})" if self.recorder.path else self.recorder.kind
 
@@ -328,5 +359,10 @@ class ModuleCall:
                 return value
             slot = self.outputs[0] if name == "output" else self.inputs[int(name[5:])]
             return slot.like() if isinstance(slot, Slot) else None
+        if name in self._options:
+            return self._options[name]
+        if name in self._buffers:
+            return self._buffer(name)
         # not self.module: where that raises an AttributeError, Python would come back here
-        return getattr(ModuleCall.module.fget(self), name)
+        parameters = ModuleCall.module.fget(self)._parameters
+        return parameters[name] if name in parameters else getattr(ModuleCall.as_called.fget(self), name)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import pass_on
 from backpack.core.engine import transformed
+from backpack.core.options import Options
 from backpack.core.owners import owners
 from backpack.core.state import recording
 
@@ -48,13 +49,15 @@ class Recorder:
         path: Name of the module.
         kind: Name of its class.
         bare: Whether it has no parameters, nor does any module inside it.
+        options: Those with which the module was called last.
     """
 
-    __slots__ = ("_last", "bare", "kind", "path")
+    __slots__ = ("_last", "bare", "kind", "options", "path")
 
     def __init__(self, path: str, kind: str, bare: bool) -> None:
         self.path, self.kind, self.bare = path, kind, bare
         self._last: ref | None = None
+        self.options: Options | None = None
 
     def __reduce__(self) -> tuple:
         return Recorder, (self.path, self.kind, self.bare)

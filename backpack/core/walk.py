@@ -355,7 +355,7 @@ class Walk:
         if derivatives_for(module) is None:
             why = "which has no rule"
         elif call.derivatives is None:
-            why = f"whose rule does not hold here, in {'training' if module.training else 'evaluation'} mode"
+            why = f"whose rule does not hold here, in {'training' if call.training else 'evaluation'} mode"
         elif call.mixes_types:
             why = "which computes in another precision than that of its parameters and input, as under autocast, where its rule does not hold"
         elif sum(slot.edge is not None for slot in call.tensor_inputs) > 1:

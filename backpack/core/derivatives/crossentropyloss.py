@@ -142,14 +142,15 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
     def _hessian_weight(self, module: Module) -> Tensor:
         logits, target, loss = module.input0, module.input1, module_of(module)
-        weight = wide(logits.new_ones(logits.shape[1]) if loss.weight is None else loss.weight)
+        weights = module.weight
+        weight = wide(logits.new_ones(logits.shape[1]) if weights is None else weights)
         if target.shape == logits.shape:
             counts = None
             factor = torch.einsum("c,nc...->n...", weight, target.to(weight.dtype))
             divisor = self._get_mean_normalization(logits)
         else:
             counts = target != loss.ignore_index
-            factor = counts.to(weight.dtype) if loss.weight is None else weight[target.where(counts, 0).long()] * counts
+            factor = counts.to(weight.dtype) if weights is None else weight[target.where(counts, 0).long()] * counts
             divisor = factor.sum()
         if loss.label_smoothing:
             factor = (1 - loss.label_smoothing) * factor + loss.label_smoothing * weight.mean()

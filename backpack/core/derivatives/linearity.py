@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import functional_call, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from backpack.core.derivatives.records import module_of
 from backpack.utils.nested import tensors_in
 
 
@@ -22,7 +23,7 @@ def is_linear_in(name: str, execution: Any) -> bool:
     Returns:
         Whether the second derivative is zero, up to rounding; also no if it cannot be computed.
     """
-    module = execution.module
+    module = module_of(execution)
     at = module.get_parameter(name).detach()
 
     def run(parameter: Tensor) -> Tensor:

@@ -17,9 +17,12 @@ def module_of(record: Any) -> Module:
         record: The module, or the record of one execution.
 
     Returns:
-        The module, without recorded tensors: reading its attributes there is cheaper.
+        The module without recorded tensors, with the options it had then.
     """
-    return record if isinstance(record, Module) else record.module
+    if isinstance(record, Module):
+        return record
+    as_called = getattr(record, "as_called", None)
+    return record.module if as_called is None else as_called
 
 
 def inputs_of(record: Any, first: int = 0) -> list[Any]:

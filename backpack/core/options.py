@@ -1,0 +1,73 @@
+"""Options: the plain attributes of a module (numbers, names, sizes, its mode) as they were when it was called, for rules that run later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from numbers import Number
+from operator import itemgetter
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+_TORCH = frozenset(vars(Module())) - {"training"}
+"""Attributes that every module has for torch's own purposes."""
+_KINDS = (int, float, str, type(None), torch.dtype, torch.device, slice, EllipsisType, Enum, Number)
+_LONGEST = 32
+"""Length from which on a sequence is data rather than an option: it would be compared in every forward pass."""
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _KINDS) or (isinstance(value, (tuple, list)) and len(value) <= _LONGEST and all(map(_is_plain, value)))
+
+
+def _fixed(value: Any) -> Any:
+    return [_fixed(entry) for entry in value] if isinstance(value, list) else value
+
+
+class Options(dict[str, Any]):
+    """Name to value. All calls of a module between which nothing changes share them; they hold nothing to which a graph could hang."""
+
+    __slots__ = ("_get", "_size", "_values")
+
+    def __init__(self, module: Module) -> None:
+        attributes = vars(module)
+        super().__init__({name: _fixed(value) for name, value in attributes.items() if name not in _TORCH and _is_plain(value)})
+        self._get, self._size = itemgetter(*self), len(attributes)
+        self._values = self._get(self)
+
+    def hold(self, module: Module) -> bool:
+        """Say whether a module has these options now: once a call, in every forward pass.
+
+        Args:
+            module: The module.
+
+        Returns:
+            Whether it has them, and no other attributes than then.
+        """
+        attributes = module.__dict__
+        try:
+            return len(attributes) == self._size and self._get(attributes) == self._values
+        except (KeyError, RuntimeError, ValueError):  # deleted; or an array by now, which is neither equal nor not
+            return False
+
+    def restored(self, module: Module, buffers: Mapping[str, Tensor | None]) -> Module:
+        """Return a module that computes what another one did when it had these options.
+
+        Args:
+            module: The module.
+            buffers: Its buffers then; none for those it has now.
+
+        Returns:
+            A module with the same parameters, children and hooks, of which nobody else knows.
+        """
+        now, twin = Options(module), object.__new__(type(module))
+        # what has been set since hides no default of the class
+        others = {name: value for name, value in vars(module).items() if name not in now or not hasattr(type(module), name)}
+        twin.__dict__ |= others | self
+        if buffers:
+            twin.__dict__["_buffers"] = dict(buffers)
+        return twin
