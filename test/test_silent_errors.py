@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import AvgPool2d, BatchNorm1d, Conv2d, CrossEntropyLoss, Flatten, Linear, Module, MSELoss, Sequential, Tanh
 
 from backpack import backpack, extend, leave_out, results
+from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.kinds import LinearMapDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.custom_module.permute import Permute
@@ -276,6 +277,23 @@ def statistics(mean: float, variance: float) -> dict[str, Tensor]:
     return {"running_mean": mean.double(), "running_var": variance.double()}
 
 
+class Mask(Module):
+    """Multiplies by a tensor that is neither a parameter nor a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
+class MaskDerivatives(LinearMapDerivatives):
+    """The rule reads it."""
+
+    def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        return mat * module.mask
+
+
+register(Mask, MaskDerivatives)
+
+
 CALLS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
     "dilation": (lambda: Calls(nn.Conv1d(2, 3, 3), *({"dilation": (d,), "padding": (d,)} for d in (1, 2, 3))), (2, 5)),
     "stride": (lambda: Calls(nn.ConvTranspose1d(2, 2, 2), *({"stride": (d,)} for d in (1, 2))), (2, 3)),
@@ -286,6 +304,7 @@ CALLS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
     "epsilon": (lambda: Calls(nn.LayerNorm(3), *({"eps": e} for e in (0.1, 1.0)), before=Linear(4, 3)), (4,)),
     "groups": (lambda: Calls(nn.GroupNorm(2, 4), *({"num_groups": g} for g in (1, 2)), before=Linear(3, 4)), (3,)),
     "domains": (lambda: Calls(BatchNorm1d(3).eval(), statistics(0.3, 2.0), statistics(-1.0, 0.5), before=Linear(4, 3)), (4,)),
+    "masks": (lambda: Calls(Mask(), *({"mask": torch.tensor([m, 1.0, 0.0]).double()} for m in (0.3, 2.0)), before=Linear(4, 3)), (4,)),
     "softmax": (lambda: Calls(nn.Softmax(1), *({"dim": d} for d in (2, 1)), before=Conv2d(1, 2, 2)), (1, 3, 3)),
 }
 
@@ -293,6 +312,18 @@ CALLS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_each_call_of_a_module_has_its_own_options(name: str) -> None:
     check(lambda: build(*CALLS[name]))
+
+
+def test_weight_that_is_another_tensor_in_each_call() -> None:
+    """Each call of a frozen layer under the older form of spectral normalization goes on with its power iteration."""
+    torch.manual_seed(0)
+    layer = nn.utils.spectral_norm(Linear(3, 3)).requires_grad_(False)
+    model, lossfunc = extend(Calls(layer, {}, {}, before=Linear(4, 3)).double()), extend(MSELoss(reduction="sum"))
+    out, weight = model(torch.randn(N, 4, dtype=torch.float64)), model.before.weight
+    expected = sum(2 * torch.autograd.grad(entry, weight, retain_graph=True)[0] ** 2 for entry in out.flatten())
+    with backpack(DiagGGNExact()):
+        lossfunc(out, torch.zeros_like(out)).backward()
+    close(weight.diag_ggn_exact, expected)
 
 
 def change(number: int, **options: object) -> Callable[[Problem], None]:

@@ -36,12 +36,12 @@ _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def _versions(parameters: Mapping[str, Tensor | None], buffers: Mapping[str, Tensor | None]) -> list[int | None]:
+def _versions(parameters: Mapping[str, Tensor | None], constants: Mapping[str, Tensor | None]) -> list[int | None]:
     try:
         versions = [None if t is None else t._version for t in parameters.values()]
-        return versions + [None if t is None else t._version for t in buffers.values()] if buffers else versions
+        return versions + [None if t is None else t._version for t in constants.values()] if constants else versions
     except RuntimeError:  # inference mode does not count
-        return [None if t is None else version_of(t) for t in (*parameters.values(), *buffers.values())]
+        return [None if t is None else version_of(t) for t in (*parameters.values(), *constants.values())]
 
 
 def _places(module: Module) -> list[int]:
@@ -63,8 +63,8 @@ class Mark(NamedTuple):
 class ModuleCall:
     """One execution of one module.
 
-    Reads like the module itself: parameters come from the module; its options, its buffers, ``input0``, ``input1``, ... and ``output`` from this
-    execution. A tensor that the rule of the module does not need is not kept: only its shape and dtype can be read then.
+    Reads like the module itself: parameters come from the module; options, other tensors of the module, ``input0``, ``input1``, ... and
+    ``output`` from this execution. An input or output that the rule does not need is not kept: only its shape and dtype can be read then.
 
     Attributes:
         derivatives: The rule of the module's class, or ``None``.
@@ -93,7 +93,7 @@ class ModuleCall:
     versions: Sequence[int | None] = ()
     places: Sequence[int] = ()
     released = False
-    _buffers: Mapping[str, Tensor | None] = _NONE
+    _constants: Mapping[str, Tensor | None] = _NONE
 
     def __init__(self, module: Module, recorder: Any, args: Sequence[Any], ruled: bool = True) -> None:
         """Begin the record of a call.
@@ -122,11 +122,11 @@ class ModuleCall:
         if options is None or not options.hold(module):
             recorder.options = options = Options(module)
         self._options = options
-        parameters, buffers = module._parameters, module._buffers
-        if parameters or buffers:
-            if buffers and rule is not None:
-                self._buffers = {name: t if t is None or not t.requires_grad else t.detach() for name, t in buffers.items()}
-            self.versions = _versions(parameters, buffers)
+        parameters, constants = module._parameters, options.constants(module) if options.tensors else module._buffers
+        if parameters or constants:
+            if constants and rule is not None:
+                self._constants = {name: t if t is None or not t.requires_grad else t.detach() for name, t in constants.items()}
+            self.versions = _versions(parameters, constants)
         self.see(module, args)
 
     def see(self, module: Module, args: Sequence[Any]) -> None:
@@ -168,11 +168,12 @@ class ModuleCall:
 
     @property
     def as_called(self) -> Module:
-        """The module with the options and buffers that it had: a stand-in, if it has others now."""
+        """The module with the options, and with the tensors other than parameters, that it had: a stand-in, if it has others now."""
         module = self.module
-        if self._options.hold(module) and all(map(is_, self._buffers.values(), module._buffers.values())):
-            return module
-        return self._options.restored(module, self._buffers)
+        options, constants = self._options, self._constants
+        now = options.constants(module) if constants else constants
+        same = options.hold(module) and len(now) == len(constants) and all(map(is_, now.values(), constants.values()))
+        return module if same else options.restored(module, constants)
 
     @property
     def has_data(self) -> bool:
@@ -326,7 +327,7 @@ class ModuleCall:
     @property
     def _changed(self) -> bool:
         module = self.module
-        return self.moved or list(self.versions) != _versions(module._parameters, self._buffers or module._buffers)
+        return self.moved or list(self.versions) != _versions(module._parameters, self._constants or self._options.constants(module))
 
     def refuse_changed(self) -> None:
         """Refuse to go on if a parameter or a buffer of the module was changed in place since.
@@ -340,14 +341,14 @@ class ModuleCall:
                 "not defined any more. Multiply before the optimizer's step, or run forward and backward again."
             )
 
-    def _buffer(self, name: str) -> Tensor | None:
-        buffer = self._buffers[name]
-        if buffer is not None and version_of(buffer) != self.versions[list(self._buffers).index(name) - len(self._buffers)]:
+    def _constant(self, name: str) -> Tensor | None:
+        constant = self._constants[name]
+        if constant is not None and version_of(constant) != self.versions[list(self._constants).index(name) - len(self._constants)]:
             raise OverwrittenError(
                 f"{name} of {self.path} was changed in place after the forward pass, but the rule of {self.recorder.kind} needs its old value. "
                 f"Put another tensor in its place (module.{name} = ...), or change it after backward."
             )
-        return buffer
+        return constant
 
     def __repr__(self) -> str:
         return f"{self.recorder.path} ({self.recorder.kind})" if self.recorder.path else self.recorder.kind
@@ -361,8 +362,8 @@ class ModuleCall:
             return slot.like() if isinstance(slot, Slot) else None
         if name in self._options:
             return self._options[name]
-        if name in self._buffers:
-            return self._buffer(name)
+        if name in self._constants:
+            return self._constant(name)
         # not self.module: where that raises an AttributeError, Python would come back here
         parameters = ModuleCall.module.fget(self)._parameters
         return parameters[name] if name in parameters else getattr(ModuleCall.as_called.fget(self), name)

@@ -29,15 +29,20 @@ def _fixed(value: Any) -> Any:
 
 
 class Options(dict[str, Any]):
-    """Name to value. All calls of a module between which nothing changes share them; they hold nothing to which a graph could hang."""
+    """Name to value. All calls of a module between which nothing changes share them; they hold nothing to which a graph could hang.
 
-    __slots__ = ("_get", "_size", "_values")
+    Attributes:
+        tensors: Names of attributes that are tensors, and neither parameters nor buffers.
+    """
+
+    __slots__ = ("_get", "_size", "_values", "tensors")
 
     def __init__(self, module: Module) -> None:
         attributes = vars(module)
         super().__init__({name: _fixed(value) for name, value in attributes.items() if name not in _TORCH and _is_plain(value)})
         self._get, self._size = itemgetter(*self), len(attributes)
         self._values = self._get(self)
+        self.tensors = [name for name, value in attributes.items() if isinstance(value, Tensor)]
 
     def hold(self, module: Module) -> bool:
         """Say whether a module has these options now: once a call, in every forward pass.
@@ -50,16 +55,31 @@ class Options(dict[str, Any]):
         """
         attributes = module.__dict__
         try:
-            return len(attributes) == self._size and self._get(attributes) == self._values
+            same = len(attributes) == self._size and self._get(attributes) == self._values
+            return same and (not self.tensors or all(isinstance(attributes[name], Tensor) for name in self.tensors))
         except (KeyError, RuntimeError, ValueError):  # deleted; or an array by now, which is neither equal nor not
             return False
 
-    def restored(self, module: Module, buffers: Mapping[str, Tensor | None]) -> Module:
+    def constants(self, module: Module) -> Mapping[str, Tensor | None]:
+        """Return the tensors of a module that are not parameters.
+
+        Args:
+            module: The module, with these options.
+
+        Returns:
+            Name to buffer, and to attribute, unless that depends on something: it is what a hook has stored, rather than a part of the module.
+        """
+        if not self.tensors:
+            return module._buffers
+        attributes = {name: module.__dict__.get(name) for name in self.tensors}
+        return module._buffers | {name: t for name, t in attributes.items() if isinstance(t, Tensor) and not t.requires_grad}
+
+    def restored(self, module: Module, constants: Mapping[str, Tensor | None]) -> Module:
         """Return a module that computes what another one did when it had these options.
 
         Args:
             module: The module.
-            buffers: Its buffers then; none for those it has now.
+            constants: Its tensors then that are not parameters; none for those it has now.
 
         Returns:
             A module with the same parameters, children and hooks, of which nobody else knows.
@@ -68,6 +88,7 @@ class Options(dict[str, Any]):
         # what has been set since hides no default of the class
         others = {name: value for name, value in vars(module).items() if name not in now or not hasattr(type(module), name)}
         twin.__dict__ |= others | self
-        if buffers:
-            twin.__dict__["_buffers"] = dict(buffers)
+        if constants:
+            twin.__dict__ |= {name: constants[name] for name in self.tensors if name in constants}
+            twin.__dict__["_buffers"] = {name: tensor for name, tensor in constants.items() if name not in self.tensors}
         return twin
