@@ -209,6 +209,27 @@ def test_kronecker_factors_of_layers() -> None:
         assert len(report) == 2 * len(list(model.parameters()))
 
 
+class Changing(Module):
+    """A table and a convolution have other options in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv, self.head = Embedding(4, 2), nn.Conv1d(2, 2, 3), Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = 0.0
+        for i in (1, 2):
+            self.table.padding_idx, self.conv.dilation, self.conv.padding = i, (i,), (i,)
+            out = out + torch.tanh(self.conv(self.table(x).mT))
+        return self.head(out.mean(2))
+
+
+def test_each_call_of_a_layer_has_its_own_options() -> None:
+    X = torch.tensor([[0, 1, 2, 3], [1, 1, 2, 3]])
+    report = verify(Changing().double(), CrossEntropyLoss(), X, torch.tensor([0, 1]), [extensions.KFLR(), extensions.BatchGrad()])
+    assert {row.verdict for row in report} == {AGREES}
+
+
 class Tied(Module):
     """One matrix for two layers, and for nothing else; a parameter without use; one that is frozen."""
 

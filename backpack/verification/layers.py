@@ -52,25 +52,26 @@ class Layer:
             module: The first module that is called with the weight.
             outputs: Number of its output channels.
         """
-        self.module, self.weight = module, module.weight
+        self.weight = module.weight
         self.kind = _kind(module)
         self.groups = getattr(module, "groups", 1) if self.kind in (*_CONVOLUTIONS, *_TRANSPOSED) else 1
         self.diagonal, self.input_first = self.kind is Embedding, self.kind in (None, Embedding)
         self.probe = torch.zeros(outputs, dtype=self.weight.dtype, device=self.weight.device, requires_grad=True)
         self.calls: list[tuple[Module, tuple, dict[str, Any]]] = []
 
-    def add_probe(self, output: Tensor, args: tuple) -> Tensor:
+    def add_probe(self, output: Tensor, module: Module, args: tuple) -> Tensor:
         """Add the bias of zeros.
 
         Args:
             output: Of a call.
+            module: The module that was called.
             args: Arguments of the call.
 
         Returns:
             The same numbers.
         """
-        if self.kind is Embedding and self.module.padding_idx is not None:
-            return output + self.probe * (args[0] != self.module.padding_idx).unsqueeze(-1)
+        if self.kind is Embedding and module.padding_idx is not None:
+            return output + self.probe * (args[0] != module.padding_idx).unsqueeze(-1)
         return output + self.probe.reshape(-1, *[1] * (self.weight.dim() - 2 if self.kind in (*_CONVOLUTIONS, *_TRANSPOSED) else 0))
 
     def input_scores(self, gradient: Tensor, group: int) -> Tensor:
@@ -157,8 +158,9 @@ class Layers:
         layer = self._found[weight]
         if layer.kind is not _kind(module):
             return None  # a weight in two roles: not all of its uses are counted
-        layer.calls.append((module, tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in args), kwargs))
-        return layer.add_probe(output, args)
+        given = tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in args)
+        layer.calls.append((copy(module), given, kwargs))  # with the options of this call
+        return layer.add_probe(output, module, args)
 
     @staticmethod
     def _known(module: Module, args: tuple, output: Tensor) -> bool:
