@@ -317,7 +317,7 @@ def _flat(value: Any) -> Iterator[Tensor]:
 
 
 def _lower(node: Any) -> str:
-    return operation(node).lower() or node.name()
+    return operation(node).removesuffix("Backward").lower() or node.name()
 
 
 def _rules(plan: Plan) -> dict[Parameter, str]:

@@ -16,7 +16,7 @@ from backpack.core.samples import Layout, blocks, decode, keeps_samples, numel, 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
 _STATIC = LINEAR - frozenset(
     """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect Scatter ScatterAdd Where MaxUnpool2D MaxUnpool3D
-    Embedding BackwardHookFunction Nansum PackPaddedSequence""".split()
+    Embedding BackwardHookFunctionBackward Nansum PackPaddedSequence""".split()
 )
 ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
@@ -179,7 +179,7 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         if known is not None:
             return known
     tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None
-    if operation(node) in _STATIC:
+    if operation(node) in _STATIC and (operation(node) != "Cat" or shapes.count(None) <= 1):  # it has not saved where its parts begin
         key = (node.name(), tuple(torch.Size(m.shape) for m in tensors), shapes, tuple(states.items()), settings_of(node))
         if key in _CROSSINGS:
             return _CROSSINGS[key]

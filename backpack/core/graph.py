@@ -26,11 +26,11 @@ LINEAR = frozenset(
     AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D
     UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout
-    BackwardHookFunction _DDPSink IndexAdd IndexCopy IndexFill IndexPut ScatterAdd SelectScatter DiagonalScatter DiagEmbed Take Rot90 Nansum
-    PackPaddedSequence""".split()
+    BackwardHookFunctionBackward _DDPSinkBackward IndexAdd IndexCopy IndexFill IndexPut ScatterAdd SelectScatter DiagonalScatter DiagEmbed Take Rot90
+    Nansum PackPaddedSequence""".split()
 )
 """Operations that are linear."""
-_AS_IT_IS = frozenset({"Expand", "_DDPSink"})
+_AS_IT_IS = frozenset({"Expand", "_DDPSinkBackward"})
 """Nodes that are not called: a sum over samples would be in the way, or DistributedDataParallel would take it for the backward pass."""
 _COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
 _MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
@@ -50,9 +50,10 @@ def operation(node: Node) -> str:
         node: A graph node.
 
     Returns:
-        ``"Mul"`` for ``MulBackward0``.
+        ``"Mul"`` for ``MulBackward0``; the whole name for a custom function, which may be called like an operation of torch's.
     """
-    return node.name().rpartition("Backward")[0]
+    name, _, number = node.name().rpartition("Backward")
+    return name if number else node.name()
 
 
 def shape_of(edge: Edge) -> torch.Size:

@@ -1,0 +1,163 @@
+"""Graph nodes that no rule covers are crossed by calling them: samples are followed there, pass by pass, whatever the node has saved.
+
+The truth is plain autograd: sample ``n`` is row ``n`` of what the model returns, and its gradient that of term ``n`` of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from test_extensions import close
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import Linear, Module
+from torch.nn import functional as F
+
+from backpack import backpack, extend
+from backpack.extensions import BatchGrad, DiagGGNExact
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+DOUBLE = {"dtype": torch.float64}
+
+
+class Net(Module):
+    """A layer, something that moves its rows, and a layer.
+
+    Attributes:
+        option: What changes from pass to pass.
+    """
+
+    def __init__(self, move: Callable[..., Tensor], option: Any = None) -> None:
+        super().__init__()
+        self.first, self.last, self.move, self.option = Linear(4, 4, **DOUBLE), Linear(4, 3, **DOUBLE), move, option
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.move(self.first(x).tanh(), self.option))
+
+
+def pass_over(model: Module, x: Tensor, y: Tensor) -> None:
+    """Run a pass, and compare with plain autograd, row by row of the output."""
+    model.zero_grad()
+    with backpack(BatchGrad(), DiagGGNExact()):
+        F.cross_entropy(model(x), y).backward()
+    out, parameters = model(x), list(model.parameters())
+    terms = F.cross_entropy(out, y, reduction="none") / len(y)
+
+    def gradients(of: Iterable[Tensor]) -> list[Tensor]:
+        rows = [torch.autograd.grad(number, parameters, retain_graph=True, allow_unused=True, materialize_grads=True) for number in of]
+        return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+
+    jacobians = [gradients(row) for row in out]
+    for i, (parameter, rows) in enumerate(zip(parameters, gradients(terms), strict=True)):
+        close(parameter.grad, rows.sum(0))
+        close(parameter.grad_batch, rows)
+        diagonal = torch.zeros_like(parameter)
+        for jacobian, p in zip(jacobians, out.detach().softmax(1), strict=True):
+            diagonal += torch.einsum("c...,cd,d...->...", jacobian[i], p.diag() - p.outer(p), jacobian[i]) / len(y)
+        close(parameter.diag_ggn_exact, diagonal)
+
+
+# --- nodes that are of one kind and shape, and move samples in another way ----------------------------------------------------------------------
+
+
+class Roll(Function):
+    """A function that is named like one of torch's own, and keeps to itself by how far it rolls."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, by: int) -> Tensor:
+        ctx.by = by
+        return x.roll(by, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.roll(-ctx.by, 0), None
+
+
+class Tanh(Function):
+    """A function that is named like one that treats every entry alone, and swaps samples."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.flip(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.flip(0)
+
+
+class Expand(Tanh):
+    """A function that is named like one whose node is not called."""
+
+
+def zeros(rows: int) -> Tensor:
+    return torch.zeros(rows, 4, **DOUBLE)
+
+
+def put(h: Tensor, places: Any, values: Tensor) -> Tensor:
+    h = h.clone()
+    h[places] = values
+    return h
+
+
+ROWS = torch.arange(5)
+MOVES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "cat, two constants": lambda h, k: torch.cat([zeros(k), h[:3], zeros(2 - k)]),
+    "cat, two constants, two rows of a sample": lambda h, k: torch.cat([zeros(k), h[:4], zeros(2 - k)]).view(3, 2, 4).sum(1),
+    "cat, constants first and last": lambda h, k: torch.cat([zeros(1 + k), h[:3], zeros(2 - k), h[3:]]),
+    "cat, constant first or last": lambda h, k: torch.cat([h[:3], zeros(2)] if k % 2 else [zeros(2), h[:3]]),
+    "cat, no constant": lambda h, k: torch.cat([h[k:], h[:k] * 2]),
+    "stack": lambda h, k: torch.stack([*zeros(k), h[0], h[1], h[2], *zeros(2 - k)]),
+    "slice": lambda h, k: h[k : k + 3],
+    "slice with a step": lambda h, k: h[k % 2 :: 2][:2],
+    "select": lambda h, k: h.view(5, 2, 2)[:, :, k % 2].repeat(1, 2),
+    "select of samples": lambda h, k: torch.stack([h, h, h])[k],
+    "split": lambda h, k: h[:3].split(1)[k],
+    "split with sizes": lambda h, k: h.split([k, 3, 2 - k])[1],
+    "unbind": lambda h, k: torch.stack([h[k:][:3], 2 * h[:3].detach()]).unbind()[0],
+    "flip": lambda h, k: h.flip([0, 1][: k % 2 + 1]),
+    "roll": lambda h, k: h.roll(k, 0),
+    "pad": lambda h, k: F.pad(h[:3], (0, 0, k, 2 - k)),
+    "pad and cut": lambda h, k: F.pad(h, (0, 0, k - 1, 1 - k)),
+    "diagonal": lambda h, k: h[:, :, None].expand(5, 4, 7).diagonal(k, 0, 2).T,
+    "repeat": lambda h, k: h.repeat(3, 1)[5 * k : 5 * k + 5],
+    "expand": lambda h, k: h[:, None].expand(5, 3, 4)[:, k],
+    "permute": lambda h, k: h.reshape(5, 2, 2).permute([0, 1, 2] if k % 2 else [0, 2, 1]).reshape(5, 4),
+    "as_strided": lambda h, k: torch.as_strided(h, (3, 4), (4, 1), 4 * k),
+    "index": lambda h, k: h[(ROWS + k) % 5],
+    "index_select": lambda h, k: h.index_select(0, (ROWS + k) % 5),
+    "gather": lambda h, k: h.gather(0, ((ROWS + k) % 5)[:, None].expand(5, 4)),
+    "take": lambda h, k: h.take(torch.arange(20).roll(4 * k).view(5, 4)),
+    "masked_select": lambda h, k: h.masked_select(((ROWS >= k) & (ROWS < k + 3))[:, None]).view(3, 4),
+    "masked_fill": lambda h, k: h.masked_fill((ROWS == k)[:, None], 0.0),
+    "scatter": lambda h, k: zeros(5).scatter(0, ((ROWS + k) % 5)[:, None].expand(5, 4), h),
+    "index_add": lambda h, k: zeros(5).index_add(0, (ROWS + k) % 5, h),
+    "index_copy": lambda h, k: zeros(5).index_copy(0, (ROWS[:3] + k) % 5, h[:3]),
+    "index_put": lambda h, k: put(zeros(5), slice(k, k + 2), h[3:]),
+    "slice_scatter": lambda h, k: torch.slice_scatter(zeros(5), h[:2], 0, k, k + 2),
+    "select_scatter": lambda h, k: torch.select_scatter(zeros(5), h[4], 0, k),
+    "diag_embed": lambda h, k: h.diag_embed(k % 2, 1, 2).sum(2)[:, :4],
+    "where": lambda h, k: torch.where((ROWS < k)[:, None], h, h * 2),
+    "rot90": lambda h, k: torch.rot90(h[:4], 2 * k),
+    "tril": lambda h, k: h[:, None].expand(5, 3, 4).tril(k - 1).sum(1),
+    "a function's own": Roll.apply,
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_where_samples_go_is_told_anew_where_it_may_change(move: str) -> None:
+    """Tensors have the same shapes in all passes."""
+    torch.manual_seed(0)
+    model, x = extend(Net(MOVES[move])), torch.randn(5, 4, **DOUBLE)
+    for model.option in (1, 2, 0, 1):
+        rows = len(model(x))
+        pass_over(model, x, torch.arange(rows) % 3)
+
+
+@pytest.mark.parametrize("function", [Tanh, Expand])
+def test_functions_that_are_named_like_those_of_torch(function: type[Function]) -> None:
+    torch.manual_seed(0)
+    pass_over(extend(Net(lambda h, _: function.apply(h))), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
