@@ -65,6 +65,18 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logcumsumexp": lambda h: h.logcumsumexp(-1),
     "var": lambda h: h + h.var(1, keepdim=True),
     "std": lambda h: h + h.std(1, correction=0)[:, None],
+    **{
+        f"{name}, three axes, counted from the end": lambda h, f=f: f(h[:, :, None] * (1 + h[:, None].sin()), -2)
+        for name, f in {
+            "logsumexp": torch.logsumexp,
+            "norm": lambda z, dim: z.norm(dim=dim),
+            "norm, order": lambda z, dim: torch.linalg.vector_norm(z, 3, dim=dim),
+            "normalize": lambda z, dim: F.normalize(z, dim=dim).sum(1),
+            "cosine_similarity": lambda z, dim: F.cosine_similarity(z, z.flip(1).sin(), dim=dim),
+            "var": torch.var,
+            "std": torch.std,
+        }.items()
+    },
     "glu": lambda h: h + F.glu(torch.cat([h, h.flip(1)], 1), -1),
     "baddbmm": lambda h: torch.baddbmm(h[:, None], h[:, None], h[:, :, None] * h[:, None], alpha=0.5)[:, 0],
 }

@@ -64,6 +64,14 @@ def test_saved_options_of_tables(module: type[nn.Module]) -> None:
         assert out.grad_fn._saved_scale_grad_by_freq is scaled
 
 
+def test_saved_numbers_may_be_negative() -> None:
+    """Torch reports them as unsigned ones, alone and in lists."""
+    x = torch.rand(2, 3, 4, requires_grad=True)
+    assert saved(x.softmax(-2).grad_fn, "dim") == -2
+    assert saved(x.logsumexp(-2).grad_fn, "dim") == (-2,)
+    assert saved(x.permute(0, -1, -2).grad_fn, "dims") == (0, -1, -2)
+
+
 @pytest.mark.parametrize("axes", [1, 2, 3])
 @pytest.mark.parametrize("make", [lambda axes: getattr(nn, f"MaxPool{axes}d"), lambda axes: getattr(nn, f"AdaptiveMaxPool{axes}d")])
 def test_saved_positions_of_maxima(make: Callable[[int], type[nn.Module]], axes: int) -> None:

@@ -92,7 +92,12 @@ def saved(node: Node, name: str) -> Any:
     """
     if hasattr(node, f"_raw_saved_{name}"):
         keep(node)
-    value = getattr(node, f"_saved_{name}")
+    return _signed(getattr(node, f"_saved_{name}"))
+
+
+def _signed(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_signed, value))
     return value - 2**64 if isinstance(value, int) and value >= 2**63 else value  # torch reports negative numbers as unsigned ones
 
 

@@ -207,7 +207,7 @@ def _way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
     """
     node, way = edge[0], []
     if turned:
-        stays = operation(node) == "Permute" and saved(node, "dims")[0] in (0, 2**64 - 2)  # torch reports negative numbers as unsigned ones
+        stays = operation(node) == "Permute" and saved(node, "dims")[0] in (0, -2)
         if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2 or stays:
             return None
         way.append(node)
