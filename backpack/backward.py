@@ -17,7 +17,7 @@ from backpack.context import CTX
 from backpack.core.calls import Mark
 from backpack.core.checkpoints import once
 from backpack.core.connect import Connection
-from backpack.core.engine import transformed, unwatch, watch
+from backpack.core.engine import refuse_hidden, transformed, unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.passing import Pass
 from backpack.core.plan import Plan
@@ -159,14 +159,14 @@ def keeps_tensors() -> bool:
     return CTX.get_retain_graph() or any(extension.keeps_calls for extension in CTX.get_active_exts())
 
 
-def _on_backward(execute: Callable[..., Any], roots: Iterable[Any], returns: bool, some: bool, create_graph: bool, retain: bool) -> Any:
+def _on_backward(execute: Callable[..., Any], roots: Iterable[Any], returns: bool, some: tuple, create_graph: bool, retain: bool) -> Any:
     """Run a call of autograd, with quantities if the calling thread has asked for some.
 
     Args:
         execute: The original call.
         roots: Tensors, or graph edges, on which it is made.
         returns: Whether it returns gradients instead of accumulating them (``torch.autograd.grad``).
-        some: Whether only the gradients of some leaves are computed.
+        some: Leaves, if only the gradients of some are computed.
         create_graph: Whether its result is to be differentiated again.
         retain: Whether the graph stays.
 
@@ -174,6 +174,8 @@ def _on_backward(execute: Callable[..., Any], roots: Iterable[Any], returns: boo
         What the original call returns.
     """
     if _entered.running or not CTX.get_active_exts() or not _entered.contexts or transformed():
+        if _entered.running and not returns and CTX.get_active_exts():
+            refuse_hidden(roots, some, _excluded(CTX.get_active_exts()))
         return execute()
     _entered.running = True
     try:
@@ -298,7 +300,7 @@ def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], retur
     nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
     nodes = [node for node in nodes if node is not None]
     second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
-    walk = Walk(nodes, second_order, frozenset.intersection(*(ext.excluded() for ext in extensions)))
+    walk = Walk(nodes, second_order, _excluded(extensions))
     if _distributed():
         refuse_sharded(walk)
     refuse_graph(walk, returns)
@@ -332,6 +334,10 @@ def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], retur
             unreal,
         )
     return plan
+
+
+def _excluded(extensions: Iterable[BackpropExtension]) -> frozenset[int]:
+    return frozenset.intersection(*(extension.excluded() for extension in extensions))
 
 
 def _distributed() -> bool:

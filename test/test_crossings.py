@@ -16,8 +16,10 @@ from torch.autograd import Function
 from torch.nn import Linear, Module
 from torch.nn import functional as F
 
-from backpack import backpack, extend
+from backpack import backpack, explain, extend, results
 from backpack.extensions import BatchGrad, DiagGGNExact
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -161,3 +163,82 @@ def test_where_samples_go_is_told_anew_where_it_may_change(move: str) -> None:
 def test_functions_that_are_named_like_those_of_torch(function: type[Function]) -> None:
     torch.manual_seed(0)
     pass_over(extend(Net(lambda h, _: function.apply(h))), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
+
+
+# --- functions that differentiate in their backward pass -----------------------------------------------------------------------------------------
+
+
+class Again(Function):
+    """Drops the graph of a block, and makes it anew in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block: Callable[[Tensor], Tensor], how: str) -> Tensor:
+        ctx.block, ctx.how = block, how
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return x + block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = x + ctx.block(x)
+        if ctx.how == "grad":
+            return torch.autograd.grad(y, x, grad)[0], None, None
+        torch.autograd.backward(y, grad, inputs=[x] if ctx.how == "backward, chosen" else None)
+        return x.grad, None, None
+
+
+class Reversible(Module):
+    """A layer that is hidden in a function, perhaps behind another one."""
+
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.first, self.block, self.last = Linear(4, 4, **DOUBLE) if behind else None, Linear(4, 4, **DOUBLE), Linear(4, 3, **DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.clone().requires_grad_() if self.first is None else self.first(x).tanh()
+        return self.last(Again.apply(h, self.block, "backward"))
+
+
+@pytest.mark.parametrize("how", ["grad", "backward", "backward, chosen"])
+def test_functions_that_differentiate_without_parameters(how: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(4, 4, **DOUBLE)
+    pass_over(extend(Net(lambda h, _: Again.apply(h, lambda x: torch.tanh(x @ weight), how))), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
+
+
+def test_functions_that_differentiate_with_respect_to_inputs_alone() -> None:
+    """What is computed with parameters inside, and does not ask for their gradients, is as constant for autograd as for quantities."""
+    torch.manual_seed(0)
+    frozen = extend(Linear(4, 4, **DOUBLE))
+    for how in ("grad", "backward, chosen"):
+        pass_over(extend(Net(lambda h, _, how=how: Again.apply(h, frozen, how))), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
+        assert frozen.weight.grad is None
+
+
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_hidden_parameters_are_refused(extension: type[BackpropExtension], behind: bool) -> None:
+    """Their gradients are added by a pass inside of the pass; nothing is sent through it before."""
+    torch.manual_seed(0)
+    model, x, y = extend(Reversible(behind)), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3
+    with (
+        backpack(extension()),
+        pytest.raises(UnsupportedError, match=r"AgainBackward calls backward .*block\.weight, block\.bias.*use_reentrant=False"),
+    ):
+        F.cross_entropy(model(x), y).backward()
+    assert model.block.weight.grad is model.block.bias.grad is None
+    assert results(model) == {}
+    F.cross_entropy(model(x), y).backward()
+    expected = model.block.weight.grad
+    model.zero_grad()
+    if behind:
+        refused = explain(model, torch.nn.CrossEntropyLoss(), x, y, [extension()]).quantities[0].refused
+        assert "first.weight" in refused
+        assert model.block.weight.grad is None
+    else:
+        with backpack(extension(exclude=[model.block])):
+            F.cross_entropy(model(x), y).backward()
+        close(model.block.weight.grad, expected)
+        assert results(model).keys() == {"last.weight", "last.bias"}

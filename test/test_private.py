@@ -110,6 +110,26 @@ def test_transformations_are_seen() -> None:
     assert seen == [False, True, True, True, True, False]
 
 
+def test_node_that_autograd_runs() -> None:
+    """It is known in its backward pass, but not where it is called by hand."""
+    seen = []
+
+    class Spy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor) -> Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor) -> Tensor:
+            seen.append(torch._C._current_autograd_node())
+            return g
+
+    out = Spy.apply(torch.rand(3, requires_grad=True))
+    out.sum().backward(retain_graph=True)
+    out.grad_fn.apply(torch.ones(3))
+    assert seen == [out.grad_fn, None]
+
+
 def test_engine_is_watched_inside_contexts_only() -> None:
     """However a function of autograd was imported, it passes through the engine; outside, the engine is torch's own object."""
     engine = Variable._execution_engine

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.nn import Parameter
 
-Handler = Callable[[Callable[..., Any], tuple, bool, bool, bool, bool], Any]
+from backpack.core.owners import owners
+from backpack.utils.errors import UnsupportedError
+
+Handler = Callable[[Callable[..., Any], tuple, bool, tuple, bool, bool], Any]
 
 
 class _WatchedEngine:
@@ -54,7 +62,9 @@ class _WatchedEngine:
 
         if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
             return execute()  # is_grads_batched=True
-        return self._handler(execute, roots, not accumulates, bool(inputs), create_graph, keep_graph)
+        if accumulates and _called.node is not None:
+            _refuse_hidden(_called.node, [leaf for leaf in _leaves(roots, inputs) if isinstance(leaf, Parameter)])
+        return self._handler(execute, roots, not accumulates, inputs, create_graph, keep_graph)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -69,7 +79,7 @@ def watch(handler: Handler) -> None:
 
     Args:
         handler: Called with (the original call, which takes other edges to ask for than it was given, roots, whether it returns gradients,
-            whether leaves were chosen, create_graph, retain_graph).
+            leaves that were chosen, create_graph, retain_graph).
     """
     global _watchers  # noqa: PLW0603
     with _watching:
@@ -86,6 +96,80 @@ def unwatch() -> None:
         engine = Variable._execution_engine
         if not _watchers and isinstance(engine, _WatchedEngine):
             Variable._execution_engine = engine._engine
+
+
+class _Called(threading.local):
+    """The node of a custom function that this thread calls in place of autograd."""
+
+    node: Node | None = None
+
+
+_called = _Called()
+
+
+@contextmanager
+def calling(node: Node) -> Iterator[None]:
+    """Refuse what adds to gradients of parameters, while a node is called in place of autograd, before it does.
+
+    Args:
+        node: Node of a custom function.
+
+    Yields:
+        Nothing.
+    """
+    before, _called.node = _called.node, node
+    watch(lambda execute, *_: execute())
+    try:
+        yield
+    finally:
+        unwatch()
+        _called.node = before
+
+
+def refuse_hidden(roots: Iterable[Any], chosen: tuple, excluded: Container[int]) -> None:
+    """Refuse a custom function that calls backward in its own backward pass, where tracked parameters have a gradient of which the graph is hidden.
+
+    Args:
+        roots: Tensors, or graph edges, on which backward is called during a pass.
+        chosen: Leaves that were chosen; empty for all.
+        excluded: Ids of the parameters that are left out.
+    """
+    node = torch._C._current_autograd_node()
+    if isinstance(node, BackwardCFunction):
+        _refuse_hidden(node, [leaf for leaf in _leaves(roots, chosen) if leaf in owners and id(leaf) not in excluded])
+
+
+def _refuse_hidden(node: Node, hidden: list[Tensor]) -> None:
+    names = [owners[leaf] if leaf in owners else f"one of shape {list(leaf.shape)}" for leaf in hidden]
+    if names:
+        raise UnsupportedError(
+            f"{node.name()} calls backward in its own backward pass, for parameters that autograd's graph does not show ({', '.join(names)}), as "
+            "reversible blocks and checkpoints of other packages do: their quantities would be missing, and what is sent through it would be "
+            "added to their gradients. Let such blocks be computed without it, or by torch.utils.checkpoint with use_reentrant=False, or call "
+            "backward outside of the context."
+        )
+
+
+def _leaves(roots: Iterable[Any], chosen: tuple) -> list[Tensor]:
+    """Find the leaves to which a call of backward adds.
+
+    Args:
+        roots: Tensors, or graph edges, on which it is called.
+        chosen: Leaves that were chosen; empty for all.
+
+    Returns:
+        The leaves.
+    """
+    if chosen:
+        return [leaf for leaf in chosen if isinstance(leaf, Tensor)]
+    stack = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    seen: dict[Node, None] = {}
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            stack += [upstream for upstream, _ in node.next_functions]
+    return [node.variable for node in seen if hasattr(node, "variable")]
 
 
 def transformed() -> bool:

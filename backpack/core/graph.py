@@ -6,6 +6,7 @@ Private symbols of torch live here, in ``calls.py``, ``checkpoints.py`` and ``en
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from backpack.core.checkpoints import checkpointed, keep, saved_names
+from backpack.core.engine import calling
 from backpack.core.slots import Edge
 
 LEAF = "torch::autograd::AccumulateGrad"
@@ -163,7 +165,8 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         full: list[Tensor | None] = [None] * len(columns)
         for i, part in zip(given, parts, strict=True):
             full[i] = part
-        out = apply(*full)
+        with calling(node) if custom else nullcontext():
+            out = apply(*full)
         out = out if isinstance(out, tuple) else (out,)
         if not custom:
             return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in out)
