@@ -165,6 +165,59 @@ def test_functions_that_are_named_like_those_of_torch(function: type[Function]) 
     pass_over(extend(Net(lambda h, _: function.apply(h))), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
 
 
+# --- functions with several outputs ---------------------------------------------------------------------------------------------------------------
+
+
+class Scan(Function):
+    """All states of a recurrence, and the last one; the backward pass reckons with both gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, decay: float) -> tuple[Tensor, Tensor]:
+        states = [x[:, 0]]
+        for step in x.unbind(1)[1:]:
+            states.append(decay * states[-1] + step)
+        ctx.decay = decay
+        return torch.stack(states, 1), states[-1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, last: Tensor) -> tuple[Tensor, None]:
+        steps = []
+        for part in grad.unbind(1)[::-1]:
+            last = last + part
+            steps.append(last)
+            last = last * ctx.decay
+        return torch.stack(steps[::-1], 1), None
+
+
+class Parts(Function):
+    """Two outputs; the backward pass wants to know which of them is used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        return 2 * x, 3 * x
+
+    @staticmethod
+    def backward(ctx: Any, one: Tensor | None, other: Tensor | None) -> Tensor | None:
+        assert one is None or other is None
+        return 2 * one if other is None else 3 * other
+
+
+OUTPUTS: dict[str, Callable[[Tensor, None], Tensor]] = {
+    "both": lambda h, _: sum(out.reshape(5, -1, 2).mean(1) for out in Scan.apply(h.view(5, 2, 2), 0.5)).repeat(1, 2),
+    "first": lambda h, _: Scan.apply(h.view(5, 2, 2), 0.5)[0].flatten(1),
+    "last": lambda h, _: Scan.apply(h.view(5, 2, 2), 0.5)[1].repeat(1, 2),
+    "no zeros, first": lambda h, _: Parts.apply(h)[0],
+    "no zeros, last": lambda h, _: Parts.apply(h)[1],
+}
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS)
+def test_functions_of_which_an_output_is_not_used(outputs: str) -> None:
+    torch.manual_seed(0)
+    pass_over(extend(Net(OUTPUTS[outputs])), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
+
+
 # --- functions that differentiate in their backward pass -----------------------------------------------------------------------------------------
 
 

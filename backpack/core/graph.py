@@ -162,7 +162,7 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         return [None if t is None else t.to_dense()[None] if t.is_sparse else t[None] for t in (out if isinstance(out, tuple) else (out,))]
 
     def one(*parts: Tensor) -> tuple:
-        full: list[Tensor | None] = [None] * len(columns)
+        full = _zeros(node) if custom and len(given) < len(columns) else [None] * len(columns)
         for i, part in zip(given, parts, strict=True):
             full[i] = part
         with calling(node) if custom else nullcontext():
@@ -200,6 +200,21 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         found = [torch.stack(row)[:count] for row in zip(*rows, strict=True)]
     remaining = iter(found)
     return [None if none else next(remaining) for none in missing]
+
+
+def _zeros(node: Node) -> list[Tensor | None]:
+    """Make the gradients that autograd hands to a custom function where none has arrived.
+
+    Args:
+        node: Node of the function.
+
+    Returns:
+        Zeros for each output; ``None`` for each if the function sets by itself whether it takes zeros, which cannot be read but from its code.
+    """
+    function = type(node)._forward_cls
+    if any("set_materialize_grads" in part.__code__.co_names for part in (function.forward, function.setup_context) if hasattr(part, "__code__")):
+        return [None] * outputs_of(node)
+    return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in node._input_metadata]
 
 
 _TRUSTED: set[tuple[type, str]] = set()
