@@ -128,6 +128,19 @@ def has_saved(node: Node, name: str) -> bool:
     return hasattr(type(node), f"_saved_{name}")
 
 
+def saves_tensor(node: Node, name: str) -> bool:
+    """Say whether what a node of this kind saves under a name is a tensor: none where it is not needed.
+
+    Args:
+        node: The node.
+        name: The name.
+
+    Returns:
+        Whether it is.
+    """
+    return hasattr(type(node), f"_raw_saved_{name}")
+
+
 def outputs_of(node: Node) -> int:
     """Count the outputs of the operation that a node belongs to.
 

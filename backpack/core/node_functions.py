@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, has_saved, operation, saved, shape_of, tensor_at
+from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, has_saved, operation, saved, saves_tensor, shape_of, tensor_at
 
 # Keys are names of nodes. Each has the name of a function, and the names of its arguments, which are those of what the node has saved, or
-# stand in front of it; - is saved nowhere, as it is merely added.
+# stand in front of it; - is saved nowhere, as the function is linear in it alone.
 _ENTRYWISE = {
     **{
         f"{name.title().replace('_', '')}0": (name, "self")
@@ -30,6 +30,7 @@ _ENTRYWISE = {
     "Logit0": ("logit", "self eps"),
     **{f"Pow{i}": ("pow", "self exponent") for i in range(3)},
     **{name.title() + "0": (name, "self other") for name in "mul div atan2 hypot xlogy logaddexp logaddexp2".split()},
+    "Lerp0": ("lerp", "self=- end=- weight"),
     "Lerp1": ("lerp", "self end weight"),
     "Addcmul0": ("addcmul", "self=- tensor1 tensor2 value"),
     "Addcdiv0": ("addcdiv", "self=- tensor1 tensor2 value"),
@@ -156,7 +157,7 @@ def axes_of(node: Node) -> tuple[int, ...]:
     ndim = len(shape_of(node.next_functions[0]))
     dims = saved(node, "dim")
     dims = (dims,) if isinstance(dims, int) else dims or range(ndim)
-    return tuple(sorted({dim % ndim - ndim for dim in dims}))
+    return tuple(sorted({dim % ndim - ndim for dim in dims})) if ndim else ()
 
 
 def blocks(node: Node, active: Collection[int]) -> Blocks:
@@ -174,6 +175,8 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
         result = saved(node, "result")
         second = _OF_RESULT[key](result)
         return Blocks(lambda x: 0.5 * second * (x - result) ** 2, [result], [0], ())  # another function with this second derivative
+    if key in _SOFTMAX | _ALONG_AXES.keys() and not shape_of(node.next_functions[0]):
+        return Blocks(torch.clone, [torch.zeros((), dtype=like.dtype, device=like.device)], [0], ())  # along no axis: none of them is curved
     if key in _SOFTMAX:
         axes, result = axes_of(node), saved(node, "result")
         return Blocks(lambda x: _softmax_around(x, result, axes), [torch.zeros_like(result)], [0], axes)
@@ -181,20 +184,40 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
         return _attention(node, active)
     name, names = _ENTRYWISE[key] if key in _ENTRYWISE else _ALONG_AXES[key]
     names = [argument.partition("=") for argument in names.split()]
-    given = {argument: saved(node, source or argument) for argument, _, source in names if source != "-"}
+    given = {argument: None if source == "-" else saved(node, source or argument) for argument, _, source in names}
+    if name == "hypot":
+        given = _both_sides(node, given)
+    # the gradient does not depend on what is not saved: the function is linear in it, or it is a constant in a term without variables
+    unsaved = {argument for argument, _, source in names if given[argument] is None and (source == "-" or saves_tensor(node, source or argument))}
+    given |= dict.fromkeys(unsaved, torch.zeros((), dtype=like.dtype, device=like.device))
     shape = torch.Size(like.shape) if key in _ENTRYWISE else shape_of(node.next_functions[0])
     given = {argument: v.to(like.dtype).expand(shape) if isinstance(v, Tensor) else v for argument, v in given.items()}
     axes = axes_of(node)
     if "dim" in given:  # counted from the end, as an axis of samples may be put in front
         given["dim"] = axes[0] if isinstance(given["dim"], int) else axes
-    tensors = [argument for argument, _, source in names if source == "-" or isinstance(given[argument], Tensor)]
-    variables = {argument: number for number, argument in enumerate(tensors) if argument in given and number in active}
+    tensors = [argument for argument in given if isinstance(given[argument], Tensor)]
+    reached = {argument: number for number, argument in enumerate(tensors) if number in active}
+    variables = {argument: number for argument, number in reached.items() if argument not in unsaved} or reached
 
     def function(*values: Tensor) -> Tensor:
-        arguments = dict.fromkeys(tensors, torch.zeros_like(values[0])) | given | dict(zip(variables, values, strict=True))
-        return getattr(torch.ops.aten, name)(**arguments)
+        return getattr(torch.ops.aten, name)(**given | dict(zip(variables, values, strict=True)))
 
     return Blocks(function, [given[argument] for argument in variables], list(variables.values()), axes)
+
+
+def _both_sides(node: Node, given: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    """Compute, for ``hypot``, the absolute value of a constant from the result: nothing else of it is saved, and it matters.
+
+    Args:
+        node: The node.
+        given: What is saved of the two sides.
+
+    Returns:
+        Both sides.
+    """
+    result, known = saved(node, "result"), [side for side in given.values() if side is not None]
+    missing = ((result - known[0]) * (result + known[0])).clamp(min=0).sqrt() if len(known) == 1 else None
+    return {argument: missing if side is None else side for argument, side in given.items()}
 
 
 def _softmax_around(change: Tensor, result: Tensor, axes: tuple[int, ...]) -> Tensor:
