@@ -16,10 +16,10 @@ from torch.autograd import Function
 from torch.nn import Linear, Module
 from torch.nn import functional as F
 
-from backpack import backpack, explain, extend, results
-from backpack.extensions import BatchGrad, DiagGGNExact
+from backpack import backpack, clear, explain, extend, results
+from backpack.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, SumGradSquared, Variance
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import LossNotExtendedError, UnattributedError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -33,12 +33,12 @@ class Net(Module):
         option: What changes from pass to pass.
     """
 
-    def __init__(self, move: Callable[..., Tensor], option: Any = None) -> None:
+    def __init__(self, move: Callable[..., Tensor], between: Callable[[Tensor], Tensor] = torch.tanh) -> None:
         super().__init__()
-        self.first, self.last, self.move, self.option = Linear(4, 4, **DOUBLE), Linear(4, 3, **DOUBLE), move, option
+        self.first, self.last, self.move, self.between, self.option = Linear(4, 4, **DOUBLE), Linear(4, 3, **DOUBLE), move, between, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.move(self.first(x).tanh(), self.option))
+        return self.last(self.move(self.between(self.first(x)), self.option))
 
 
 def pass_over(model: Module, x: Tensor, y: Tensor) -> None:
@@ -216,6 +216,42 @@ OUTPUTS: dict[str, Callable[[Tensor, None], Tensor]] = {
 def test_functions_of_which_an_output_is_not_used(outputs: str) -> None:
     torch.manual_seed(0)
     pass_over(extend(Net(OUTPUTS[outputs])), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
+
+
+class Stop(Function):
+    """A function without a derivative, which it says by returning nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_where_no_gradient_arrives(between: bool) -> None:
+    """There is none of any sample; what would have to be carried there is missing, and said to be."""
+    torch.manual_seed(0)
+    model, x, y = extend(Net(lambda h, _: Stop.apply(h), torch.clone if between else lambda h: h)), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3
+    with backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance()):
+        F.cross_entropy(model(x), y).backward()
+    found = results(model)
+    for name in ("first.weight", "first.bias"):
+        assert model.get_parameter(name).grad is None
+        assert found[name].keys() == {"grad_batch", "batch_l2", "sum_grad_squared", "variance"}
+        assert all(value.count_nonzero() == 0 for value in found[name].values())
+    assert found["last.weight"]["variance"].count_nonzero() > 0
+    clear(model)
+    for extension in (DiagGGNExact, KFAC):
+        with backpack(extension()), pytest.raises(LossNotExtendedError if between else UnattributedError, match=r"first\.weight"):
+            F.cross_entropy(model(x), y).backward()
+        assert results(model) == {}
+        with backpack(extension(exclude=[model.first])):
+            F.cross_entropy(model(x), y).backward()
+        assert results(model).keys() == {"last.weight", "last.bias"}
+        clear(model)
 
 
 # --- functions that differentiate in their backward pass -----------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ class Carry:
         Returns:
             Whether it is split, or the leaf of a parameter.
         """
-        return upstream is not None and (self._is_leaf(upstream[0]) or self._plan.states[upstream[0]].get(upstream[1]) is SPLIT)
+        return upstream is not None and (self._is_leaf(upstream[0]) or self._plan.states.get(upstream[0], {}).get(upstream[1]) is SPLIT)
 
     def _concerns(self, flow: Flow, upstream: tuple) -> bool:
         return bool(self._plan.walk.reach[upstream[0]] & self._concerned[flow])

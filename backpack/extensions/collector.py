@@ -270,9 +270,9 @@ class Collector(Reader):
             if states[rule_key] is not None and self._concerned[extension] & self._plan.walk.bits[id(parameter)]:
                 yield extension, None, states[rule_key]
 
-    def _at_gradient(self, parameter: Parameter, waiting: list[tuple[BackpropExtension, FromGradient]], grad: Tensor) -> None:
+    def _at_gradient(self, parameter: Parameter, waiting: list[tuple[BackpropExtension, FromGradient]], grad: Tensor | None) -> None:
         for extension, value in waiting:
-            self._write(parameter, extension, value.function(grad))
+            self._write(parameter, extension, value.function(torch.zeros_like(parameter) if grad is None else grad))
         if all(late is not parameter for late, _, _ in self._late):
             self._happened(id(parameter))
 
@@ -312,7 +312,7 @@ class Collector(Reader):
             (id of parameter, field) of everything that was written.
 
         Raises:
-            UnattributedError: If a parameter has a gradient and lacks a quantity.
+            UnattributedError: If a parameter that was used lacks a quantity.
         """
         sources = {}
         for _, extension, state in self._late:
@@ -327,9 +327,10 @@ class Collector(Reader):
         for extension in (extension for group in self._of_flow.values() for extension in group) if self._plan.complete else ():
             bits = self._concerned[extension]
             missing = [p for p in self._plan.uses if self._plan.walk.bits[id(p)] & bits and (id(p), extension.savefield) not in written]
-            if any(p.grad is not None for p in missing):
+            if missing:
                 raise UnattributedError(
-                    f"{{names}}: what has arrived there is no complete {extension.savefield!r}, although the gradient has. Leave out {{exclude}}.",
+                    f"{{names}}: nothing of which {extension.savefield!r} could be made has arrived there, although a loss was computed with it (a "
+                    "function in between returns no gradient, say). Leave out {exclude}.",
                     {p: owners[p] for p in missing},
                 )
         return written
