@@ -573,6 +573,31 @@ def test_lookup_follows_the_class_hierarchy_but_not_past_a_new_forward() -> None
     patched.forward = lambda x: x
     assert derivatives_for(patched) is None
 
+    class Helped(nn.Conv2d):
+        def reset_parameters(self) -> None:
+            nn.init.zeros_(self.weight)
+
+        def extra_repr(self) -> str:
+            return "mine"
+
+        def helper(self) -> None:
+            pass
+
+    class Padded(Helped):
+        def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return super()._conv_forward(input, weight, bias)
+
+    class Checked(nn.BatchNorm1d):
+        def _check_input_dim(self, input: Tensor) -> None:
+            assert input.dim() > 1
+
+    assert derivatives_for(Helped) is derivatives_for(Helped(2, 3, 2)) is derivatives_for(nn.LazyConv2d) is derivatives_for(nn.Conv2d)
+    assert derivatives_for(Padded) is derivatives_for(Padded(2, 3, 2)) is None
+    convolution = nn.Conv2d(2, 3, 2)
+    convolution._conv_forward = convolution._conv_forward
+    assert derivatives_for(convolution) is None
+    assert derivatives_for(Checked) is derivatives_for(nn.BatchNorm1d)
+
     class Mine(BaseDerivatives):
         pass
 

@@ -109,6 +109,33 @@ class WithStates(Module):
         return self.layer(x, start if self.states == 1 else (start, 0.5 * start))[0]
 
 
+class HalvedConvolution(nn.Conv1d):
+    """Keeps ``forward``, but computes another map: the learning rate is equalized."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, 0.5 * weight, bias)
+
+
+class PaddedConvolution(nn.Conv1d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return nn.functional.conv1d(nn.functional.pad(input, (2, 0), mode="replicate"), weight, bias)
+
+
+class TripledNorm(nn.InstanceNorm1d):
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        return 3 * super()._apply_instance_norm(input)
+
+
+def patched_convolution() -> Module:
+    layer = nn.Conv1d(2, 3, 3)
+    layer._conv_forward = HalvedConvolution._conv_forward.__get__(HalvedConvolution(2, 3, 3))
+    return layer
+
+
+def on_sequence(layer: Module) -> Module:
+    return Sequential(layer, Tanh(), nn.AdaptiveAvgPool1d(2), Flatten(), Linear(6, 2))
+
+
 NETS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
     "two modules share a parameter": (shared_parameter, (4,)),
     "a module called twice": (called_twice, (4,)),
@@ -121,6 +148,10 @@ NETS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
     "states of an LSTM": (lambda: WithStates(nn.LSTM(2, 3, batch_first=True), 2), (3, 2)),
     "state of an RNN": (lambda: WithStates(nn.RNN(2, 3, batch_first=True), 1), (3, 2)),
     "transformer layer": (lambda: nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True), (3, 4)),
+    "another convolution in a subclass": (lambda: on_sequence(HalvedConvolution(2, 3, 3)), (2, 40)),
+    "another padding in a subclass": (lambda: on_sequence(PaddedConvolution(2, 3, 3)), (2, 6)),
+    "another convolution in a module": (lambda: on_sequence(patched_convolution()), (2, 40)),
+    "another normalization in a subclass": (lambda: on_sequence(Sequential(nn.Conv1d(2, 3, 2), TripledNorm(3, affine=True))), (2, 5)),
     "channels-last memory": (lambda: Sequential(Conv2d(2, 3, 2), Tanh(), Flatten()).to(memory_format=torch.channels_last), (2, 3, 3)),
 }
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from inspect import getattr_static
 from typing import TypeVar, overload
 
 from torch.nn import Module
@@ -14,6 +16,10 @@ Rule = TypeVar("Rule", bound=type[BaseDerivatives])
 
 _RULES: dict[type[Module], BaseDerivatives] = {}
 _FOUND: dict[tuple[type[Module], bool], BaseDerivatives | None] = {}
+_NOT_COMPUTING = frozenset(
+    """reset_parameters reset_running_stats from_pretrained convert_sync_batchnorm _check_input_dim _check_non_zero_input_channels
+    _fill_padding_idx_with_zero""".split()
+)
 
 
 @overload
@@ -25,7 +31,10 @@ def register(module_class: type[Module], rule: BaseDerivatives | type[BaseDeriva
 
 
 def register(module_class: type[Module], rule: BaseDerivatives | type[BaseDerivatives] | None = None) -> Callable[[Rule], Rule] | None:
-    """Make a rule known for a module class and for its subclasses that keep its ``forward``.
+    """Make a rule known for a module class and for its subclasses that keep its ``forward``, and the methods that ``forward`` may call.
+
+    A subclass that overrides another method of ``module_class``, which ``torch.nn.Module`` does not have, may compute a different map: if it
+    does not, register the rule for it as well.
 
     With one argument it decorates a class of derivatives; several decorators may be stacked.
 
@@ -57,8 +66,9 @@ def register(module_class: type[Module], rule: BaseDerivatives | type[BaseDeriva
 def derivatives_for(module: Module | type[Module]) -> BaseDerivatives | None:
     """Find the most specific rule along the method resolution order.
 
-    A class that brings its own ``forward`` may compute a different map, hence it does not inherit the rule of a base class, unless the rule
-    asks that ``forward`` (``any_forward``): a subclass of one of torch's losses is differentiated automatically.
+    A class, or a module, that brings its own ``forward``, or another of the methods with which a base class computes (``_conv_forward``), may
+    compute a different map, hence it does not inherit the rule of that base class, unless the rule asks the ``forward`` that is there
+    (``any_forward``): a subclass of one of torch's losses is differentiated automatically.
 
     Args:
         module: A module or a class of modules.
@@ -66,7 +76,8 @@ def derivatives_for(module: Module | type[Module]) -> BaseDerivatives | None:
     Returns:
         The rule, or ``None`` if there is none.
     """
-    key = (module, False) if isinstance(module, type) else (type(module), "forward" in vars(module))
+    cls = type(module)
+    key = (module, False) if isinstance(module, type) else (cls, not vars(module).keys().isdisjoint(_methods(cls)))
     if key not in _FOUND:
         _FOUND[key] = _search(*key)
     return _FOUND[key]
@@ -81,10 +92,28 @@ def registered() -> dict[type[Module], BaseDerivatives]:
     return dict(_RULES)
 
 
-def _search(module_class: type[Module], own_forward: bool) -> BaseDerivatives | None:
+@cache
+def _methods(cls: type[Module]) -> frozenset[str]:
+    """Name what may take part in the forward pass of a class.
+
+    Args:
+        cls: The class.
+
+    Returns:
+        Names of functions and properties that ``torch.nn.Module`` does not have, but for those known not to take part.
+    """
+    owned = [vars(base) for base in cls.__mro__ if base not in Module.__mro__]
+    names = {name for members in owned for name, value in members.items() if hasattr(type(value), "__get__")}
+    return frozenset({"forward"} | names.difference(dir(Module), _NOT_COMPUTING))
+
+
+def _search(module_class: type[Module], patched: bool) -> BaseDerivatives | None:
     for base in module_class.__mro__:
         rule = _RULES.get(base)
-        if rule is not None and (rule.any_forward or not own_forward):
+        if rule is not None and (rule.any_forward or not (patched or _overrides(module_class, base))):
             return rule
-        own_forward |= "forward" in vars(base)
     return None
+
+
+def _overrides(module_class: type[Module], base: type[Module]) -> bool:
+    return any(getattr_static(module_class, name) is not getattr_static(base, name) for name in _methods(base))
