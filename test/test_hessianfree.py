@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.autograd.functional import hessian, jacobian
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Sequential, Tanh
 
@@ -10,6 +12,7 @@ from backpack.hessianfree.ggnvp import ggn_vector_product, ggn_vector_product_fr
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.hessianfree.lop import L_op, transposed_jacobian_vector_product
 from backpack.hessianfree.rop import R_op, jacobian_vector_product
+from backpack.utils.errors import ArgumentError, UnsupportedError
 
 
 def rand(*shape: int) -> Tensor:
@@ -117,6 +120,77 @@ def test_hessian_vector_product_checks_shapes(inputs: list[Tensor]) -> None:
         hessian_vector_product(f, inputs[:2], [rand(2, 3), rand(2, 3)])
     with pytest.raises(ValueError, match=r"grad_params must .*got \[\[2, 3\]\]"):
         hessian_vector_product(f, inputs[:2], [rand(2, 3), rand(3, 2)], grad_params=[rand(2, 3)])
+
+
+def test_hessian_vector_product_does_not_take_gradients_without_graph_for_constant(inputs: list[Tensor]) -> None:
+    x, v = inputs[0], rand(2, 3)
+    f = (x**3).sum()
+    (gradient,) = torch.autograd.grad(f, x, retain_graph=True)
+    torch.testing.assert_close(hessian_vector_product(f, x, v, grad_params=[gradient])[0], 6 * x.detach() * v)
+    with pytest.raises(ArgumentError, match=r"scalar, got shape \[2\]"):
+        hessian_vector_product(map_b(x), x, v)
+
+
+# Custom functions
+
+
+class Cube(Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+class CubeOnce(Cube):
+    backward = staticmethod(once_differentiable(Cube.backward))
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("given", [False, True])
+def test_custom_functions_are_exact_or_refused(inputs: list[Tensor], given: bool, power: int) -> None:
+    x, z, _ = inputs
+    v = [rand(2, 3), rand(3, 2)]
+
+    def map_c(f: type[Function]) -> Tensor:
+        return f.apply(x.exp()) @ z
+
+    def hvp(f: type[Function]) -> Tensor:
+        value = (map_c(f) ** power).sum()
+        gradients = torch.autograd.grad(value, (x, z), create_graph=True) if given else None
+        return hessian_vector_product(value, (x, z), v, grad_params=gradients)
+
+    def ggn(f: type[Function]) -> Tensor:
+        out = map_c(f)
+        return ggn_vector_product_from_plist((out**2).sum(), out, (x, z), v)
+
+    w = rand(2, 2)
+    for ours, theirs in zip(L_op(map_c(CubeOnce), (x, z), w), L_op((3 * x).exp() @ z, (x, z), w), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(R_op(map_c(Cube), (x, z), v)[0], R_op((3 * x).exp() @ z, (x, z), v)[0])
+    H = hessian(lambda x, z: (((3 * x).exp() @ z) ** power).sum(), (x, z))
+    torch.testing.assert_close(hvp(Cube)[0], sum(torch.einsum("abij,ij->ab", H[0][j], v[j]) for j in range(2)))
+    with pytest.raises(UnsupportedError, match="once_differentiable"):
+        hvp(CubeOnce)
+    with pytest.raises(UnsupportedError, match="once_differentiable"):
+        R_op(map_c(CubeOnce), (x, z), v)
+    with pytest.raises(UnsupportedError, match="once_differentiable"):
+        ggn(CubeOnce)
+    with pytest.raises(UnsupportedError, match="once_differentiable"):
+        L_op(torch.autograd.grad((map_c(CubeOnce) ** 2).sum(), x, create_graph=True), x, rand(2, 3))
+
+
+def test_function_with_constant_gradient_that_is_marked_is_refused(inputs: list[Tensor]) -> None:
+    x, v = inputs[0], rand(2, 3)
+    f = CubeOnce.apply(x).sum() + (x**2).sum()  # the gradient of the first term has no graph
+    for gradients in (None, torch.autograd.grad(f, x, create_graph=True)):
+        with pytest.raises(UnsupportedError, match="once_differentiable"):
+            hessian_vector_product(f, x, v, grad_params=gradients)
+    f = Cube.apply(x).sum() + (x**2).sum()
+    torch.testing.assert_close(hessian_vector_product(f, x, v)[0], (6 * x.detach() + 2) * v)
 
 
 # Generalized Gauss-Newton matrix

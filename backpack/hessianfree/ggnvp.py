@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.hessianfree.hvp import hessian_vector_product
-from backpack.hessianfree.lop import L_op, Tensors
+from backpack.hessianfree.lop import Tensors, pull_back
 from backpack.hessianfree.rop import R_op
 
 
@@ -38,6 +38,8 @@ def ggn_vector_product_from_plist(loss: Tensor, output: Tensor, plist: Iterable[
 
     Returns:
         One tensor per parameter, of its shape; zeros where ``output`` does not depend on the parameter.
+
+    Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
     """
     plist = list(plist)
-    return L_op(output, plist, hessian_vector_product(loss, [output], R_op(output, plist, v)))
+    return pull_back(output, plist, hessian_vector_product(loss, [output], R_op(output, plist, v)), retain_graph=True, detach=True)

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
-from backpack.hessianfree.lop import L_op, Tensors
+from backpack.hessianfree.lop import Tensors, as_list, pull_back, refuse_missing_terms
+from backpack.utils.differentiation import nodes_below
 from backpack.utils.errors import ArgumentError
 
 
@@ -22,28 +24,38 @@ def hessian_vector_product(
         f: Scalar.
         params: Tensors that ``f`` depends on: a tensor or an iterable of tensors.
         v: Vectors, of the shapes of ``params``.
-        grad_params: The gradients of ``f`` with respect to ``params``, made with ``create_graph=True``, if they are already there.
+        grad_params: The gradients of ``f`` with respect to ``params``, made with ``create_graph=True``, if they are already there. They are
+            computed again if one of them has no graph, or a custom function took part.
         detach: Return results without graph; else they can be differentiated.
 
     Returns:
         One tensor per parameter, of its shape; zeros where ``f`` is linear in the parameter.
 
     Raises:
-        ArgumentError: If the number or the shapes of ``v`` or ``grad_params`` do not fit ``params``.
+        ArgumentError: If ``f`` is not a single number, or the number or the shapes of ``v`` or ``grad_params`` do not fit ``params``.
+
+    Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
     """
-    params, v = _as_list(params), _as_list(v)
+    params, v = as_list(params), as_list(v)
     _check_shapes("v", v, params)
-    gradients = L_op(f, params, None, detach=False) if grad_params is None else _as_list(grad_params)
-    _check_shapes("grad_params", gradients, params)
-    # a gradient without graph is constant and contributes nothing
-    pairs = [(gradient, vector) for gradient, vector in zip(gradients, v, strict=True) if gradient.requires_grad]
+    if f.numel() != 1:
+        raise ArgumentError(f"f must be a scalar, got shape {list(f.shape)}.")
+    if grad_params is not None:
+        grad_params = as_list(grad_params)
+        _check_shapes("grad_params", grad_params, params)
+    if grad_params is None or not all(gradient.requires_grad for gradient in grad_params) or _has_custom_function(f):
+        # an incoming gradient that takes part in the graph, so that no function marked as once_differentiable goes unnoticed
+        grad_params = pull_back(f, params, torch.ones_like(f, requires_grad=True), retain_graph=True, detach=False)
+    refuse_missing_terms([*grad_params, f])
+    # a gradient without graph is that of a parameter that f does not depend on
+    pairs = [(gradient, vector) for gradient, vector in zip(grad_params, v, strict=True) if gradient.requires_grad]
     if not pairs:
         return tuple(torch.zeros_like(param) for param in params)
-    return L_op([gradient for gradient, _ in pairs], params, [vector for _, vector in pairs], detach=detach)
+    return pull_back([gradient for gradient, _ in pairs], params, [vector for _, vector in pairs], retain_graph=True, detach=detach)
 
 
-def _as_list(tensors: Tensors) -> list[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+def _has_custom_function(f: Tensor) -> bool:
+    return any(isinstance(node, BackwardCFunction) for node in nodes_below([f]))
 
 
 def _check_shapes(name: str, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack.hessianfree.lop import L_op, Tensors
+from backpack.hessianfree.lop import Tensors, as_list, pull_back, refuse_missing_terms
 
 
 def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:
@@ -23,10 +23,14 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
 
     Returns:
         One tensor per output, of its shape; zeros where the output depends on no input.
+
+    Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
     """
-    ws = torch.zeros_like(ys, requires_grad=True) if isinstance(ys, Tensor) else [torch.zeros_like(y, requires_grad=True) for y in ys]
-    gs = L_op(ys, xs, ws, retain_graph=retain_graph, detach=False)
-    return L_op(gs, ws, vs, detach=detach)
+    outputs = as_list(ys)
+    ws = [torch.zeros_like(y, requires_grad=True) for y in outputs]
+    gs = pull_back(outputs, xs, ws, retain_graph=retain_graph, detach=False)
+    refuse_missing_terms([*gs, *outputs])
+    return pull_back(gs, ws, vs, retain_graph=True, detach=detach)
 
 
 jacobian_vector_product = R_op

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from backpack.utils.errors import DifferentiationError
 
@@ -41,6 +43,39 @@ def undifferentiable(value: Any, anchor: Tensor, what: str, reason: str) -> Any:
     if isinstance(value, list):
         return [undifferentiable(part, anchor, what, reason) for part in value]
     return _Undifferentiable.apply(value, anchor, what, reason) if isinstance(value, Tensor) else value
+
+
+def nodes_below(tensors: Iterable[Tensor]) -> Iterator[Node]:
+    """Go through the graph of tensors.
+
+    Args:
+        tensors: Any tensors.
+
+    Yields:
+        Each node once.
+    """
+    open_nodes, seen = [tensor.grad_fn for tensor in tensors], set()
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            open_nodes += [parent for parent, _ in node.next_functions]
+            yield node
+
+
+def lacks_terms(gradients: Iterable[Tensor]) -> bool:
+    """Say whether derivatives of gradients would lack terms, as a custom function took part that is marked as ``once_differentiable``.
+
+    It leaves a node that raises, but leads nowhere: it is never run, and passes for a zero. It leaves none where the gradient that it was given
+    does not require a gradient: begin the backward pass with one that does.
+
+    Args:
+        gradients: Results of a backward pass with ``create_graph=True``.
+
+    Returns:
+        Whether they would.
+    """
+    return any(node.name() == "torch::autograd::Error" for node in nodes_below(gradients))
 
 
 def square_root(value: Tensor) -> Tensor:

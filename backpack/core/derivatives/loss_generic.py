@@ -20,7 +20,7 @@ from torch.nn.modules.loss import _Loss
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads, Samples
 from backpack.core.derivatives.records import inputs_of, module_of
 from backpack.core.derivatives.registry import register
-from backpack.utils.differentiation import undifferentiable
+from backpack.utils.differentiation import lacks_terms, undifferentiable
 from backpack.utils.eigen import eigh
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.precision import wide
@@ -281,16 +281,9 @@ def _evaluate(module: Module, point: Tensor) -> Tensor:
 
 
 def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]:
-    # Only where the incoming gradient takes part in the graph does a backward pass that must not be differentiated leave a mark there.
     (gradient,) = grad(value, point, torch.ones_like(value, requires_grad=True), create_graph=True)
-    open_nodes, seen = [gradient.grad_fn], set()
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is not None and node not in seen:
-            if node.name() == "torch::autograd::Error":  # not on the way to the point, hence never run: it would pass for a zero
-                raise RuntimeError("the backward pass of one of its functions is marked as once_differentiable")
-            seen.add(node)
-            open_nodes += [parent for parent, _ in node.next_functions]
+    if lacks_terms([gradient]):
+        raise RuntimeError("the backward pass of one of its functions is marked as once_differentiable")
     return lambda vector: grad(gradient, point, vector.reshape(point.shape), retain_graph=True, materialize_grads=True)[0].reshape(vector.shape)
 
 
