@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 from cases import LAYERS
 from table import Layer, layer
 from torch import Tensor, einsum, nn, rand, randn
+from torch.autograd.function import once_differentiable
 from torch.autograd.functional import hessian, jacobian
 from torch.func import functional_call
 from torch.nn import Module
@@ -718,6 +721,115 @@ def test_generic_products(name: str) -> None:
         assert tensor.equal(old)
     for buffer, old in before[1].items():
         assert module.get_buffer(buffer).equal(old)
+
+
+class Counting(Module):
+    """Keeps what it has seen in plain attributes, buffers, lists and dictionaries, by assignment and in place."""
+
+    def __init__(self, inner: Module | None = None) -> None:
+        super().__init__()
+        self.inner, self.calls, self.mean, self.log, self.nested = inner, 0, torch.zeros(3, dtype=DOUBLE), [], {"last": [None]}
+        self.sum = torch.zeros((), dtype=DOUBLE)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.steps += 1
+        self.sum += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        self.log.append(x)
+        self.nested["last"][0] = self.new = x
+        y = x * x.sigmoid()
+        return y if self.inner is None else self.inner(y)
+
+
+class Fails(Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 1:
+            raise ValueError
+        return x
+
+
+@pytest.mark.parametrize("inner", [None, Fails(), Counting()])
+def test_generic_products_leave_the_module_as_it_was(inner: Module | None) -> None:
+    module = Counting(inner)
+    recorded = Recorded(module, randn(4, 3, dtype=DOUBLE))
+
+    def state() -> list:
+        parts = [part for part in module.modules() if isinstance(part, Counting)]
+        names = [[(name, id(value)) for name, value in vars(part).items()] for part in parts]
+        return [names, [(p.calls, p.sum.item(), p.steps.item(), p.mean.tolist(), [*map(id, p.log)], id(p.nested["last"][0])) for p in parts]]
+
+    before = state()
+    products = (
+        lambda: GenericDerivatives().jac_t_mat_prod(module, None, None, recorded.like_output()),
+        lambda: GenericDerivatives().jac_mat_prod(module, None, None, recorded.like_input()),
+        lambda: GenericDerivatives().residual(module, None, recorded.g_out),
+    )
+    for product in products:
+        with pytest.raises(UnsupportedError) if isinstance(inner, Fails) else nullcontext():
+            product()
+        assert state() == before
+    if not isinstance(inner, Fails):
+        close(GenericDerivatives().residual(module, None, recorded.g_out), recorded.residual())
+
+
+class Cube(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return 3 * ctx.saved_tensors[0] ** 2 * g
+
+
+class CubeOnce(Cube):
+    backward = staticmethod(once_differentiable(Cube.backward))
+
+
+class Calls(Module):
+    def __init__(self, function: type[torch.autograd.Function], of_weight: bool = False) -> None:
+        super().__init__()
+        self.function, self.weight, self.of_weight = function, nn.Parameter(rand(3, dtype=DOUBLE)), of_weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x**2 * self.function.apply(self.weight) if self.of_weight else self.function.apply(x * self.weight)
+
+
+def test_generic_products_know_what_cannot_be_differentiated_twice() -> None:
+    rule, x = GenericDerivatives(), randn(4, 3, dtype=DOUBLE)
+
+    def products(function: type[torch.autograd.Function], of_weight: bool = False) -> list[Callable[[], None]]:
+        module, truth = Calls(function, of_weight), Recorded(Calls(Cube, of_weight), x)
+        module.load_state_dict(truth.module.state_dict())
+        Recorded(module, x)
+        jac, mat, param = truth.jac(), truth.like_input(), randn(V, 3, dtype=DOUBLE)
+        return [
+            lambda: close(rule.jac_mat_prod(module, None, None, mat), einsum("noi,vni->vno", jac, mat)),
+            lambda: close(rule.residual(module, None, truth.g_out), truth.residual()),
+            lambda: close(rule.param_jac_mat_prod("weight", module, None, None, param), einsum("noi,vi->vno", truth.param_jac("weight"), param)),
+            lambda: close(rule.jac_t_mat_prod(module, None, None, mat), einsum("noi,vno->vni", jac, mat)),
+        ]
+
+    for product in products(Cube):
+        product()
+    *second, first = products(CubeOnce)
+    first()
+    for product in second:
+        with pytest.raises(UnsupportedError, match="once_differentiable"):
+            product()
+    along, residual, by_weight, transposed = products(CubeOnce, of_weight=True)
+    for product in (along, residual, transposed):  # the function does not act on the variable
+        product()
+    with pytest.raises(UnsupportedError, match="once_differentiable"):
+        by_weight()
 
 
 def test_generic_products_use_the_first_output() -> None:

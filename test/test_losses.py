@@ -692,6 +692,33 @@ def test_loss_without_second_derivative_is_refused() -> None:
         GenericLossDerivatives().sum_hessian(record(nn.L1Loss(), torch.zeros(3, 2, dtype=torch.cfloat), torch.ones(3, 2)), None, None)
 
 
+class Averaging(nn.MSELoss):
+    """Keeps a running average, as an attribute and in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.mean, self.last = 0, torch.zeros(()), []
+        self.register_buffer("total", torch.zeros((), dtype=DOUBLE))
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        value = super().forward(prediction, target)
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * value
+        self.total += value.detach()
+        self.last.append(value)
+        return value
+
+
+def test_computing_factors_leaves_the_loss_as_it_was() -> None:
+    loss = record(Averaging(), normal(3, 2), normal(3, 2))
+    calls, mean, last, total = loss.calls, loss.mean, [*loss.last], loss.total.clone()
+    result = derivatives_for(loss).sum_hessian(loss, None, None)
+    torch.testing.assert_close(result, torch.eye(2, dtype=DOUBLE))  # 2 / 6 for each of three samples
+    assert (loss.calls, loss.last) == (calls, last)
+    assert loss.mean is mean
+    assert torch.equal(loss.total, total)
+
+
 def test_computing_factors_leaves_no_trace_and_no_random_numbers() -> None:
     loss, derivatives = make("huber")
     before, state = {name: id(value) for name, value in vars(loss).items()}, torch.get_rng_state()

@@ -12,6 +12,7 @@ from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor
+from torch.autograd import grad
 from torch.func import functional_call, vjp, vmap
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -20,7 +21,9 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, 
 from backpack.core.derivatives.records import inputs_of, module_of
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.utils.columns import unit_columns
+from backpack.utils.differentiation import lacks_terms
 from backpack.utils.errors import UnsupportedError
+from backpack.utils.module_state import kept_state
 from backpack.utils.subsampling import subsample
 
 
@@ -110,6 +113,7 @@ class _Replay:
             raise UnsupportedError(f"Input and output of {type(self.module).__name__} were not kept, so that it cannot run again.")
         self.axes = [0 if split else None for split in is_split]
         self.param_axis = None if shared else 0
+        self._devices = [self.output.device] if self.output.is_cuda else []
         if param_str is None:
             self.at = self.inputs[0]
         else:
@@ -124,6 +128,7 @@ class _Replay:
     def jac_mat_prod(self, mat: Tensor) -> Tensor:
         output, pull_back = vjp(self._run, self.at)
         self._compare(output)
+        self._refuse_missing_terms()
         # the transposed of a linear function; not every operation can be differentiated in forward mode
         _, push_forward = vjp(lambda cotangent: pull_back(cotangent)[0], torch.zeros_like(output))
         return self._columns(push_forward, mat)
@@ -135,6 +140,7 @@ class _Replay:
 
         _, product, output = vjp(gradient, self.at, has_aux=True)
         self._compare(output)
+        self._refuse_missing_terms()
         return self._columns(product, mat)
 
     def _columns(self, product: Callable[[Tensor], tuple[Tensor, ...]], mat: Tensor) -> Tensor:
@@ -145,25 +151,41 @@ class _Replay:
 
     def _run(self, variable: Tensor) -> Tensor:
         def one(param: Tensor | None, *sample: Any) -> Tensor:
-            # the module may change buffers and inputs in place: it gets copies
-            state = {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-            if self.param_str is not None:
-                state[self.param_str] = param
+            # the module may change its inputs in place: it gets copies
             batch = [value if axis is None else value.unsqueeze(0).clone() for value, axis in zip(sample, self.axes, strict=True)]
-            output = functional_call(self.module, state, tuple(batch))
-            while not isinstance(output, Tensor):
-                output = output[0]
-            return output.squeeze(0)
+            return self._call(param, batch).squeeze(0)
 
         is_input = self.param_str is None
         param, inputs = (None, [variable, *self.inputs[1:]]) if is_input else (variable, self.inputs)
-        devices = [variable.device] if variable.is_cuda else []
         try:
             # this attention kernel is the one that can be differentiated twice; the user's random numbers must not notice this run
-            with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(devices):
+            with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(self._devices):
                 return _each(one, (None if is_input else self.param_axis, *self.axes), param, *inputs)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise UnsupportedError(f"{type(self.module).__name__} cannot run on a single sample ({error}). {_ADVICE}") from error
+
+    def _call(self, param: Tensor | None, batch: list[Any]) -> Tensor:
+        with kept_state(self.module):
+            output = functional_call(self.module, {} if self.param_str is None else {self.param_str: param}, tuple(batch))
+        while not isinstance(output, Tensor):
+            output = output[0]
+        return output
+
+    def _refuse_missing_terms(self) -> None:
+        def see(at: Tensor) -> Tensor:
+            batch = [value.clone() if isinstance(value, Tensor) else value for value in self.inputs]
+            output = self._call(None, [at.clone(), *batch[1:]]) if self.param_str is None else self._call(at, batch)
+            incoming = torch.ones_like(output) + 0 * output  # takes part in the graph
+            if output.requires_grad and lacks_terms(grad(output, at, incoming, create_graph=True, materialize_grads=True)):
+                raise UnsupportedError(
+                    f"{type(self.module).__name__} cannot be differentiated twice: it calls a torch.autograd.Function whose backward is marked as "
+                    "once_differentiable. Write it with differentiable operations, and without the mark."
+                )
+            return output
+
+        # vmap may lose the mark, and what is marked passes for a constant
+        with torch.random.fork_rng(self._devices):
+            vjp(see, self.at)
 
     def _compare(self, output: Tensor) -> None:
         if output.shape == self.output.shape:

@@ -23,6 +23,7 @@ from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import lacks_terms, undifferentiable
 from backpack.utils.eigen import eigh
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
+from backpack.utils.module_state import kept_state
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
@@ -270,7 +271,8 @@ def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
 
 def _evaluate(module: Module, point: Tensor) -> Tensor:
     # The forward method, not the call: the hooks that record a forward pass are not for this one.
-    output = module_of(module).forward(point, *inputs_of(module, first=1))
+    with kept_state(module_of(module)):
+        output = module_of(module).forward(point, *inputs_of(module, first=1))
     tolerance = sqrt(torch.finfo(output.dtype).eps)
     if not torch.allclose(output.detach(), module.output.detach().to(output.dtype), rtol=tolerance, atol=tolerance, equal_nan=True):
         raise LossValueError(
