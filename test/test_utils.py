@@ -108,6 +108,31 @@ def test_inverse_kronecker_products(shift: float | list[float] | None) -> None:
         torch.testing.assert_close(torch.diag(result) if result.dim() == 1 else result, torch.linalg.inv(F))
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_kronecker_products_of_grouped_convolutions(groups: int) -> None:
+    torch.manual_seed(0)
+    conv = torch.nn.Conv1d(4, 6, 2, groups=groups)
+    model = extend(torch.nn.Sequential(conv, torch.nn.Flatten(), torch.nn.Linear(6, 3)).double())
+    with backpack(KFLR()):
+        extend(torch.nn.CrossEntropyLoss())(model(rand(3, 4, 2)), torch.tensor([0, 1, 2])).backward()
+    for param in (conv.weight, conv.bias):
+        factors, size = param.kflr, param.numel()
+        each = factors if groups > 1 and param is conv.weight else [factors]
+        matrix, offset = torch.zeros(size, size, dtype=torch.float64), 0
+        for block in map(dense, each):
+            matrix[offset : offset + len(block), offset : offset + len(block)] = block
+            offset += len(block)
+        assert offset == size
+        torch.testing.assert_close(kroneckers.kfacs_to_mat(factors), matrix)
+        for mat in (rand(size, 3), rand(size)):
+            torch.testing.assert_close(kroneckers.apply_kfac_mat_prod(factors, mat), matrix @ mat)
+        inverse = kroneckers.inv_kfacs(factors, shift=0.1)
+        shifted = [dense([F + 0.1 * torch.eye(len(F), dtype=F.dtype) for F in group]) for group in each]
+        torch.testing.assert_close(torch.linalg.inv(torch.block_diag(*shifted)), kroneckers.kfacs_to_mat(inverse))
+        mat = rand(size, 2)
+        torch.testing.assert_close(kroneckers.apply_inv_kfac_mat_prod(factors, mat, 0.1), torch.linalg.solve(torch.block_diag(*shifted), mat))
+
+
 @pytest.mark.parametrize("diagonal", [False, True])
 def test_inverse_of_singular_factor_is_clamped(diagonal: bool) -> None:
     factor = torch.tensor([2.0, 0.0], dtype=torch.float64)
@@ -128,8 +153,13 @@ def test_kronecker_errors() -> None:
         kroneckers.inv_kfacs([B, B], [0.1, 0.2, 0.3])
     with pytest.raises(RuntimeError, match=r"\[\[2, 3\], \[2, 2, 2\]\]"):
         kroneckers.kfacs_to_mat([A, rand(2, 2, 2)])
-    with pytest.raises(RuntimeError, match="at least one"):
-        kroneckers.kfac_mat_prod([])
+    with pytest.raises(RuntimeError, match=r"groups of \[12, 4\] columns.*16 rows.*\[8, 2\]"):
+        kroneckers.apply_kfac_mat_prod([[A, B], [B]], rand(8, 2))
+    with pytest.raises(RuntimeError, match=r"\[\[2, 3\], 'list'\]"):
+        kroneckers.kfacs_to_mat([A, [A, B]])
+    for empty in ([], [[]]):
+        with pytest.raises(RuntimeError, match="at least one"):
+            kroneckers.kfac_mat_prod(empty)
 
 
 def test_kronecker_helpers() -> None:

@@ -2,7 +2,7 @@
 
 A list of factors ``[F1, F2, ...]`` stands for ``F1 (x) F2 (x) ...``, whose last factor varies fastest. A factor is a matrix ``[R, C]``, or a
 vector ``[D]`` that stands for the diagonal matrix with these entries. Products are contracted factor by factor; the Kronecker product itself is
-never formed.
+never formed. A list of such lists, as a grouped convolution has it, stands for the block-diagonal matrix of their Kronecker products.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from backpack.utils.errors import ArgumentError, ShapeError
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
 
 Shift = float | Sequence[float] | None
+Factors = Iterable[Tensor] | Iterable[Sequence[Tensor]]
 MAX_INVERSE_EIGENVALUE = 1e8
 
 
@@ -111,15 +112,18 @@ def two_kfacs_to_mat(A: Tensor, B: Tensor) -> Tensor:
     return kfacs_to_mat([A, B])
 
 
-def kfacs_to_mat(factors: Iterable[Tensor]) -> Tensor:
+def kfacs_to_mat(factors: Factors) -> Tensor:
     """Form the Kronecker product of all factors.
 
     Args:
-        factors: Matrices ``[Ri, Ci]``, or diagonals ``[Di]``.
+        factors: Matrices ``[Ri, Ci]``, or diagonals ``[Di]``; or one list of them for each group.
 
     Returns:
-        The matrix ``[R1 R2 ..., C1 C2 ...]``.
+        The matrix ``[R1 R2 ..., C1 C2 ...]``; with groups, such matrices along the diagonal.
     """
+    factors = list(factors)
+    if _has_groups(factors):
+        return torch.block_diag(*map(kfacs_to_mat, factors))
     return reduce(torch.kron, (factor.diag() if is_vector(factor) else factor for factor in _checked(factors)))
 
 
@@ -142,16 +146,19 @@ def kfac_mat_prod_einsum_equation(num_factors: int, diagonal: Collection[int] = 
     return f"{','.join([''.join(ins) + columns, *factors])}->{''.join(outs)}{columns}"
 
 
-def kfac_mat_prod(factors: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
+def kfac_mat_prod(factors: Factors) -> Callable[[Tensor], Tensor]:
     """Return the multiplication with the Kronecker product of the factors.
 
     Args:
-        factors: Matrices ``[Ri, Ci]``, or diagonals ``[Di]``. They need not be square.
+        factors: Matrices ``[Ri, Ci]``, or diagonals ``[Di]``, which need not be square; or one list of them for each group.
 
     Returns:
-        Function that maps ``[C1 C2 ..., K]`` to ``[R1 R2 ..., K]``, and a vector ``[C1 C2 ...]`` to a vector ``[R1 R2 ...]``. It raises
-        ``ShapeError`` for other shapes.
+        Function that maps ``[C1 C2 ..., K]`` to ``[R1 R2 ..., K]``, and a vector ``[C1 C2 ...]`` to a vector ``[R1 R2 ...]``; with groups, their
+        rows follow one another. It raises ``ShapeError`` for other shapes.
     """
+    factors = list(factors)
+    if _has_groups(factors):
+        return _of_groups([_checked(group) for group in factors])
     factors = _checked(factors)
     rows, cols = [factor.shape[0] for factor in factors], [factor.shape[-1] for factor in factors]
     equation = kfac_mat_prod_einsum_equation(len(factors), [i for i, factor in enumerate(factors) if is_vector(factor)])
@@ -166,11 +173,23 @@ def kfac_mat_prod(factors: Iterable[Tensor]) -> Callable[[Tensor], Tensor]:
     return multiply
 
 
-def apply_kfac_mat_prod(factors: Iterable[Tensor], mat: Tensor) -> Tensor:
+def _of_groups(groups: list[list[Tensor]]) -> Callable[[Tensor], Tensor]:
+    products = [kfac_mat_prod(group) for group in groups]
+    sizes = [prod(factor.shape[-1] for factor in group) for group in groups]
+
+    def multiply(mat: Tensor) -> Tensor:
+        if mat.shape[:1] != (sum(sizes),):
+            raise ShapeError(f"Kronecker factors of groups of {sizes} columns multiply matrices with {sum(sizes)} rows, got shape {list(mat.shape)}.")
+        return torch.cat([product(part) for product, part in zip(products, mat.split(sizes), strict=True)])
+
+    return multiply
+
+
+def apply_kfac_mat_prod(factors: Factors, mat: Tensor) -> Tensor:
     """Multiply a matrix or vector with the Kronecker product of the factors.
 
     Args:
-        factors: Matrices ``[Ri, Ci]``, or diagonals ``[Di]``. They need not be square.
+        factors: Matrices ``[Ri, Ci]``, or diagonals ``[Di]``, which need not be square; or one list of them for each group.
         mat: Matrix ``[C1 C2 ..., K]`` or vector ``[C1 C2 ...]``.
 
     Returns:
@@ -179,11 +198,11 @@ def apply_kfac_mat_prod(factors: Iterable[Tensor], mat: Tensor) -> Tensor:
     return kfac_mat_prod(factors)(mat)
 
 
-def inv_kfac_mat_prod(factors: Iterable[Tensor], shift: Shift = None) -> Callable[[Tensor], Tensor]:
+def inv_kfac_mat_prod(factors: Factors, shift: Shift = None) -> Callable[[Tensor], Tensor]:
     """Return the multiplication with the inverse of the Kronecker product of shifted factors.
 
     Args:
-        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``.
+        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``; or one list of them for each group.
         shift: What to add to the diagonal of the factors, see ``inv_kfacs``.
 
     Returns:
@@ -192,11 +211,11 @@ def inv_kfac_mat_prod(factors: Iterable[Tensor], shift: Shift = None) -> Callabl
     return kfac_mat_prod(inv_kfacs(factors, shift))
 
 
-def apply_inv_kfac_mat_prod(factors: Iterable[Tensor], mat: Tensor, shift: Shift = None) -> Tensor:
+def apply_inv_kfac_mat_prod(factors: Factors, mat: Tensor, shift: Shift = None) -> Tensor:
     """Multiply a matrix or vector with the inverse of the Kronecker product of shifted factors.
 
     Args:
-        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``.
+        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``; or one list of them for each group.
         mat: Matrix ``[D1 D2 ..., K]`` or vector ``[D1 D2 ...]``.
         shift: What to add to the diagonal of the factors, see ``inv_kfacs``.
 
@@ -206,24 +225,27 @@ def apply_inv_kfac_mat_prod(factors: Iterable[Tensor], mat: Tensor, shift: Shift
     return inv_kfac_mat_prod(factors, shift)(mat)
 
 
-def inv_kfacs(factors: Iterable[Tensor], shift: Shift = None) -> list[Tensor]:
+def inv_kfacs(factors: Factors, shift: Shift = None) -> list[Tensor] | list[list[Tensor]]:
     """Invert symmetric factors by their eigen-decomposition, after a shift of the diagonal.
 
     The inverse of a Kronecker product is the Kronecker product of the inverses. Inverse eigenvalues are clamped to ``[-1e8, 1e8]``, so that a
     singular factor gives a large but finite result.
 
     Args:
-        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``.
+        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``; or one list of them for each group.
         shift: Added to the diagonal of every factor (a number), of each factor (a list or tuple with one number per factor), or of none
-            (``None``).
+            (``None``). All groups get the same.
 
     Returns:
-        The inverses ``(Fi + shift_i I)^{-1}``, of the same shapes.
+        The inverses ``(Fi + shift_i I)^{-1}``, of the same shapes; with groups, one list of them for each.
 
     Raises:
         ShapeError: If a factor is not square.
         ShiftError: If the number of shifts is not the number of factors.
     """
+    factors = list(factors)
+    if _has_groups(factors):
+        return [inv_kfacs(group, shift) for group in factors]
     factors = _checked(factors)
     if not isinstance(shift, list | tuple):
         shift = [0.0 if shift is None else shift] * len(factors)
@@ -241,8 +263,13 @@ def _invert(factor: Tensor, shift: float) -> Tensor:
     return torch.einsum("ij,j,kj->ik", eigenvectors, _invert(eigenvalues, shift), eigenvectors)
 
 
+def _has_groups(factors: list) -> bool:
+    return bool(factors) and all(isinstance(factor, list | tuple) for factor in factors)
+
+
 def _checked(factors: Iterable[Tensor]) -> list[Tensor]:
     factors = list(factors)
-    if not factors or not all(is_matrix(factor) or is_vector(factor) for factor in factors):
-        raise ShapeError(f"Expected at least one Kronecker factor, each a matrix or the diagonal of one, got {[list(f.shape) for f in factors]}.")
+    if not factors or not all(isinstance(factor, Tensor) and (is_matrix(factor) or is_vector(factor)) for factor in factors):
+        got = [list(factor.shape) if isinstance(factor, Tensor) else type(factor).__name__ for factor in factors]
+        raise ShapeError(f"Expected at least one Kronecker factor, each a matrix or the diagonal of one, got {got}.")
     return factors
