@@ -77,6 +77,21 @@ def stepwise() -> nn.Module:
 
 
 EXTENDED = nn.CrossEntropyLoss(ignore_index=1)
+
+
+def by_steps(out: Tensor) -> Tensor:
+    return torch.stack([step.log_softmax(1) for step in out.unbind(1)], 2)
+
+
+def of_experts(out: Tensor) -> Tensor:
+    return (out[..., :2].log_softmax(-1) + out[..., 2:].log_softmax(-1) / 2).transpose(1, 2)
+
+
+def with_teacher(kl_div: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    teacher = nn.Linear(C, C, dtype=torch.float64)  # trainable, but nobody has extended it
+    return lambda out, y: kl_div(out.log_softmax(-1), teacher(out.detach()).softmax(-1))
+
+
 FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows": lambda out, y: F.cross_entropy(out.reshape(-1, C), y.flatten(), ignore_index=1),
     "rows, extended": lambda out, y: EXTENDED(out.reshape(-1, C), y.flatten()),
@@ -95,6 +110,13 @@ FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "samples last, classes first": lambda out, y: -(out.permute(2, 1, 0).log_softmax(0) * F.one_hot(y.T, C).permute(2, 0, 1)).sum() / N,
     "scaled and added": lambda out, y: F.cross_entropy((out / 2 + 1).view(-1, C), y.view(-1), reduction="sum") / 7,
     "two heads": lambda out, y: (F.cross_entropy(out[..., 0].clone(), y[:, 0]) + F.cross_entropy(out.split(1, -1)[1].squeeze(-1), y[:, 1])) / 2,
+    "log-probabilities by steps": lambda out, y: F.nll_loss(by_steps(out), y, ignore_index=1),
+    "log-probabilities by steps, extended": lambda out, y: extend(nn.NLLLoss(ignore_index=1))(by_steps(out), y),
+    "joined, extended": lambda out, y: extend(nn.NLLLoss())(torch.cat([part.log_softmax(-1) for part in out.split(2, 1)], 1).mT, y),
+    "product of experts": lambda out, y: F.nll_loss(of_experts(out), y % 2),
+    "product of experts, extended": lambda out, y: extend(nn.NLLLoss())(of_experts(out), y % 2),
+    "teacher": with_teacher(lambda *given: F.kl_div(*given, reduction="batchmean")),
+    "teacher, extended": with_teacher(extend(nn.KLDivLoss(reduction="batchmean"))),
     "squares": lambda out, y: F.mse_loss(out.reshape(-1, C), out.detach().reshape(-1, C) + y.view(-1, 1)),
     "squares of all": lambda out, y: F.mse_loss(out.flatten(), out.detach().flatten().roll(1)),
 }
@@ -315,6 +337,25 @@ def test_softmax_and_likelihood_are_a_cross_entropy(case: str, make: type) -> No
         assert any(factor.ne(0).any() for factor in found[-1])
     for one, two in zip(*found, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
+PAST: dict[str, Callable[[Tensor], Tensor]] = {
+    "stack": lambda out: torch.stack([out.log_softmax(1), out.sigmoid().log()], 2),
+    "cat": lambda out: torch.cat([out[:, :2].log_softmax(1), out[:, 2:]], 1).unsqueeze(2).expand(-1, -1, 2),
+    "sum": lambda out: (out.log_softmax(1) + out.softmax(1).log()).unsqueeze(2).expand(-1, -1, 2),
+}
+
+
+@pytest.mark.parametrize("make", [extensions.DiagGGNExact, extensions.KFAC, extensions.DiagHessian])
+@pytest.mark.parametrize("loss", [F.nll_loss, nn.NLLLoss()], ids=["function", "module"])
+@pytest.mark.parametrize("case", PAST)
+def test_likelihoods_of_which_a_part_is_behind_no_softmax_are_refused(case: str, loss: Callable, make: type) -> None:
+    """The curvature of the softmax would be a part of that of the cross-entropy."""
+    model = extend(nn.Linear(3, C))
+    lossfunc = extend(loss) if isinstance(loss, nn.Module) else loss
+    with backpack(make()), pytest.raises(LossNotExtendedError, match="No loss is known on a path"):
+        lossfunc(PAST[case](model(randn(N, 3))), randint(C, (N, 2))).backward()
+    assert not any(vars(p) for p in model.parameters())
 
 
 class Inverse(nn.Module):

@@ -173,7 +173,7 @@ def test_losses_of_log_probabilities_begin_with_the_softmax(case: str, monkeypat
     drawn = type(lossfunc) is nn.NLLLoss
     assert all((row.verdict is AGREES) is (drawn or row.quantity != "DiagGGNMC") for row in report)
     assert not any(row.reason == "all compared numbers are zero" for row in report)
-    monkeypatch.setattr("backpack.core.walk.completes_softmax", lambda call: False)  # as if the loss began alone
+    monkeypatch.setattr("backpack.core.walk.completes_softmax", lambda *_: False)  # as if the loss began alone
     assert verify(model, lossfunc, X, y, chosen[:1]).ok is (case == "function")
 
 
@@ -182,6 +182,25 @@ def test_log_probabilities_that_were_changed_are_not_compared() -> None:
     report = verify(model, nn.NLLLoss(), randn(5, 4), randint(3, (5,)), chosen, output=lambda out: out / 2)
     assert [row.verdict for row in report] == 2 * [NOT_COMPARED] + 4 * [AGREES]
     assert "let them enter it as they are" in next(iter(report)).reason
+
+
+class Halves(Module):
+    """A softmax for each half of the outputs; the log-probabilities of both are joined, as those of several steps are."""
+
+    def __init__(self, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.join = Linear(4, 6), join
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(*(half.log_softmax(1) for half in self.layer(x).tensor_split(2, 1)))
+
+
+@pytest.mark.parametrize("join", [lambda a, b: torch.stack([a, b], 2), torch.add], ids=["stack", "add"])
+@pytest.mark.parametrize("lossfunc", [nn.NLLLoss(), F.nll_loss], ids=["module", "function"])
+def test_log_probabilities_of_several_softmaxes_are_not_compared(lossfunc: Callable, join: Callable[[Tensor, Tensor], Tensor]) -> None:
+    y = randint(3, (5, 2) if join is not torch.add else (5,))
+    report = verify(Halves(join), lossfunc, randn(5, 4), y, [extensions.DiagGGNExact(), extensions.BatchGrad(), extensions.DiagHessian()])
+    assert [row.verdict for row in report] == 2 * [NOT_COMPARED] + 4 * [AGREES]
 
 
 @pytest.mark.parametrize("layer", [Linear(4, 3), Sequential(Linear(4, 3), nn.LogSoftmax(1), Linear(3, 3))], ids=["layer", "softmax before a layer"])

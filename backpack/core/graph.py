@@ -5,8 +5,8 @@ Private symbols of torch live here, in ``calls.py``, ``checkpoints.py`` and ``en
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -38,11 +38,35 @@ _COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
 _MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
     """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
-    Amin Aminmax FractionalMaxPool2D FractionalMaxPool3D Sort Topk Kthvalue Median Nanmedian Mode Cummax Cummin""".split()
+    Amin Aminmax FractionalMaxPool2D FractionalMaxPool3D Sort Topk Kthvalue Median Nanmedian Mode Cummax Cummin NanToNum""".split()
 )
 """Operations that are linear almost everywhere."""
+_LINEAR_IN_THE_FIRST = {"Div": 1, "DivScalar": 1, "Lerp": 2}
+"""Operations that are linear in so many of their arguments, the first ones, where nothing else varies."""
 PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Trilinear".split())
 """Operations that are linear in each of their factors."""
+
+
+def is_linear(node: Node, varies: Callable[[Node], Any]) -> bool:
+    """Say whether a node is linear, almost everywhere, in those of its inputs that vary.
+
+    Args:
+        node: A graph node.
+        varies: Says, of the node of an input, whether that varies.
+
+    Returns:
+        Whether it is.
+    """
+    name = operation(node)
+    if name in LINEAR:
+        return True
+    varied = [n for n, _ in node.next_functions if n is not None and varies(n)]
+    if name in PRODUCTS:
+        return len(varied) <= 1
+    if name in PIECEWISE_LINEAR:  # the absolute value of complex numbers is curved
+        return not any(n is not None and tensor_at((n, nr)).dtype.is_complex for n, nr in node.next_functions)
+    first = _LINEAR_IN_THE_FIRST.get(name, 0)
+    return first > 0 and not any(n is not None and varies(n) for n, _ in node.next_functions[first:])
 
 
 def operation(node: Node) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import nn
 from torch.autograd.graph import Node
@@ -12,7 +12,7 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
-from backpack.core.graph import LINEAR, PRODUCTS, operation
+from backpack.core.graph import operation
 from backpack.core.slots import Slot
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
 
@@ -71,26 +71,33 @@ def take_for_loss(call: ModuleCall) -> bool:
     return True
 
 
-def completes_softmax(call: ModuleCall) -> bool:
-    """Say whether a loss is linear in log-probabilities that a ``LogSoftmax`` has made: both together are a cross-entropy, and the loss starts there.
+def completes_softmax(call: ModuleCall, reach: Mapping[Node, int], is_linear: Callable[[Node], bool]) -> bool:
+    """Say whether a loss is linear in log-probabilities of some ``LogSoftmax``: both together are a cross-entropy, and the loss starts there.
 
-    The loss alone would have no curvature; and it would matter whether it is a module that was extended, or a function.
+    The loss alone would have no curvature; and it would matter whether it is a module that was extended, or a function. Where another path leads past
+    every ``LogSoftmax``, it is refused as that of a function is.
 
     Args:
         call: A call.
+        reach: Node to bit set of the tracked parameters upstream of it.
+        is_linear: Says whether a node is linear in what depends on them.
 
     Returns:
         Whether it is.
     """
     if not isinstance(call.derivatives, PiecewiseLinearLossDerivatives) or not isinstance(call.module, (nn.NLLLoss, nn.KLDivLoss)):
         return False
-    prediction, *others = call.tensor_inputs
-    node = None if prediction.edge is None or any(slot.edge is not None for slot in others) else prediction.edge[0]
-    while node is not None and operation(node) in LINEAR | PRODUCTS | {"Div", "DivScalar"}:
-        upstream = [n for n, _ in node.next_functions if n is not None]
-        divisor = operation(node) == "Div" and node.next_functions[0][0] is None  # depends on it, and nothing else does
-        node = upstream[0] if len(upstream) == 1 and not divisor else None
-    return node is not None and operation(node) == "LogSoftmax"
+    prediction, *others = [slot.edge and slot.edge[0] for slot in call.tensor_inputs]
+    stack, seen = [] if any(reach.get(target) for target in others) else [prediction], set()
+    while stack:
+        node = stack.pop()
+        if node in seen or not reach.get(node):
+            continue
+        if operation(node) == "LogSoftmax":
+            return True
+        seen.add(node)
+        stack += [n for n, _ in node.next_functions] if is_linear(node) else []
+    return False
 
 
 def _makes_a_number(call: ModuleCall) -> bool:

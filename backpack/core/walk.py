@@ -15,7 +15,7 @@ from backpack.core.batches import batch_of, is_single
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
-from backpack.core.graph import LEAF, LINEAR, PRODUCTS, call_node, operation, outputs_of, shape_of
+from backpack.core.graph import LEAF, call_node, is_linear, operation, outputs_of, shape_of
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
@@ -235,7 +235,7 @@ class Walk:
             self.to_function.add(node)
         for mark in self.marks.get(node, ()):
             self.calls[mark.call] = None
-            if self._second_order and completes_softmax(mark.call):
+            if self._second_order and completes_softmax(mark.call, self.reach, self.is_linear):
                 self.passed.add(node)
             if node in self.passed:
                 continue
@@ -245,7 +245,7 @@ class Walk:
                 self.has_data.add(node)
 
     def is_linear(self, node: Node) -> bool:
-        """Say whether a node between a loss and the root is linear in what depends on parameters.
+        """Say whether a node between a loss and the root is linear, almost everywhere, in what depends on parameters.
 
         Args:
             node: The node.
@@ -253,11 +253,9 @@ class Walk:
         Returns:
             Whether it is.
         """
-        name = operation(node)
-        if name in LINEAR or (name in LINEAR_IN_LOG_PROBABILITIES and node not in self.to_loss):
+        if operation(node) in LINEAR_IN_LOG_PROBABILITIES and node not in self.to_loss:
             return True
-        active = [n for n, _ in node.next_functions if n is not None and (n in self.to_loss or self.reach[n])]
-        return (name in PRODUCTS and len(active) == 1) or (name in ("Div", "DivScalar") and active == [node.next_functions[0][0]])
+        return is_linear(node, lambda n: n in self.to_loss or self.reach[n])
 
     def leads(self, node: Node, goal: Node) -> bool:
         """Say whether a node was computed from another one.

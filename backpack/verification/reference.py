@@ -18,6 +18,8 @@ from torch.autograd import grad
 
 _FEW = 256
 """Numbers of an output for which a backward pass each is affordable."""
+_JOINS = ("StackBackward", "CatBackward", "AddBackward")
+"""Operations that put log-probabilities of several softmaxes together."""
 
 
 class Incomparable(Exception):  # noqa: N818  it is no error
@@ -35,20 +37,24 @@ def with_softmax(output: Tensor, loss: Callable[[Tensor], Tensor]) -> Callable[[
 
     Returns:
         The loss; if it is linear in the logarithm of a softmax, what is the same at the output, and begins with the softmax; ``None`` if it cannot be
-        told on which axis.
+        told of which classes.
     """
-    node = output.grad_fn
-    while node is not None and "LogSoftmaxBackward" not in node.name():
-        upstream = [n for n, _ in node.next_functions if n is not None]
-        node = upstream[0] if len(upstream) == 1 else None
-    if node is None:
+    nodes, seen, joined = [output.grad_fn], set(), False
+    while nodes and "LogSoftmaxBackward" not in nodes[-1].name():
+        node = nodes.pop()
+        upstream = [n for n, _ in node.next_functions if n is not None and n not in seen]
+        seen.update(upstream)
+        joins = len(upstream) > 1 and node.name().startswith(_JOINS)
+        nodes += upstream if joins or len(upstream) == 1 else []
+        joined |= joins
+    if not nodes:
         return loss
     here = output.detach()
     slopes = [grad(loss(point), point, materialize_grads=True)[0] for point in (here.clone().requires_grad_(), (here / 2).requires_grad_())]
     if not torch.equal(*slopes):
         return loss
     axes = [axis for axis in range(1, here.dim()) if torch.allclose(here.exp().sum(axis), here.new_ones(()))]
-    return (lambda point: loss(point.log_softmax(axes[0]))) if axes else None
+    return (lambda point: loss(point.log_softmax(axes[0]))) if axes and not joined else None
 
 
 class Reference:
@@ -211,7 +217,7 @@ class Reference:
             Incomparable: If the loss begins with a softmax of which nothing else is known.
         """
         if self._unclear:
-            raise Incomparable("the loss is linear in log-probabilities that were changed on their way: let them enter it as they are")
+            raise Incomparable("the loss is linear in log-probabilities that were changed, or joined, on their way: let them enter it as they are")
         return _derivative((self._slope * direction.reshape(self._slope.shape)).sum(), self._point).reshape(len(self._point), -1)
 
     def block(self, tensor: Tensor, indices: Sequence[int], roots: tuple[Tensor, Sequence[int]] | None = None) -> Tensor:
