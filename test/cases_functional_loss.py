@@ -96,6 +96,25 @@ def tempered(out: Tensor, y: Tensor) -> Tensor:  # noqa: D103
     return extend(nn.NLLLoss())(3 * (out.log_softmax(1) / 2), y)
 
 
+def one_number(model: Module, x: Tensor) -> Tensor:
+    """A prediction ``[N]``."""
+    return model(x).squeeze(1)
+
+
+def hardest(out: Tensor, y: Tensor) -> Tensor:  # noqa: D103
+    losses = F.cross_entropy(out, y, reduction="none")
+    return losses.topk(1).values.mean() + losses.sort().values[-2:].sum()
+
+
+def limited(out: Tensor, y: Tensor) -> Tensor:  # noqa: D103
+    losses = F.cross_entropy(out, y, reduction="none")
+    return torch.lerp(losses.clamp(max=1.3).sum(), losses.nan_to_num().relu().mean(), 0.3)
+
+
+def flooded(out: Tensor, y: Tensor) -> Tensor:  # noqa: D103
+    return (F.mse_loss(out, y, reduction="none").mean(1) - 1).abs().sum()
+
+
 def bce(out: Tensor, y: Tensor, weight: Tensor, pos_weight: Tensor, **options: object) -> Tensor:  # noqa: D103
     return F.binary_cross_entropy_with_logits(out, y, weight, pos_weight=pos_weight, **options)
 
@@ -159,6 +178,14 @@ add("KLDivLoss of LogSoftmax", partial(behind, extended(nn.KLDivLoss, reduction=
 add("negative F.cross_entropy", partial(behind, F.cross_entropy, CE, (4,), lambda N: (labels(N),), scale=-0.5), "chain", "not convex")
 add("negative F.mse_loss", partial(behind, F.mse_loss, MSELoss(), (4,), lambda N: (randn(N, 4),), scale=-0.5), "chain", "not convex")
 add("F.mse_loss, broadcast", partial(behind, F.mse_loss, MSELoss(), (1,), lambda N: (randn(N, 3),), output=lambda model, x: model(x).expand(-1, 3)))
+add("scaled F.mse_loss of numbers", partial(behind, F.mse_loss, MSELoss(), (1,), lambda N: (randn(N),), scale=0.5, output=one_number))
+for _name, _scale, _tags in (("weighted", lambda N: rand(N) + 0.2, ()), ("signed", lambda N: torch.arange(N) - 0.5, ("not convex",))):
+    _bce = partial(F.binary_cross_entropy_with_logits, reduction="none")
+    _numbers = partial(behind, _bce, nn.BCEWithLogitsLoss(), (1,), lambda N: (bits(N),), scale=_scale, output=one_number)
+    add(f"{_name} sum of F.binary_cross_entropy_with_logits of numbers", _numbers, "special loss", *_tags)
+for _function in (hardest, limited):
+    add(f"{_function.__name__} F.cross_entropy", partial(behind, _function, CE, (4,), lambda N: (labels(N),)), "chain", "special loss")
+add("flooded F.mse_loss", partial(behind, flooded, MSELoss(), (4,), lambda N: (randn(N, 4),)), "chain", "special loss", "maybe not convex")
 add(
     "F.mse_loss of softmax",
     partial(behind, F.mse_loss, MSELoss(), (3,), lambda N: (randn(N, 3),), output=lambda model, x: model(x).softmax(1)),

@@ -551,7 +551,8 @@ class Oracle:
             return self._signed_columns(i, mc_samples, index)
         heads = [torch.zeros(mc_samples, len(index), width, dtype=out.dtype) for width in self._widths]
         curvature = self.term_hessians[i][index].diagonal(dim1=1, dim2=2).split(self._widths, dim=1)[term.head]
-        heads[term.head] = gradient.flatten(2) * (curvature / fisher.flatten(1).clamp_min(1e-300)).sqrt() / sqrt(mc_samples)
+        weight = (curvature / fisher.reshape(curvature.shape).clamp_min(1e-300)).sqrt()
+        heads[term.head] = gradient.reshape(mc_samples, *curvature.shape) * weight / sqrt(mc_samples)
         return torch.cat(heads, dim=2)
 
     def _signed_columns(self, i: int, mc_samples: int, index: list[int]) -> Tensor:

@@ -16,9 +16,9 @@ from backpack.core.calls import ModuleCall
 from backpack.core.crossings import SPLIT, Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Use
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, PRODUCTS, operation, shape_of
+from backpack.core.graph import PRODUCTS, is_linear, operation, shape_of
 from backpack.core.plan import Plan
-from backpack.core.residuals import Born, has_complex, is_solvable, pairs, residual
+from backpack.core.residuals import Born, is_solvable, pairs, residual
 from backpack.core.samples import Layout, add_rows, numel
 from backpack.core.walk import Need, Unit, Walk
 from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, separate_rows
@@ -46,8 +46,9 @@ class SignedSqrtFlow(RootFlow):
         if weights is not None:
             mat = mat * weights.abs().sqrt()
             # every column lives at a single position of the loss, so that its largest entry has the sign of that position
-            place = (mat.abs().flatten(2).argmax(2), weights.expand_as(mat[0]).sign().flatten(1))
-            sign = place[1].expand(mat.shape[0], -1, -1).gather(2, place[0].unsqueeze(2)).squeeze(2)
+            shape = *mat.shape[:2], mat.shape[2:].numel()
+            place = mat.abs().reshape(shape).argmax(2, keepdim=True)
+            sign = weights.expand(mat.shape[1:]).sign().reshape(shape[1:]).expand(shape).gather(2, place).squeeze(2)
             signs = sign if signs is None else sign * signs
         mat, signs = separate_rows(mat, signs, layout)
         return {Source(call.order, signs): mat}
@@ -158,9 +159,7 @@ def curved_in(walk: Walk, concerned: int, gap: Gap) -> int:
     reached = [walk.reach[n[0]] & concerned for n in gap.nexts if n is not None]
     if name in PRODUCTS:
         return reduce(or_, (a & b for a, b in combinations(reached, 2)), 0)
-    divided = name in ("Div", "DivScalar") and all(n is None for n in gap.nexts[1:])
-    folded = name in PIECEWISE_LINEAR and not has_complex(gap)  # the absolute value of complex numbers is curved
-    return 0 if divided or folded or name in LINEAR else reduce(or_, reached, 0)
+    return 0 if is_linear(gap.node, lambda n: walk.reach.get(n, 0) & concerned) else reduce(or_, reached, 0)
 
 
 def _coupled(walk: Walk, concerned: int, unit: Unit) -> bool:
