@@ -120,6 +120,118 @@ def test_diagonal_of_losses_with_parts(make_loss: Callable[[], nn.Module]) -> No
     assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: loss(logits, y)))
 
 
+class Masked(nn.Module):
+    """An optional argument in front of another one."""
+
+    def forward(self, logits: Tensor, target: Tensor, weight: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        losses = (logits - F.one_hot(target, C)).square()
+        losses = losses if weight is None else losses * weight / weight.sum() * weight.numel()
+        return (losses if mask is None else losses * mask).mean()
+
+
+class OnlyByName(nn.Module):
+    def forward(self, logits: Tensor, target: Tensor, *, scale: float = 1.0, mask: Tensor) -> Tensor:
+        return scale * Masked().forward(logits, target, mask=mask)
+
+
+class ManyArguments(nn.Module):
+    def forward(self, *arguments: Tensor, scale: float = 1.0, **options: Tensor) -> Tensor:
+        return scale * Masked().forward(*arguments, **options)
+
+
+NAMED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]]] = {
+    "behind a gap": (Masked, lambda loss, out, y, mask: loss(out, y, mask=mask)),
+    "all": (Masked, lambda loss, out, y, mask: loss(mask=mask, target=y, logits=out)),
+    "not the mask": (Masked, lambda loss, out, y, mask: loss(out, y, None, mask)),
+    "only by name": (OnlyByName, lambda loss, out, y, mask: loss(out, y, mask=mask)),
+    "only by name, scaled": (OnlyByName, lambda loss, out, y, mask: loss(out, target=y, mask=mask, scale=3.0)),
+    "any number": (ManyArguments, lambda loss, out, y, mask: loss(out, y, mask=mask)),
+    "any number, scaled": (ManyArguments, lambda loss, out, y, mask: loss(out, y, None, mask, scale=0.5)),
+    "any name": (ManyArguments, lambda loss, out, y, mask: loss(out, mask=mask, scale=2.0, target=y)),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_arguments_reach_the_loss_by_their_names(case: str) -> None:
+    make_loss, call = NAMED[case]
+    model, loss, x, y = make(make_loss())
+    mask = (torch.arange(N * C).reshape(N, C) % 3 > 0).double()
+    with backpack(extensions.DiagGGNExact()):
+        call(loss, model(x), y, mask).backward()
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: call(loss, logits, y, mask)))
+
+
+class Gate(nn.Module):
+    """A layer without a rule."""
+
+    def forward(self, x: Tensor, shift: float = 0.0, *, slope: float = 1.0) -> Tensor:
+        return (slope * x + shift).sin()
+
+
+def test_arguments_reach_a_layer_by_their_names() -> None:
+    """Products with curvature matrices run it again."""
+    gate, layer, x = Gate(), nn.Linear(3, C).double(), torch.randn(N, 3, dtype=torch.float64)
+    model, y = extend(nn.Sequential(layer, gate)), torch.randint(C, (N,))
+    gate.register_forward_pre_hook(lambda module, args, kwargs: (args, {"slope": 2.0}), with_kwargs=True, prepend=True)
+    with backpack(extensions.GGNMP(), extensions.SqrtGGNExact()):
+        extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    vector = torch.randn(1, *layer.weight.shape, dtype=torch.float64)
+    root = layer.weight.sqrt_ggn_exact
+    torch.testing.assert_close(layer.weight.ggnmp(vector), torch.einsum("vnij,vn->ij", root, torch.einsum("vnij,ij->vn", root, vector[0]))[None])
+
+
+class Counting(nn.Module):
+    """Changes whatever a module can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.count, self.total, self.inner = 0, torch.zeros(()), nn.BatchNorm1d(C, affine=False)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        self.steps += 1
+        self.total += 1
+        self.count += 1
+        self.latest, self.total = target, self.total + 1
+        self.inner(logits.detach())
+        torch.rand(3)
+        return (logits - F.one_hot(target, C)).square().mean()
+
+
+def test_evaluating_again_changes_nothing() -> None:
+    model, loss, x, y = make(Counting())
+    value = loss(model(x), y)
+    random, total, latest = torch.get_rng_state(), loss.total, loss.latest
+    state = {name: buffer.clone() for name, buffer in loss.named_buffers()}
+    with backpack(extensions.DiagGGNExact(), extensions.DiagHessian()):
+        value.backward()
+    assert torch.equal(torch.get_rng_state(), random)
+    assert (loss.count, loss.total, loss.latest) == (1, total, latest) and total == 2
+    for name, buffer in loss.named_buffers():
+        assert torch.equal(buffer, state[name]), name
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: loss(logits, y)))
+
+
+class Growing(nn.Module):
+    """Another loss at every call."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.size, self.count = size, 1
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        self.count += 1
+        return self.size * self.count * (logits - F.one_hot(target, C)).square().mean()
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_another_value_is_noticed_however_small_it_is(size: float, dtype: torch.dtype) -> None:
+    model, loss, x, y = make(Growing(size))
+    with backpack(extensions.DiagGGNExact()), pytest.raises(LossValueError, match="another value"):
+        loss(model.to(dtype)(x.to(dtype)), y).backward()
+
+
 def test_evaluating_again_records_nothing() -> None:
     model, loss, x, y = make(CombinedLoss())
     value = loss(model(x), y)

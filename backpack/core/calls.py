@@ -71,6 +71,7 @@ class ModuleCall:
         order: Position among all calls, in the order of the forward passes.
         root: Whether no other extended module was running.
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
+        keywords: Names of the last of them, if the module was called with names.
         tensor_inputs: Those that are tensors.
         outputs: One ``Slot`` a tensor of the output.
         slope: Derivative of a random element-wise module, set when it is needed.
@@ -93,6 +94,7 @@ class ModuleCall:
     versions: Sequence[int | None] = ()
     places: Sequence[int] = ()
     released = False
+    keywords: Sequence[str] = ()
     _constants: Mapping[str, Tensor | None] = _NONE
 
     def __init__(self, module: Module, recorder: Any, args: Sequence[Any], ruled: bool = True) -> None:

@@ -5,8 +5,8 @@ Private symbols of torch live here, in ``calls.py``, ``checkpoints.py`` and ``en
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 

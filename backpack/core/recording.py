@@ -23,8 +23,22 @@ from backpack.core.state import recording
 
 
 @cache
-def _argument_names(cls: type[Module]) -> tuple[str, ...]:
-    return tuple(inspect.signature(cls.forward).parameters)[1:]
+def _keywords(cls: type[Module], count: int, given: tuple[str, ...]) -> dict[str, Any]:
+    """List the arguments behind the positional ones, in the order of the forward method's signature.
+
+    Args:
+        cls: Class of the module.
+        count: Number of positional arguments.
+        given: Names of keyword arguments.
+
+    Returns:
+        Name to default value, from the first to the last of those that were given; and those of which the signature does not know.
+    """
+    arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
+    by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    behind = [*by_place[count:], *(a for a in arguments if a.kind is a.KEYWORD_ONLY)]
+    last = max((i for i, a in enumerate(behind) if a.name in given), default=-1)
+    return {a.name: a.default for a in behind[: last + 1]} | {name: None for name in given if name not in {a.name for a in behind}}
 
 
 def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
@@ -36,10 +50,9 @@ def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any
         kwargs: Keyword arguments.
 
     Returns:
-        The arguments; those not given, between given ones, are ``None``.
+        The arguments; those not given, between given ones, have their default values.
     """
-    known = [name for name in _argument_names(type(module))[len(args) :] if name in kwargs]
-    return [*args, *(kwargs[name] for name in known), *(value for name, value in kwargs.items() if name not in known)]
+    return [*args, *(_keywords(type(module), len(args), tuple(kwargs)) | kwargs).values()]
 
 
 class Recorder:
@@ -103,6 +116,8 @@ class Recorder:
         if not transformed() and recording.on and torch.is_grad_enabled():
             ruled = self.know(module)
             call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
+            if kwargs:
+                call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
             call.seen = args
             recording.open.append(call)
 
@@ -120,6 +135,7 @@ class Recorder:
             if output is not None:
                 if args is not call.seen:  # a hook that ran after ours has given the module something else
                     call.see(module, _positional(module, args, kwargs))
+                    call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
                     if vars(module).get("inplace") is True:
                         call.derivatives = None  # what it was given has been overwritten since
                 call.seen = None
@@ -138,6 +154,8 @@ class Recorder:
             return
         ruled = self.know(module)
         call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
+        if kwargs:
+            call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
         if vars(module).get("inplace") is True:
             call.derivatives = None  # switched on after extend()
         self._end(module, call, output)

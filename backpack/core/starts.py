@@ -51,7 +51,7 @@ class LossNode:
         incoming: Gradient that has arrived at log-probabilities ``[[N, C, *]]``.
     """
 
-    is_loss, released, order = True, False, 0
+    is_loss, released, order, keywords = True, False, 0, ()
     incoming: Tensor | None = None
 
     def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...] | None) -> None:

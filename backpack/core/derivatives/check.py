@@ -83,6 +83,8 @@ def check_rule(module: Module, *inputs: Any) -> list[str]:
 class _Execution:
     """One execution of a module; tensors that a rule does not keep are known by shape and type only."""
 
+    keywords = ()
+
     def __init__(self, module: Module, inputs: list[Any], output: Tensor, keeps: frozenset[str]) -> None:
         self.module, self.inputs = module, inputs
         for i, value in enumerate(inputs):

@@ -18,7 +18,7 @@ from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
-from backpack.core.derivatives.records import inputs_of, module_of
+from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.utils.columns import unit_columns
 from backpack.utils.differentiation import lacks_terms
@@ -103,7 +103,7 @@ class _Replay:
         Raises:
             UnsupportedError: If the module's input and output were not kept.
         """
-        self.module = module_of(module)
+        self.record, self.module = module, module_of(module)
         self.param_str = param_str
         recorded = inputs_of(module)
         is_split = [isinstance(value, Tensor) and value.shape[:1] == recorded[0].shape[:1] for value in recorded]
@@ -166,7 +166,7 @@ class _Replay:
 
     def _call(self, param: Tensor | None, batch: list[Any]) -> Tensor:
         with kept_state(self.module):
-            output = functional_call(self.module, {} if self.param_str is None else {self.param_str: param}, tuple(batch))
+            output = functional_call(self.module, {} if self.param_str is None else {self.param_str: param}, *call_arguments(self.record, batch))
         while not isinstance(output, Tensor):
             output = output[0]
         return output

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.func import functional_call, vjp
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from backpack.core.derivatives.records import module_of
+from backpack.core.derivatives.records import call_arguments, module_of
 from backpack.utils.nested import tensors_in
 
 
@@ -28,7 +28,8 @@ def is_linear_in(name: str, execution: Any) -> bool:
 
     def run(parameter: Tensor) -> Tensor:
         state = {key: buffer.clone() for key, buffer in module.named_buffers()} | {name: parameter}
-        return tensors_in(functional_call(module, state, tuple(_given(execution, i) for i in range(len(execution.inputs)))))[0]
+        given = [_given(execution, i) for i in range(len(execution.inputs))]
+        return tensors_in(functional_call(module, state, *call_arguments(execution, given)))[0]
 
     def gradient(parameter: Tensor) -> Tensor:
         output, pull_back = vjp(run, parameter)

@@ -18,7 +18,7 @@ from torch.nn import CosineEmbeddingLoss, CTCLoss, Module, TripletMarginLoss, Tr
 from torch.nn.modules.loss import _Loss
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads, Samples
-from backpack.core.derivatives.records import inputs_of, module_of
+from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import lacks_terms, undifferentiable
 from backpack.utils.eigen import eigh
@@ -270,11 +270,15 @@ def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _evaluate(module: Module, point: Tensor) -> Tensor:
-    # The forward method, not the call: the hooks that record a forward pass are not for this one.
-    with kept_state(module_of(module)):
-        output = module_of(module).forward(point, *inputs_of(module, first=1))
-    tolerance = sqrt(torch.finfo(output.dtype).eps)
-    if not torch.allclose(output.detach(), module.output.detach().to(output.dtype), rtol=tolerance, atol=tolerance, equal_nan=True):
+    args, named = call_arguments(module, [point, *inputs_of(module, first=1)])
+    loss = module_of(module)
+    with kept_state(loss), torch.random.fork_rng([point.device] if point.is_cuda else []):
+        # The forward method, not the call: the hooks that record a forward pass are not for this one.
+        output = loss.forward(*args, **named)
+    value, recorded = output.detach(), module.output.detach()
+    coarse = max(value.dtype, recorded.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    same = value.shape == recorded.shape
+    if not (same and torch.allclose(value, recorded.to(value.dtype), rtol=0.0, atol=_tolerance(recorded, coarse), equal_nan=True)):
         raise LossValueError(
             f"{module} gives another value when it is evaluated again on the same input, so that its Hessian is not the one of the "
             "recorded value. Remove what is random or changes with each call."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count, takewhile
 from typing import Any
 
@@ -23,6 +24,21 @@ def module_of(record: Any) -> Module:
         return record
     as_called = getattr(record, "as_called", None)
     return record.module if as_called is None else as_called
+
+
+def call_arguments(record: Any, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Name arguments as those of the recorded execution were, to run the module again.
+
+    Args:
+        record: The module, or the record of one execution.
+        inputs: All arguments, in the order of the recorded ones.
+
+    Returns:
+        Positional arguments, and keyword arguments.
+    """
+    names = () if isinstance(record, Module) else record.keywords
+    first = len(inputs) - len(names)
+    return tuple(inputs[:first]), dict(zip(names, inputs[first:], strict=True))
 
 
 def inputs_of(record: Any, first: int = 0) -> list[Any]:
