@@ -161,6 +161,41 @@ def test_arguments_reach_the_loss_by_their_names(case: str) -> None:
     assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: call(loss, logits, y, mask)))
 
 
+class ForEachClass(nn.modules.loss._Loss):
+    """Its output has one entry a class, which depends on all samples."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (logits - F.one_hot(target, C)).square().mean(0)
+
+
+class ForEachSample(ForEachClass):
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (logits - F.one_hot(target, C)).square().mean(1)
+
+
+@pytest.mark.parametrize("samples", [N, C])
+@pytest.mark.parametrize("weights", [torch.tensor([4.0, 1.0, 0.1, 0.0]), torch.full((C,), 0.7)], ids=["different", "alike"])
+@pytest.mark.parametrize("make_loss", [ForEachClass, ForEachSample])
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.DiagHessian, extensions.KFLR])
+def test_weights_of_classes_are_none_of_samples(extension: type, make_loss: Callable[[], nn.Module], weights: Tensor, samples: int) -> None:
+    """Also where there are as many of them."""
+    model, loss, _, _ = make(make_loss())
+    x, y = torch.randn(samples, 3, dtype=torch.float64), torch.randint(C, (samples,))
+    weights = weights[:samples] if make_loss is ForEachSample else weights
+
+    def value(logits: Tensor) -> Tensor:
+        return (loss(logits, y) * weights).sum()
+
+    if make_loss is ForEachClass and weights.unique().numel() > 1:
+        with backpack(extension()), pytest.raises(UnsupportedError, match="weighted differently"):
+            value(model(x)).backward()
+        return
+    with backpack(extension()):
+        value(model(x)).backward()
+    if extension is extensions.DiagGGNExact:
+        assert_diag_ggn(model, expected_diag_ggn(model, x, value))
+
+
 class Gate(nn.Module):
     """A layer without a rule."""
 

@@ -64,6 +64,19 @@ class GenericLossDerivatives(BaseLossDerivatives):
         values, _ = eigh(wide(self._blocks(module)))
         return not (values < -_tolerance(values, module.input0.dtype)).any()
 
+    def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
+        weights = super().position_weights(module, g_out)
+        if weights.dim():  # the output has as many rows as there are samples: are they those of the samples?
+            probe = _probe(module.input0)
+            (product,) = hessian_products(module, [probe], g_out[0].detach())
+            (unweighted,) = hessian_products(module, [probe])
+            if ((product - weights * unweighted).abs() > _tolerance(product, module.input0.dtype)).any():
+                raise UnsupportedError(
+                    f"The entries of the output {list(g_out[0].shape)} of {module} are weighted differently, but they are not the losses of single "
+                    "samples. Return one loss a sample, or sum them up inside of the module."
+                )
+        return weights
+
     def _blocks(self, module: Module) -> Tensor:
         """Compute the Hessian of each sample.
 
@@ -225,7 +238,7 @@ def sample_hessians(module: Module) -> Tensor:
     recorded = module.input0
     num_samples, num_features = recorded.shape[0], prod(recorded.shape[1:])
     units = torch.eye(num_features, dtype=recorded.dtype, device=recorded.device)
-    probe = torch.randn(num_samples, num_features, generator=Generator().manual_seed(0)).to(units)
+    probe = _probe(recorded).reshape(num_samples, num_features)
     *columns, probed = hessian_products(module, [*(unit.expand(num_samples, -1) for unit in units), probe])
     blocks = torch.stack(columns, 2) if columns else recorded.new_zeros(num_samples, 0, 0)
     deviation = probed - torch.einsum("nij,nj->ni", blocks, probe)
@@ -237,12 +250,17 @@ def sample_hessians(module: Module) -> Tensor:
     return (blocks + blocks.mT) / 2
 
 
-def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
+def _probe(inputs: Tensor) -> Tensor:
+    return torch.randn(inputs.shape, generator=Generator().manual_seed(0)).to(inputs)
+
+
+def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor | float = 1.0) -> list[Tensor]:
     """Multiply by the Hessian of (the sum over the entries of) a loss with respect to its first input.
 
     Args:
         module: A loss with recorded inputs and output.
         vectors: Tensors that have as many entries as the input.
+        weights: Weights of the entries.
 
     Returns:
         Products, in the shapes of the vectors.
@@ -260,7 +278,7 @@ def hessian_products(module: Module, vectors: Iterable[Tensor]) -> list[Tensor]:
         point = recorded.detach().requires_grad_()
         output = _evaluate(module, point)
         try:
-            product = _hessian_product(output.sum(), point)
+            product = _hessian_product((output * weights).sum(), point)
             products = [product(vector) for vector in vectors]
         except RuntimeError as error:
             raise UnsupportedError(f"{module} cannot be differentiated twice: {error}") from error
