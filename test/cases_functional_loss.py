@@ -185,6 +185,11 @@ for _name, _scale, _tags in (("weighted", lambda N: rand(N) + 0.2, ()), ("signed
     add(f"{_name} sum of F.binary_cross_entropy_with_logits of numbers", _numbers, "special loss", *_tags)
 for _function in (hardest, limited):
     add(f"{_function.__name__} F.cross_entropy", partial(behind, _function, CE, (4,), lambda N: (labels(N),)), "chain", "special loss")
+for _function in (F.mse_loss, F.huber_loss, F.smooth_l1_loss):
+    _swapped = partial(lambda function, out, y: function(y, out), _function)
+    _module = MSELoss() if _function is F.mse_loss else nn.HuberLoss()
+    add(f"F.{_function.__name__}, swapped", partial(behind, _swapped, _module, (2, 2), lambda N: (2 * randn(N, 2, 2),)), "chain")
+add("MSELoss, swapped", partial(behind, lambda out, y: extend(MSELoss())(y, out), MSELoss(), (2,), lambda N: (randn(N, 2),)), "chain")
 add("flooded F.mse_loss", partial(behind, flooded, MSELoss(), (4,), lambda N: (randn(N, 4),)), "chain", "special loss", "maybe not convex")
 add(
     "F.mse_loss of softmax",

@@ -107,6 +107,14 @@ class FunctionOfTargetFirst(nn.Module):
         return F.cross_entropy(logits, target)
 
 
+@pytest.mark.parametrize("loss", [nn.L1Loss(), nn.PoissonNLLLoss(), nn.BCEWithLogitsLoss()])
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.DiagHessian])
+def test_swapped_arguments_of_a_loss_that_is_not_symmetric(loss: nn.Module, extension: type) -> None:
+    model, loss, x, _ = make(loss)
+    with backpack(extension()), pytest.raises((LossValueError, LossNotExtendedError), match="Write the prediction first"):
+        loss(torch.rand(N, C, dtype=torch.float64), model(x)).backward()
+
+
 class WeightedMean(nn.Module):
     def forward(self, values: Tensor, weights: Tensor) -> Tensor:
         return (values * weights).mean()

@@ -38,6 +38,8 @@ FUNCTIONS = {
     "SoftMarginLoss": "soft_margin_loss",
 }
 """Operations at which second-order quantities can start: the function that is called."""
+_SYMMETRIC = frozenset({"MseLoss", "HuberLoss", "SmoothL1Loss"})
+"""Those of them whose two arguments may be swapped."""
 
 
 def title(node: Node) -> str:
@@ -51,6 +53,20 @@ def title(node: Node) -> str:
     """
     name = operation(node)
     return f"{FUNCTIONS[name]} ({node.name()})" if name in FUNCTIONS else node.name()
+
+
+def prediction_first(node: Node, reach: Mapping[Node, int]) -> tuple[tuple[Node | None, int], ...]:
+    """Return where the arguments of a loss that was called as a function come from.
+
+    Args:
+        node: Its graph node.
+        reach: Node to bit set of the tracked parameters upstream of it.
+
+    Returns:
+        The prediction, and others; where only the second argument of a symmetric loss depends on parameters, that is the prediction.
+    """
+    edges = node.next_functions
+    return edges[::-1] if operation(node) in _SYMMETRIC and not reach.get(edges[0][0]) else edges
 
 
 def take_for_loss(call: ModuleCall) -> bool:
@@ -141,10 +157,19 @@ def refuse_as_loss(marks: Iterable[Mark]) -> None:
     """
     for mark in marks:
         if mark.call.is_loss:
+            if swapped := _swapped(mark.call):
+                raise LossValueError(f"{swapped}.")
             raise LossValueError(
                 f"{mark.call.path} has parameters of its own, or depends on more than its arguments: its curvature with respect to the prediction is "
                 "not all of it. Move layers into the model, and give the loss their output."
             )
+
+
+def _swapped(call: ModuleCall) -> str | None:
+    prediction, *others = [slot.edge for slot in call.tensor_inputs]
+    if prediction is not None or not any(others):
+        return None
+    return f"{call.path}: its first argument, the prediction, depends on no parameter, but another one does. Write the prediction first"
 
 
 def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[ModuleCall]) -> None:
@@ -162,7 +187,9 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
     for call in calls:
         if not call.root:
             continue
-        if not call.recorder.bare and _makes_a_number(call):
+        if call.is_loss and (swapped := _swapped(call)):
+            hint = swapped
+        elif not call.recorder.bare and _makes_a_number(call):
             hint = f"{call.path} has parameters, but a loss is a function of the model's output: {write} for it"
         elif call.recorder.bare and len(call.inputs) > 1 and (call.derivatives in (None, _OWN) or isinstance(call.derivatives, GenericDerivatives)):
             hint = (

@@ -20,7 +20,7 @@ from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, has_samples, title
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, has_samples, prediction_first, title
 from backpack.core.samples import Layout, along, first_axis, layout_of
 from backpack.core.slots import Edge, Slot
 from backpack.core.state import recording
@@ -56,6 +56,7 @@ class LossNode:
 
     def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...] | None) -> None:
         self._node, self.axes, self.path = node, axes, title(node)
+        self._names = ("self", "target") if edge == node.next_functions[0] else ("target", "self")
         shape, like = shape_of(edge), tensor_at(edge)
         if axes is None:
             make, options = MODULES[operation(node)]
@@ -69,14 +70,14 @@ class LossNode:
     @property
     def input0(self) -> Tensor:
         """The prediction; log-probabilities in place of logits."""
-        value = saved(self._node, "self" if self.axes is None else "result")
+        value = saved(self._node, self._names[0] if self.axes is None else "result")
         value = value if recording.connection is not None else value.detach()
         return value if self.axes is None else value.permute(self.axes)
 
     @property
     def input1(self) -> Tensor:
         """The target."""
-        return saved(self._node, "target").detach()
+        return saved(self._node, self._names[1]).detach()
 
     @property
     def output(self) -> Tensor:
@@ -215,7 +216,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     Raises:
         UnsupportedError: If the samples do not lie where the loss looks for them.
     """
-    name, nexts = operation(node), node.next_functions
+    name, nexts = operation(node), prediction_first(node, walk.reach)
     if curved is not None and name in LINEAR_IN_LOG_PROBABILITIES and node in walk.to_function:
         refuse_curved(node, curved)
     classes = name == "LogSoftmax"
