@@ -164,6 +164,41 @@ def test_both_sides_of_a_loss_depend_on_parameters() -> None:
     torch.testing.assert_close(weight.diag_ggn_exact, (2 / zeros.numel() * inner.square().sum(0)).expand(3, -1))
 
 
+class Uncertain(nn.Module):
+    """Learns how much two losses count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.log_variances = mlp(), nn.Parameter(torch.tensor([0.3, -0.2]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+@pytest.mark.parametrize("weigh", [lambda losses, v: (-v).exp() * losses, lambda losses, v: losses / v.exp()], ids=["product", "quotient"])
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+def test_learned_weights_of_losses(extended: bool, weigh: Callable[[Tensor, Tensor], Tensor], penalty: float) -> None:
+    """Nothing but the weights has to be left out: the rest is what it is for constant ones."""
+    terms = [extend(nn.CrossEntropyLoss()), extend(nn.MSELoss())] if extended else [F.cross_entropy, F.mse_loss]
+    model = extend(Uncertain())
+
+    def backward(weights: Tensor, **options: object) -> None:
+        out = model(X)
+        with backpack(DiagGGNExact(**options), KFAC(mc_samples=2, **options)):
+            losses = torch.stack([terms[0](out, Y), terms[1](out, torch.ones_like(out))])
+            (weigh(losses, weights) + penalty * weights).sum().backward()
+
+    with pytest.raises(LossValueError, match="a loss is multiplied by what depends on them") as error:
+        backward(model.log_variances)
+    assert 'exclude=["log_variances"]' in str(error.value) and "net." not in str(error.value)
+    backward(model.log_variances, exclude=["log_variances"])
+    found = [p.diag_ggn_exact for p in model.net.parameters()]
+    backward(model.log_variances.detach())
+    for one, other in zip(found, model.net.parameters(), strict=True):
+        torch.testing.assert_close(one, other.diag_ggn_exact)
+
+
 def test_mini_batches_of_different_size() -> None:
     model = extend(mlp())
     parts = [(X[:2], Y[:2]), (X[2:], Y[2:])]

@@ -137,7 +137,7 @@ class Plan(Tracking):
         """
         if self._second_order or any(upstream in self.walk.leaves for upstream, _ in node.next_functions):
             refuse_compiled(self.walk, node)
-        curved = self._curved.get(node) or (self._second_order and not self.walk.is_linear(node) and node)
+        curved = self._curved.get(node) or (self._second_order and self._curved_at(node))
         if curved and node in self.walk.to_loss:
             refuse_as_loss(self.walk.marks.get(node, ()))
             refuse_curved(node, curved)

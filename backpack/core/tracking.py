@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import reduce
+from operator import or_
 
 from torch.autograd.graph import Node
 from torch.nn import Parameter
@@ -10,14 +12,14 @@ from torch.nn import Parameter
 from backpack.core.batches import agrees_with_data
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State, is_of_parameter
-from backpack.core.graph import shape_of
+from backpack.core.graph import is_linear, shape_of
 from backpack.core.losses import refuse_without_loss
 from backpack.core.refusals import ambiguous, mixing, other_rows, refuse_prediction, sizes, unequal
 from backpack.core.samples import Layout, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output
 from backpack.core.walk import Walk
-from backpack.utils.errors import BackpackError
+from backpack.utils.errors import BackpackError, LossValueError
 
 
 class Tracking:
@@ -118,6 +120,32 @@ class Tracking:
             self._note(other_rows(self.walk, node, call, layout))
         elif agrees is None and layout.samples > 1 and call.outputs[0].shape[:axes].count(layout.samples) > 1:
             self._doubts.append(other_rows(self.walk, node, call, layout, False))
+
+    def _curved_at(self, node: Node) -> Node | None:
+        """Ask whether a node between losses and the root is curved.
+
+        Args:
+            node: The node.
+
+        Returns:
+            The node, or ``None``.
+
+        Raises:
+            LossValueError: If it is only since losses are multiplied by what depends on parameters: it is about these parameters alone.
+        """
+        walk = self.walk
+        if walk.is_linear(node):
+            return None
+        losses = walk.to_loss | walk.to_function
+        upstream = {n for n, _ in node.next_functions if n is not None and walk.reach.get(n)}
+        if upstream & losses and is_linear(node, losses.__contains__):
+            factors = reduce(or_, (walk.reach[n] for n in upstream - losses), 0)
+            raise LossValueError(
+                f"{{names}}: a loss is multiplied by what depends on them ({node.name()}), as by a learned weight, so that the gradient there belongs "
+                "to no sample, and the sum is curved. Leave them out, {exclude}: the factor is a constant of the other quantities then.",
+                walk.named(factors),
+            )
+        return node
 
     def _arrive(self, edge: Edge, state: State, consumer: Node | None, samples: int) -> None:
         """Note the state of an edge, seen from one of its consumers; refuse what lies there if two consumers see the samples differently.
