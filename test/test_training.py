@@ -143,31 +143,90 @@ def on_output(change: Callable[[Tensor], Tensor]) -> Callable[[Module], Any]:
     return lambda model: model[1].register_forward_hook(lambda m, args, out: out.register_hook(change) and None)
 
 
-INNER: dict[str, Callable[[Module], Any]] = {
-    "tensor": on_output(lambda g: 3 * g),
-    "tensor, each sample clipped": on_output(lambda g: g / g.norm(dim=1, keepdim=True).clamp_min(0.01)),
-    "reversed": on_output(torch.neg),
-    "module": lambda model: model[1].register_full_backward_hook(lambda m, g_inp, g_out: (2 * g_inp[0],)),
-    "module, before": lambda model: model[1].register_full_backward_pre_hook(lambda m, g_out: (g_out[0].clamp(-0.01, 0.01),)),
-    "node": lambda model: model[1].register_forward_hook(lambda m, args, out: out.grad_fn.register_prehook(lambda g: (3 * g[0],)) and None),
+def triple(g: Tensor) -> Tensor:
+    return 3 * g
+
+
+def clip(g: Tensor) -> Tensor:
+    return g / g.norm(dim=1, keepdim=True).clamp_min(0.01)
+
+
+def limit(g: Tensor) -> Tensor:
+    return g.clamp(-0.01, 0.01)
+
+
+# what installs the hook, and how it changes the gradient at the output of the activation
+INNER: dict[str, tuple[Callable[[Module], Any], Callable[[Tensor], Tensor]]] = {
+    "tensor": (on_output(triple), triple),
+    "tensor, each sample clipped": (on_output(clip), clip),
+    "reversed": (on_output(torch.neg), torch.neg),
+    "module": (lambda model: model[1].register_full_backward_hook(lambda m, g_inp, g_out: (2 * g_inp[0],)), torch.clone),
+    "module, before": (lambda model: model[1].register_full_backward_pre_hook(lambda m, g_out: (limit(g_out[0]),)), limit),
+    "node": (
+        lambda model: model[1].register_forward_hook(lambda m, args, out: out.grad_fn.register_prehook(lambda g: (triple(*g),)) and None),
+        triple,
+    ),
 }
 
 
+def residual_of_activation(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """What the second derivative of the one activation adds to the diagonal of the Hessian, for a changed gradient at its output."""
+    problem = build()
+    before = problem.model[0](problem.x)
+    after = torch.tanh(before)
+    (g,) = torch.autograd.grad(problem.loss([problem.model[2](after)]), after)
+    terms = (change(g) * (-2 * after * (1 - after.square()))).detach()
+    zeros = {name: torch.zeros_like(p) for name, p in problem.model.named_parameters()}
+    return zeros | {"0.weight": terms.T @ problem.x.square(), "0.bias": terms.sum(0)}
+
+
 @pytest.mark.parametrize("change", INNER)
-def test_hooks_inside_change_first_order_and_no_curvature(change: str) -> None:
-    """First-order quantities are those of .grad, hooks included; curvature is that of the function the forward pass has computed."""
+def test_hooks_inside_change_what_is_made_of_gradients(change: str) -> None:
+    """First-order quantities, and the Hessian's terms of curved operations; the rest of curvature is that of what the forward pass has computed."""
     problem = extended()
-    INNER[change](problem.model)
+    INNER[change][0](problem.model)
     with backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance(), DiagGGNExact(), DiagHessian()):
         loss_of(problem).backward()
-    diagonal = Oracle(build()).diag_h_batch
+    oracle, residual = Oracle(build()), residual_of_activation(INNER[change][1])
+    diagonal = FIELDS["diag_ggn_exact"](oracle)
+    for name, value in residual_of_activation(torch.clone).items():
+        close(diagonal[name] + value, oracle.diag_h_batch[name].sum(0))
     for name, p in problem.model.named_parameters():
         close(p.grad_batch.sum(0), p.grad)
         close(p.batch_l2, p.grad_batch.flatten(1).square().sum(1))
         close(p.sum_grad_squared, p.grad_batch.square().sum(0))
         close(p.variance, p.grad_batch.var(0, correction=0), 1e-8)
-        assert p.diag_h.shape == diagonal[name].sum(0).shape
+        close(p.diag_h, diagonal[name] + residual[name])
     check(problem.model, "diag_ggn_exact")
+
+
+def test_hooks_on_the_output_of_the_model() -> None:
+    """They lie downstream of all curved operations but the loss; also for products."""
+    problem = extended()
+    with backpack(DiagHessian(), HMP()):
+        outputs = problem.outputs()
+        outputs[0].register_hook(triple)
+        problem.loss(outputs).backward()
+    diagonal, residual = FIELDS["diag_ggn_exact"](Oracle(build())), residual_of_activation(triple)
+    for name, p in problem.model.named_parameters():
+        close(p.diag_h, diagonal[name] + residual[name])
+        units = torch.eye(p.numel(), dtype=p.dtype).reshape(-1, *p.shape)
+        close(p.hmp(units).detach().reshape(p.numel(), -1).diagonal().reshape(p.shape), diagonal[name] + residual[name])
+
+
+def test_hooks_on_the_loss_scale_it() -> None:
+    problem = extended()
+    with backpack(BatchGrad(), DiagGGNExact(), DiagHessian(), KFLR()):
+        loss = loss_of(problem)
+        loss.register_hook(triple)
+        loss.backward()
+    oracle = Oracle(build())
+    for name, p in problem.model.named_parameters():
+        close(p.grad_batch, 3 * oracle.grad_batch[name])
+        close(p.diag_ggn_exact, 3 * FIELDS["diag_ggn_exact"](oracle)[name])
+        close(p.diag_h, 3 * oracle.diag_h_batch[name].sum(0))
+    for name, factors in oracle.kronecker(oracle.hessian_exact).items():
+        close(problem.model.get_parameter(name).kflr[0], 3 * factors[0])
 
 
 def accumulate_node(parameter: Parameter) -> Any:
