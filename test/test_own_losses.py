@@ -1,5 +1,6 @@
 """Which modules count as losses, seen from the front door: losses of the user's own, and what is refused, by name and with a way out."""
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
 from backpack.core.recording import recorder_of
-from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
+from backpack.utils.errors import LossNotExtendedError, LossValueError, NotRecordedError, ShapeError, UnsupportedError
 
 N, C = 3, 4
 
@@ -113,6 +114,42 @@ def test_swapped_arguments_of_a_loss_that_is_not_symmetric(loss: nn.Module, exte
     model, loss, x, _ = make(loss)
     with backpack(extension()), pytest.raises((LossValueError, LossNotExtendedError), match="Write the prediction first"):
         loss(torch.rand(N, C, dtype=torch.float64), model(x)).backward()
+
+
+class Scaled(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return self.scale * (logits - F.one_hot(target, C)).square().mean()
+
+
+def test_temporary_object() -> None:
+    """Extended where it is called, like losses of torch; first order needs no loss at all."""
+    model, _, x, y = make(nn.MSELoss())
+    with backpack(extensions.DiagGGNExact(), extensions.BatchGrad()):
+        extend(Scaled(0.5))(model(x), y).backward()
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: Scaled(0.5)(logits, y)))
+    assert_grad_batch(model, grad_batch_by_loop(model, lambda rows: Scaled(0.5 * len(x[rows]) / N)(model(x[rows]), y[rows])))
+
+
+class Remembering(Scaled):
+    """What it stores holds the graph, which would hold it."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        self.latest = super().forward(logits, target)
+        return self.latest
+
+
+def test_temporary_object_that_stores_what_it_returns() -> None:
+    model, _, x, y = make(nn.MSELoss())
+    loss = extend(Remembering(1.0))
+    value, alive = loss(model(x), y), weakref.ref(loss)
+    del loss
+    assert alive() is None
+    with backpack(extensions.DiagGGNExact()), pytest.raises(NotRecordedError, match="Keep a reference"):
+        value.backward()
 
 
 class WeightedMean(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import count
 from operator import is_
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -32,6 +32,7 @@ KEY = "backpack"
 _ORDER = count()
 RANDOM = RecordedSlopeDerivatives()
 """Rule of element-wise modules that are random."""
+_ANY_MODULE = vars(Module()).keys()
 _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
@@ -42,6 +43,12 @@ def _versions(parameters: Mapping[str, Tensor | None], constants: Mapping[str, T
         return versions + [None if t is None else t._version for t in constants.values()] if constants else versions
     except RuntimeError:  # inference mode does not count
         return [None if t is None else version_of(t) for t in (*parameters.values(), *constants.values())]
+
+
+def _keeps_nothing(module: Module) -> bool:
+    if module._modules:  # they run inside, and the record begins before
+        return False
+    return all([name in _ANY_MODULE or isinstance(value, (int, float, str, NoneType)) for name, value in vars(module).items()])
 
 
 def _places(module: Module) -> list[int]:
@@ -112,8 +119,10 @@ class ModuleCall:
         self.order = next(_ORDER)
         self.root = not recording.open
         self.outputs: list[Slot] = []
-        # torch's own losses are often temporary objects, `extend(MSELoss())(...)`, and never store what they return: held strongly
-        self._module = module if rule is not None and rule.is_loss and type(module).__module__.startswith("torch.nn") else ref(module)
+        # losses are often temporary objects, `extend(MSELoss())(...)`: held strongly, if they do not store what they return
+        is_loss = self.root and recorder.bare if rule is None else rule.is_loss
+        temporary = is_loss and (type(module).__module__.startswith("torch.nn") or _keeps_nothing(module))
+        self._module = module if temporary else ref(module)
         if recording.keep_all:
             self._needs = _BOTH
         elif rule is not None:

@@ -19,7 +19,7 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
-from backpack.core.graph import call_node, is_linear, operation, outputs_of, saved, shape_of, tensor_at
+from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, has_samples, prediction_first, title
 from backpack.core.samples import Layout, along, first_axis, layout_of
 from backpack.core.slots import Edge, Slot

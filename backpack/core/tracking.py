@@ -141,8 +141,8 @@ class Tracking:
         if upstream & losses and is_linear(node, losses.__contains__):
             factors = reduce(or_, (walk.reach[n] for n in upstream - losses), 0)
             raise LossValueError(
-                f"{{names}}: a loss is multiplied by what depends on them ({node.name()}), as by a learned weight, so that the gradient there belongs "
-                "to no sample, and the sum is curved. Leave them out, {exclude}: the factor is a constant of the other quantities then.",
+                f"{{names}}: a loss is multiplied by what depends on them ({node.name()}), as by a learned weight, so that the gradient there "
+                "belongs to no sample, and the sum is curved. Leave them out, {exclude}: the factor is a constant of the other quantities then.",
                 walk.named(factors),
             )
         return node
