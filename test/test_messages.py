@@ -131,6 +131,19 @@ def test_loss_that_was_transformed(curve: Callable, functional: bool) -> None:
     hessian_vector_product(curve(lossfunc(model(X), torch.ones(N, 3))), parameters, [torch.ones_like(p) for p in parameters])
 
 
+def test_losses_that_are_written_into_a_tensor() -> None:
+    def written(out: Tensor) -> Tensor:
+        losses = torch.zeros(N)
+        for i in range(N):
+            losses[i] = F.cross_entropy(out[i : i + 1], Y[i : i + 1])
+        return losses.mean()
+
+    assert "torch.stack" in refusal(LossValueError, mlp(), DiagGGNExact(), written)
+    model = extend(mlp())
+    with backpack(DiagGGNExact()):
+        torch.stack([F.cross_entropy(row, y) for row, y in zip(model(X).split(1), Y.split(1), strict=True)]).mean().backward()
+
+
 def test_negative_loss() -> None:
     said = refusal(LossValueError, mlp(), DiagGGNExact(), lambda out: -extend(nn.CrossEntropyLoss())(out, Y))
     assert "DiagHessian" in said
