@@ -92,9 +92,12 @@ class Tracking:
         """
         call, known = mark.call, self.states.get(node, {}).get(mark.nr)
         start = start_at_output(self.walk, mark, known is not None)
+        if call.root:
+            self._guessed.discard(node)  # its rows are the samples, however many it was given
+        elif start is not None:
+            self._guessed.add(node)
         if start is None:
             return
-        (self._guessed.discard if call.root else self._guessed.add)(node)
         size = start.samples
         if known is not None:
             if size == self._samples_at[node] and (size <= 1 or (known is not SPLIT and settle(known) == start)):
