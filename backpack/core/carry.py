@@ -108,8 +108,8 @@ class Carry:
                 continue
             if call.moved:
                 raise OverwrittenError(
-                    f"Other data were put into a parameter of {call.path} after the forward pass (p.data = ...), which autograd does not see, "
-                    "but the rule of the layer would read. Change parameters after backward."
+                    f"Other data were put into a parameter of {call.path} after the forward pass (p.data = ...), or a frozen tensor in its "
+                    "place: autograd sees neither, but the rule of the layer would. Change parameters after backward, or use a module for each."
                 )
             over = self._may_overwrite(flow, edge, unit, value)
             result = flow.through(view, value, grad, unit.layout, over)
