@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn import Parameter
+from torch.overrides import has_torch_function
 
 from backpack.core.owners import owners
 from backpack.utils.errors import UnsupportedError
@@ -179,3 +180,24 @@ def transformed() -> bool:
         Whether to record nothing.
     """
     return torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
+
+
+def intercepted(values: Sequence[Any]) -> bool:
+    """Say whether functions of torch may compute something else than usual: under a mode, or for a class of tensors, that sees their calls.
+
+    Args:
+        values: Arguments of a function.
+
+    Returns:
+        Whether there is such a mode, or one of the values is of such a class; those of torch itself change no values.
+    """
+    if not has_torch_function(values or (None,)):
+        return False
+    modes = [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
+    if not all(type(mode).__module__.startswith("torch.") for mode in modes):
+        return True
+    classes = {type(value) for value in values if isinstance(value, Tensor)} - {Tensor, Parameter}
+    return any(getattr(cls.__torch_function__, "__func__", None) is not _USUAL and not cls.__module__.startswith("torch.") for cls in classes)
+
+
+_USUAL = Tensor.__torch_function__.__func__

@@ -11,12 +11,12 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils.hooks import RemovableHandle
 
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import pass_on
-from backpack.core.engine import transformed
+from backpack.core.engine import intercepted, transformed
 from backpack.core.options import Options
 from backpack.core.owners import owners
 from backpack.core.state import recording
@@ -93,7 +93,8 @@ class Recorder:
             module: The module.
 
         Returns:
-            Whether all are parameters; not so in ``torch.func.functional_call``, where a weight may be computed from something.
+            Whether all are parameters; not so in ``torch.func.functional_call``, where a weight may be computed from something, nor where a class of
+            parameters sees the calls of functions and may change what they compute.
         """
         leaves = True
         for name, parameter in module._parameters.items():
@@ -101,7 +102,10 @@ class Recorder:
                 continue
             if parameter.grad_fn is not None:  # also of one that was tracked before it was computed, in place
                 leaves = False
-            elif parameter not in owners and not parameter.is_inference():
+                continue
+            if type(parameter) is not Parameter and intercepted((parameter,)):
+                leaves = False
+            if parameter not in owners and not parameter.is_inference():
                 owners.add(parameter, f"{self.path}.{name}" if self.path else name)
         return leaves
 
@@ -114,7 +118,7 @@ class Recorder:
             kwargs: Its keyword arguments.
         """
         if not transformed() and recording.on and torch.is_grad_enabled():
-            ruled = self.know(module)
+            ruled = self.know(module) and not intercepted(args)
             call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
             if kwargs:
                 call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
@@ -152,7 +156,7 @@ class Recorder:
         """
         if transformed() or not recording.on or (isinstance(output, Tensor) and not output.requires_grad):
             return
-        ruled = self.know(module)
+        ruled = self.know(module) and not intercepted(args)
         call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
         if kwargs:
             call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))

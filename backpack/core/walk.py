@@ -17,6 +17,7 @@ from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import LEAF, call_node, is_linear, operation, outputs_of, shape_of
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
+from backpack.core.operations import AGAIN, NAMES, as_described
 from backpack.core.owners import owners
 from backpack.core.samples import Arrangement, Layout
 from backpack.core.slots import Edge, Slot
@@ -282,27 +283,34 @@ class Walk:
             call: The call.
 
         Returns:
-            The piece; ``None`` if it is connected to anything but the inputs and own parameters.
+            The piece; ``None`` if it is connected to anything but the inputs and own parameters, or holds other operations than the rule stands for.
         """
         sources = {}
         for i, slot in enumerate(call.inputs):
             if isinstance(slot, Slot) and slot.edge is not None:
                 sources |= {slot.edge: i} if slot.base_edge is None else {slot.base_edge: i, slot.edge: i}
         own = {id(p): name for name, p in call.module._parameters.items()}
-        piece, stack, edges = Piece({node}, {}, []), [node], {}
+        piece, stack, names, edges = Piece({node}, {}, []), [node], [], {}
         while stack:
-            for edge in stack.pop().next_functions:
+            inner = stack.pop()
+            if name := NAMES[type(inner).__name__]:
+                names.append(name)
+            for edge in inner.next_functions:
                 upstream = edge[0]
                 if upstream is None:
                     continue
                 if edge in sources:
                     entry = (sources[edge], edge)
-                    if entry not in piece.inputs:
+                    if entry in piece.inputs:
+                        names.append(AGAIN)
+                    else:
                         piece.inputs.append(entry)
                 elif upstream in self.leaves:
                     name = own.get(id(self.leaves[upstream]))
                     if name is None:
                         return None
+                    if name in piece.parameters:
+                        names.append(AGAIN)
                     piece.parameters[name] = self.leaves[upstream]
                 elif upstream in piece.inside:
                     edges[upstream] += 1
@@ -313,7 +321,11 @@ class Walk:
         for inner, count in edges.items():
             if count != self._edges_into[inner]:
                 return None
-        return piece
+        for name in () if call.derivatives is None else call.derivatives.params:
+            parameter = call.module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad and name not in piece.parameters:
+                return None  # the module had another one, or none of this name, when it ran
+        return piece if as_described(call, names) else None
 
     @cached_property
     def batches(self) -> set[int]:
@@ -358,6 +370,8 @@ class Walk:
             why = "which computes in another precision than that of its parameters and input, as under autocast, where its rule does not hold"
         elif sum(slot.edge is not None for slot in call.tensor_inputs) > 1:
             why = "which has several inputs that may depend on parameters"
+        elif self.piece(node, call) is None:
+            why = f"which has computed something else than {type(module).__name__} does: a hook or a patched function, say, is part of the graph"
         else:
             why = "whose rule stands for calls with a single output, of which axis 0 holds the samples"
         return f"{node.name()} of {call.path} ({type(module).__name__}, {why})"

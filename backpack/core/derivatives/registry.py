@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from inspect import getattr_static
-from typing import TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 from torch.nn import Module
 
@@ -14,8 +14,17 @@ from backpack.utils.errors import ArgumentTypeError
 
 Rule = TypeVar("Rule", bound=type[BaseDerivatives])
 
-_RULES: dict[type[Module], BaseDerivatives] = {}
-_FOUND: dict[tuple[type[Module], bool], BaseDerivatives | None] = {}
+
+class _Found(NamedTuple):
+    """What was found for a class of modules, as long as its ``forward`` is the same: a rule, and the class that it was registered for."""
+
+    forward: Callable
+    rule: BaseDerivatives | None
+    base: type[Module] | None
+
+
+_RULES: dict[type[Module], tuple[BaseDerivatives, dict[str, Any]]] = {}
+_FOUND: dict[tuple[type[Module], bool], _Found] = {}
 _NOT_COMPUTING = frozenset(
     """reset_parameters reset_running_stats from_pretrained convert_sync_batchnorm _check_input_dim _check_non_zero_input_channels
     _fill_padding_idx_with_zero""".split()
@@ -58,7 +67,8 @@ def register(module_class: type[Module], rule: BaseDerivatives | type[BaseDeriva
 
         return decorator
 
-    _RULES[module_class] = rule() if isinstance(rule, type) else rule
+    methods = {name: getattr_static(module_class, name) for name in _methods(module_class)}
+    _RULES[module_class] = rule() if isinstance(rule, type) else rule, methods
     _FOUND.clear()
     return None
 
@@ -67,8 +77,8 @@ def derivatives_for(module: Module | type[Module]) -> BaseDerivatives | None:
     """Find the most specific rule along the method resolution order.
 
     A class, or a module, that brings its own ``forward``, or another of the methods with which a base class computes (``_conv_forward``), may
-    compute a different map, hence it does not inherit the rule of that base class, unless the rule asks the ``forward`` that is there
-    (``any_forward``): a subclass of one of torch's losses is differentiated automatically.
+    compute a different map, as may one of which these were replaced since the rule was registered, hence it does not inherit the rule of that base
+    class, unless the rule asks the ``forward`` that is there (``any_forward``): a subclass of one of torch's losses is differentiated automatically.
 
     Args:
         module: A module or a class of modules.
@@ -76,11 +86,19 @@ def derivatives_for(module: Module | type[Module]) -> BaseDerivatives | None:
     Returns:
         The rule, or ``None`` if there is none.
     """
-    cls = type(module)
-    key = (module, False) if isinstance(module, type) else (cls, not vars(module).keys().isdisjoint(_methods(cls)))
-    if key not in _FOUND:
-        _FOUND[key] = _search(*key)
-    return _FOUND[key]
+    return _find(module).rule
+
+
+def described_by(module: Module) -> type[Module] | None:
+    """Return the class whose ``forward`` a module runs, and whose rule it has.
+
+    Args:
+        module: A module.
+
+    Returns:
+        The class; ``None`` if there is no rule, or it asks the module's own ``forward``.
+    """
+    return _find(module).base
 
 
 def registered() -> dict[type[Module], BaseDerivatives]:
@@ -89,7 +107,29 @@ def registered() -> dict[type[Module], BaseDerivatives]:
     Returns:
         A copy of the table.
     """
-    return dict(_RULES)
+    return {module_class: rule for module_class, (rule, _) in _RULES.items()}
+
+
+def _find(module: Module | type[Module]) -> _Found:
+    if isinstance(module, type):
+        module_class, replaced = module, False
+    else:
+        module_class = type(module)
+        replaced = not module.__dict__.keys().isdisjoint(_methods(module_class))
+    found = _FOUND.get((module_class, replaced))
+    if found is None or found.forward is not module_class.forward:
+        found = _FOUND[module_class, replaced] = _search(module_class, replaced)
+    return found
+
+
+def _search(module_class: type[Module], replaced: bool) -> _Found:
+    for base in module_class.__mro__:
+        rule, methods = _RULES.get(base, (None, {}))
+        if rule is not None and not replaced and all(getattr_static(module_class, name) is method for name, method in methods.items()):
+            return _Found(module_class.forward, rule, base)
+        if rule is not None and rule.any_forward:
+            return _Found(module_class.forward, rule, None)
+    return _Found(module_class.forward, None, None)
 
 
 @cache
@@ -105,15 +145,3 @@ def _methods(cls: type[Module]) -> frozenset[str]:
     owned = [vars(base) for base in cls.__mro__ if base not in Module.__mro__]
     names = {name for members in owned for name, value in members.items() if hasattr(type(value), "__get__")}
     return frozenset({"forward"} | names.difference(dir(Module), _NOT_COMPUTING))
-
-
-def _search(module_class: type[Module], patched: bool) -> BaseDerivatives | None:
-    for base in module_class.__mro__:
-        rule = _RULES.get(base)
-        if rule is not None and (rule.any_forward or not (patched or _overrides(module_class, base))):
-            return rule
-    return None
-
-
-def _overrides(module_class: type[Module], base: type[Module]) -> bool:
-    return any(getattr_static(module_class, name) is not getattr_static(base, name) for name in _methods(base))
