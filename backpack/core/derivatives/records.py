@@ -36,7 +36,7 @@ def call_arguments(record: Any, inputs: Sequence[Any]) -> tuple[tuple[Any, ...],
     Returns:
         Positional arguments, and keyword arguments.
     """
-    names = () if isinstance(record, Module) else record.keywords
+    names = () if isinstance(record, Module) else getattr(record, "keywords", ())
     first = len(inputs) - len(names)
     return tuple(inputs[:first]), dict(zip(names, inputs[first:], strict=True))
 
