@@ -734,9 +734,9 @@ class Oracle:
         """Propagate ``H`` from output to input of each module: ``J^T H J``, plus the modified residual ``sum_k dL/dz_k d2 z_k/dx dx``.
 
         Args:
-            residual: What is done to the residual ``[N, D, D]``; ``None`` leaves it out.
+            residual: What is done to the residuals ``[N, D, D]``, or to their sum; ``None`` leaves them out.
             average: Propagate one matrix for the mini-batch, starting with the sum of ``H_n``, with the mean of ``J_n^T H J_n`` and the
-                sum of the residuals, and return Kronecker factors; otherwise one matrix per sample, and return blocks.
+                modified sum of the residuals, and return Kronecker factors; otherwise one matrix per sample, and return blocks.
 
         Returns:
             Blocks ``[numel, numel]``, or lists of Kronecker factors of the parameters of ``Linear`` modules and convolutions without groups.
@@ -770,7 +770,7 @@ class Oracle:
             g_x = g_x.flatten(1)
             if residual is not None and g_x.requires_grad:
                 rows = [grad(column.sum(), x, retain_graph=True, materialize_grads=True)[0].flatten(1) for column in g_x.T]
-                modified = residual(torch.stack(rows, dim=1))
-                H = H + (modified.sum(0) if average else modified)
+                second = torch.stack(rows, dim=1)
+                H = H + residual(second.sum(0) if average else second)
             g = g_x.detach()
         return result

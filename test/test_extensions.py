@@ -253,9 +253,8 @@ QUANTITIES = {
     "HBP, square root": Quantity(make_hbp(GGN, EXACT, SQRT), "hbp", lambda o, values: kronecker_close(o, values, o.hessian_exact), kronecker),
     "HBP, GGN": Quantity(make_hbp(GGN, SUM, AVERAGE), "hbp", factors(recursion(None)), average_of_ggn),
     "HBP, Hessian": Quantity(make_hbp(HESSIAN, SUM, AVERAGE), "hbp", factors(recursion(identity)), average_with_residual),
-    # Whether the residual is modified before or after the sum over the batch is not pinned: one sample.
-    "HBP, PCH clip": Quantity(make_hbp(PCH_CLIP, SUM, AVERAGE), "hbp", factors(recursion(clip)), average_with_positive_residual, (1,)),
-    "HBP, PCH abs": Quantity(make_hbp(PCH_ABS, SUM, AVERAGE), "hbp", factors(recursion(torch.abs)), average_with_positive_residual, (1,)),
+    "HBP, PCH clip": Quantity(make_hbp(PCH_CLIP, SUM, AVERAGE), "hbp", factors(recursion(clip)), average_with_positive_residual),
+    "HBP, PCH abs": Quantity(make_hbp(PCH_ABS, SUM, AVERAGE), "hbp", factors(recursion(torch.abs)), average_with_positive_residual),
     "HMP": Quantity(extensions.HMP, "hmp", products(lambda o: o.hessian_blocks), product),
     "GGNMP": Quantity(extensions.GGNMP, "ggnmp", products(lambda o: o.ggn_blocks(o.hessian_exact)), product_of_ggn),
     "PCHMP, clip": make_pchmp("clip", clip),

@@ -30,6 +30,7 @@ from torch.nn import Flatten, Linear, Parameter, Sequential, Sigmoid, Tanh
 from backpack import backpack, extend, extensions
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.hbp import HBP, BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
+from backpack.utils.errors import ArgumentError, ArgumentTypeError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -397,6 +398,23 @@ def test_wrong_shapes(make: type[BackpropExtension]) -> None:
             if shape not in {tuple(param.shape), param.shape[1:]}:
                 with pytest.raises(RuntimeError, match="shape"):
                     param.product(torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP, extensions.PCHMP])
+def test_wrong_types(make: type[BackpropExtension]) -> None:
+    problem = CASES["Sigmoid"].build(3)
+    run(problem, make("product"))
+    weight = next(problem.model.parameters())
+    wanted = rf"product of 0.weight multiplies tensors \[V, {', '.join(map(str, weight.shape))}\] or .* of torch.float64 on cpu, got "
+    for mat, got in (
+        (torch.zeros(2, *weight.shape, dtype=torch.float32), rf"\[2, {', '.join(map(str, weight.shape))}\] of torch.float32 on cpu"),
+        (torch.zeros_like(weight).to("meta"), "on meta"),
+    ):
+        with pytest.raises(ArgumentError, match=wanted + ".*" + got):
+            weight.product(mat)
+    for number in (1.0, [1.0], None):
+        with pytest.raises(ArgumentTypeError, match=wanted + rf".*of type {type(number).__name__}"):
+            weight.product(number)
 
 
 @pytest.mark.parametrize("make", [extensions.HMP, extensions.GGNMP, extensions.PCHMP, lambda field: HBP(Curvature.GGN, EXACT, SQRT, CHEN, field)])

@@ -19,7 +19,7 @@ from backpack.extensions.chains import MatProdFlow
 from backpack.extensions.combining import Function
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 
 class CurvatureMatrixProduct(SecondOrderBackpropExtension):
@@ -76,5 +76,15 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
             columns = output_product(jacobian(call, None, (grad,), mat))
             return rule._param_mjp(name, call, None, (grad,), columns)
 
-        shape = tuple(parameter.shape)
-        return lambda mat: apply_checked(product, mat, shape, shape, f"{self.savefield} of {call.path}.{name}")
+        shape, dtype, device = tuple(parameter.shape), parameter.dtype, parameter.device
+        title = f"{self.savefield} of {call.path}.{name}"
+
+        def checked(mat: Tensor) -> Tensor:
+            if not isinstance(mat, Tensor) or mat.dtype != dtype or mat.device != device:
+                got = f"{list(mat.shape)} of {mat.dtype} on {mat.device}" if isinstance(mat, Tensor) else f"{mat!r} of type {type(mat).__name__}"
+                axes = ", ".join(map(str, shape))
+                error = ArgumentError if isinstance(mat, Tensor) else ArgumentTypeError
+                raise error(f"{title} multiplies tensors [V, {axes}] or [{axes}] of {dtype} on {device}, got {got}.")
+            return apply_checked(product, mat, shape, shape, title)
+
+        return checked

@@ -23,8 +23,9 @@ class ModificationError(ArgumentError, KeyError):
 class PCHMP(CurvatureMatrixProduct):
     """A function that multiplies with the block of the positive-curvature Hessian (Chen, Chou & Hsieh 2018), saved to ``pchmp``.
 
-    Second derivatives of element-wise modules enter after negative values were set to zero (``"clip"``) or made positive (``"abs"``). For sequences
-    of modules only; those with a dense second derivative (softmax, layer normalization) are refused.
+    Second derivatives of element-wise modules enter after negative values were set to zero (``"clip"``) or made positive (``"abs"``), for each
+    sample, whereas batch averages of ``HBP`` modify their sum over samples. For sequences of modules only; those with a dense second derivative
+    (softmax, layer normalization) are refused.
     """
 
     MODIFICATIONS: ClassVar[dict[str, str]] = {"abs": Curvature.PCH_ABS, "clip": Curvature.PCH_CLIP}

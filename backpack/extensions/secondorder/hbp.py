@@ -40,6 +40,9 @@ class HBP(SecondOrderBackpropExtension):
     """Kronecker factors by Hessian backpropagation (Dangel, Harmeling & Hennig 2020), saved to ``hbp`` unless another name is given.
 
     ``LossHessianStrategy.SUM`` goes with ``BackpropStrategy.BATCH_AVERAGE`` (sequences of modules only), ``EXACT`` and ``SAMPLING`` with ``SQRT``.
+
+    Batch averages carry one matrix for all samples. Of the Hessian, second derivatives of element-wise modules are added over the samples; of a
+    positive-curvature Hessian, this sum is modified, whereas ``PCHMP`` modifies those of each sample.
     """
 
     any_root = True
