@@ -116,6 +116,8 @@ OF_PARAMETERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "prelu": lambda h, W, b: F.prelu(h, b[:1]),
     "mv": lambda h, W, b: h * torch.mv(W, W[0]),
     "dot": lambda h, W, b: h * torch.dot(b, b.flip(0)),
+    "vdot": lambda h, W, b: h * torch.vdot(b, b.flip(0)),
+    "vdot with a constant": lambda h, W, b: F.linear(h, W / torch.vdot(torch.arange(3.0, dtype=W.dtype), W @ W[1])),  # spectral_norm
     "addmv": lambda h, W, b: h * torch.addmv(b, W, W[1], alpha=2),
     "mm": lambda h, W, b: h @ (W @ W),
     "addmm": lambda h, W, b: h @ torch.addmm(b, W, W.T, alpha=0.5),

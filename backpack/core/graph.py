@@ -43,7 +43,7 @@ PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
 """Operations that are linear almost everywhere."""
 _LINEAR_IN_THE_FIRST = {"Div": 1, "DivScalar": 1, "Lerp": 2}
 """Operations that are linear in so many of their arguments, the first ones, where nothing else varies."""
-PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Linear Convolution PreluKernel Addcmul Trilinear".split())
+PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear".split())
 """Operations that are linear in each of their factors."""
 
 

@@ -66,6 +66,7 @@ _OF_TWO = {
     "Bmm0": (torch.bmm, (0, 1)),
     "Mv0": (torch.mv, (0, 1)),
     "Dot0": (torch.dot, (0, 1)),
+    "Vdot0": (torch.vdot, (0, 1)),
     "Addmm0": (torch.mm, (1, 2)),
     "Baddbmm0": (torch.bmm, (1, 2)),
     "Addmv0": (torch.mv, (1, 2)),
