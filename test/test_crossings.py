@@ -13,7 +13,7 @@ import torch
 from test_extensions import close
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import Linear, Module
+from torch.nn import GRU, Linear, Module, Parameter
 from torch.nn import functional as F
 
 from backpack import backpack, clear, explain, extend, results
@@ -46,7 +46,7 @@ def pass_over(model: Module, x: Tensor, y: Tensor) -> None:
     model.zero_grad()
     with backpack(BatchGrad(), DiagGGNExact()):
         F.cross_entropy(model(x), y).backward()
-    out, parameters = model(x), list(model.parameters())
+    out, parameters = model(x), [parameter for parameter in model.parameters() if parameter.requires_grad]
     terms = F.cross_entropy(out, y, reduction="none") / len(y)
 
     def gradients(of: Iterable[Tensor]) -> list[Tensor]:
@@ -163,6 +163,89 @@ def test_where_samples_go_is_told_anew_where_it_may_change(move: str) -> None:
 def test_functions_that_are_named_like_those_of_torch(function: type[Function]) -> None:
     torch.manual_seed(0)
     pass_over(extend(Net(lambda h, _: function.apply(h))), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
+
+
+# --- rows that belong to one sample, and those of which nothing is known ------------------------------------------------------------------------
+
+
+class Loop(Module):
+    """Something that is done to each row, with two layers in front and one behind, and parameters of all rows."""
+
+    def __init__(self, function: Callable[[Loop, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.inner, self.last, self.function = Linear(4, 4, **DOUBLE), Linear(4, 4, **DOUBLE), Linear(4, 3, **DOUBLE), function
+        self.gains, self.vector = (Parameter(torch.rand(*shape, **DOUBLE)) for shape in ((2,), (4,)))
+        self.recurrent = GRU(4, 4, batch_first=True, **DOUBLE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self, self.first(x).tanh()))
+
+
+def each(function: Callable[[Loop, Tensor, int], Tensor]) -> Callable[[Loop, Tensor], Tensor]:
+    return lambda net, h: torch.stack([function(net, row, i) for i, row in enumerate(h)])
+
+
+def at_rows(net: Loop, h: Tensor, rows: Any, change: Callable[[Tensor], Tensor] = torch.tanh) -> Tensor:
+    return put(h, rows, change(net.inner(h[rows])))
+
+
+LOOPS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
+    "norm": each(lambda net, u, i: u / u.norm()),
+    "norm, axis kept": each(lambda net, u, i: u / u.norm(keepdim=True)),
+    "functions of numbers": each(lambda net, u, i: u * (u.sum().sin() * u.norm()).tanh()),
+    "module on a number": each(lambda net, u, i: u * torch.nn.functional.softplus(net.inner(u).sum())),
+    "numbers of one row, stacked": each(lambda net, u, i: u * torch.stack([u[:2].sum(), u[2:].sum()]).softmax(0)[0]),
+    "numbers of all rows, stacked": lambda net, h: torch.stack([u.square().sum() for u in h])[:, None] * h,
+    "number, expanded": each(lambda net, u, i: u.norm().expand(4) + u),
+    "number, joined": each(lambda net, u, i: torch.cat([u[:3], u.norm()[None]])),
+    "number times a number of all": each(lambda net, u, i: u * (u.sum() * net.gains[0])),
+    "number times a number that is computed": lambda net, h: each(lambda net, u, i, g=net.gains[0] * net.gains[1]: u * (u.sum() * g))(net, h),
+    "standardized": each(lambda net, u, i: (u - u.mean()) / u.std()),
+    "product with a vector of all": each(lambda net, u, i: u * torch.dot(u, net.vector)),
+    "norm with a vector of all": each(lambda net, u, i: u * (net.vector * u).norm()),
+    "outer product": each(lambda net, u, i: torch.outer(u, u).sum(1) / u.norm()),
+    "layer": each(lambda net, u, i: net.inner(u.tanh()) / u.norm()),
+    "first entries": each(lambda net, u, i: u[: i % 4 + 1].mean() * u),
+    "recurrent, mean over time": lambda net, h: torch.cat([net.recurrent(u.view(1, 1, 4).expand(1, 3, 4) * STEPS)[0].mean(1) for u in h]),
+    "recurrent, one step": lambda net, h: torch.cat([net.recurrent(u.view(1, 1, 4).expand(1, 3, 4) * STEPS)[0][:, i % 3] for i, u in enumerate(h)]),
+    "sequences, lengths": lambda net, h: torch.stack([u[: i % 3 + 1].mean(0) for i, u in enumerate(net.inner(h[:, None] * STEPS).sin())]),
+    "sequences, lengths, axis kept": lambda net, h: torch.cat([sequences(net, h)[i : i + 1, : i % 3 + 1].amax(1) for i in range(len(h))]),
+    "sequences, steps": lambda net, h: torch.stack([sequences(net, h)[i, i % 3] for i in range(len(h))]),
+    "sequences, attention": lambda net, h: torch.stack([z[: i % 3 + 1].sum(1).softmax(0) @ z[: i % 3 + 1] for i, z in enumerate(sequences(net, h))]),
+    "sequences, cumulated": lambda net, h: torch.stack([z.tanh().cumsum(0)[-1] for z in sequences(net, h)]),
+    "one row by a mask": lambda net, h: at_rows(net, h, torch.arange(len(h)) < 1),
+    "no row by a mask": lambda net, h: at_rows(net, h, torch.arange(len(h)) < 0),
+    "one row by an index": lambda net, h: at_rows(net, h, -1),
+    "one row by a list, added": lambda net, h: put(h, [0], h[[0]] + net.inner(h[[0]]).sin()),
+    "rows twice": lambda net, h: torch.cat([h[:1], h[1:] * 2])[torch.arange(len(h)).flip(0)],
+}
+STEPS = torch.arange(1, 4, **DOUBLE)[:, None]
+
+
+def sequences(net: Loop, h: Tensor) -> Tensor:
+    return net.inner(h[:, None] * STEPS).tanh()
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_loops_over_samples(loop: str, samples: int) -> None:
+    torch.manual_seed(0)
+    model, x, y = extend(Loop(LOOPS[loop])), torch.randn(samples, 4, **DOUBLE), torch.arange(samples) % 3
+    unused = [
+        p for p, g in zip(model.parameters(), torch.autograd.grad(model(x).sum(), model.parameters(), allow_unused=True), strict=True) if g is None
+    ]
+    for parameter in unused:
+        parameter.requires_grad_(False)
+    pass_over(model, x, y)
+
+
+@pytest.mark.parametrize("mix", [lambda net, h: h / h.norm(), lambda net, h: torch.stack([h[0], *(h[0].norm() * u for u in h[1:])])])
+def test_numbers_of_other_samples_are_refused(mix: Callable[[Loop, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = extend(Loop(mix))
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"first\.weight"):
+        F.cross_entropy(model(torch.randn(3, 4, **DOUBLE)), torch.arange(3)).backward()
+    assert results(model) == {}
 
 
 # --- functions with several outputs ---------------------------------------------------------------------------------------------------------------

@@ -62,6 +62,16 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
         for name in names.split()
         for places in more.split()
     },
+    **{
+        f"{name} of each row": lambda h, f=f: torch.stack([f(row) for row in h])
+        for name, f in {
+            "norm": lambda u: u / u.norm(),
+            "std": lambda u: (u - u.mean()) / u.std(),
+            "softmax": lambda u: u.softmax(0) * u.logsumexp(0),
+            "product": lambda u: torch.outer(u, u).sum(1) * u.sum().exp(),
+        }.items()
+    },
+    "exp of a row by a mask": lambda h: h.index_put((torch.arange(len(h)) == 0,), h[:1].exp()),
     "lerp by a number": lambda h: torch.lerp(h.sin(), h.flip(1), 0.3),
     "lerp by a scalar": lambda h: torch.lerp(h.sin(), h.flip(1), torch.full((), 0.3)),
     "quantile": lambda h: h + h.sin().quantile(0.3, 1, keepdim=True),

@@ -24,7 +24,7 @@ from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, is_apart
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout, add_rows, keeps_samples, split, sum_to
+from backpack.core.samples import Layout, add_rows, after_sum, split, sum_to
 from backpack.core.slots import Edge
 from backpack.core.walk import Unit
 from backpack.utils.errors import NotRecordedError, OverwrittenError
@@ -312,9 +312,9 @@ class Carry:
             if layout is None:
                 self.deposit(flow, edge, Way.SPLIT, {source: sum_to(given, shape, 2)}, None)
                 continue
-            kept = keeps_samples(layout, given.shape[1:], shape)
+            kept = after_sum(layout, given.shape[1:], shape)
             if kept is not None:
-                self.deposit(flow, edge, Way.DATA, {source: sum_to(given, shape, 1)}, layout._replace(axis=kept), own)
+                self.deposit(flow, edge, Way.DATA, {source: sum_to(given, shape, 1)}, kept, own)
             else:
                 rows = add_rows(given.movedim(1 + layout.axis, 1), layout).unsqueeze(2 + layout.axis)
                 self.deposit(flow, edge, Way.SPLIT, {source: sum_to(rows, shape, 2)}, None)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.graph import LINEAR, call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
-from backpack.core.samples import Layout, blocks, decode, keeps_samples, numel, probe, settle, split, sum_to
+from backpack.core.samples import Layout, after_sum, blocks, decode, numel, probe, split, sum_to
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
 _STATIC = LINEAR - frozenset(
@@ -72,6 +72,18 @@ class Crossing(NamedTuple):
     returned: Layout | None
     arrives: Layout | None
 
+    def of_all(self, shape: torch.Size) -> Crossing:
+        """Split what is summed within one sample.
+
+        Args:
+            shape: Shape of the input.
+
+        Returns:
+            How columns leave towards an input that is not made of data.
+        """
+        summed = self.arrives is not None and (not shape or self.arrives.labels != self.returned.labels)
+        return Crossing(SPLIT, self.returned, None) if summed else self
+
 
 class Gap:
     """A graph node that no rule covers, crossed by calling it.
@@ -86,12 +98,16 @@ class Gap:
 
     __slots__ = ("crossings", "nexts", "node", "outputs", "states")
 
-    def __init__(self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None]) -> None:
+    def __init__(
+        self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None], has_data: Container[Node] = frozenset()
+    ) -> None:
         self.node, self.outputs, self.states, self.nexts = node, outputs_of(node), states, nexts
         if SPLIT in states.values():
             self.crossings = [None if n is None else Crossing(SPLIT, None, None) for n in nexts]
         else:
-            self.crossings = crossings_of(node, states, tuple(None if n is None else n[2] for n in nexts))
+            found = crossings_of(node, states, tuple(None if n is None else n[2] for n in nexts))
+            # what all samples use by turns is split from here on: a scale that each one multiplies with what is its own
+            self.crossings = [c if n is None or c is None or n[0] in has_data else c.of_all(n[2]) for n, c in zip(nexts, found, strict=True)]
 
     def call(self, columns: dict[int, Tensor]) -> list[Tensor | None]:
         """Call the node.
@@ -145,19 +161,30 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
     """
     name, full = operation(node), shape_of((node, 0))
     if name in _BROADCASTING:
-        kept = [None if shape is None else keeps_samples(layout, full, shape) for shape in shapes]
-        return [
-            None if shape is None else Crossing(Way.SPLIT, layout, None) if axis is None else Crossing(Way.DATA, layout, layout._replace(axis=axis))
-            for shape, axis in zip(shapes, kept, strict=True)
-        ]
+        return [None if shape is None else _summed(layout, full, shape) for shape in shapes]
     if name in _STACKED:
         stays = layout.axis < len(full) - 2
     elif name in ("Softmax", "LogSoftmax"):
-        stays = layout.axis != saved(node, "dim") % len(full)
+        stays = not full or layout.axis != saved(node, "dim") % len(full)
     else:
         stays = name in ELEMENTWISE
-    same = all(shape is None or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
+    same = all(shape is None or shape == full or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
     return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
+
+
+def _summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
+    """Say how columns leave that are summed to the shape of an input.
+
+    Args:
+        layout: Where the samples lie in what the node returns.
+        full: Its shape.
+        shape: Shape of the input.
+
+    Returns:
+        The crossing.
+    """
+    arrives = after_sum(layout, full, shape)
+    return Crossing(SPLIT if arrives is None else Way.DATA, layout, arrives)
 
 
 _CROSSINGS: dict[Any, list[Crossing | None]] = {}
@@ -198,11 +225,7 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         if layout is None:
             crossings.append(Crossing(Way.MASKED, None, None))
             continue
-        kept = keeps_samples(layout, returned.shape[1:], shape)
-        if kept is None:
-            crossings.append(Crossing(Way.SPLIT, settle(layout), None))
-        else:
-            crossings.append(Crossing(Way.DATA, settle(layout), Layout(kept, layout.labels, samples)))
+        crossings.append(_summed(layout, returned.shape[1:], shape))
     if key is not None and settled:
         if len(_CROSSINGS) > 10_000:
             _CROSSINGS.clear()

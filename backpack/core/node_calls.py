@@ -21,7 +21,7 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.samples import Layout, arrangement
+from backpack.core.samples import Layout, arrangement, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Unit, Walk
 from backpack.utils.lstm import LSTMSteps, previous
@@ -167,7 +167,7 @@ def _unit(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, w
             return None  # a product of two activations
         else:
             unit.split[name] = edge
-    unit.arrangement, unit.layout = arrangement(layout) if call.derivatives.any_batch_axis else (None, layout)
+    unit.arrangement, unit.layout = arrangement(layout) if call.derivatives.any_batch_axis else (None, settle(layout))
     return unit
 
 
@@ -273,7 +273,7 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
     """
     steps, rows, size = shape_of((node, 0))
     # of a single sample any axis may have been taken for that of samples
-    found = {(0,) * rows if s.samples == 1 else s.labels if s.axis == int(nr == 0) else None for nr, s in states.items()}
+    found = {(0,) * rows if s.samples == 1 else settle(s).labels if s.axis == int(nr == 0) else None for nr, s in states.items()}
     labels, samples = found.pop(), next(iter(states.values())).samples
     if labels is None or found or saved(node, "mode") != _LSTM or saved(node, "batch_sizes") or tensor_at((node, 0)).dtype != torch.float32:
         return None

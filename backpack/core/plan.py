@@ -115,11 +115,8 @@ class Plan(Tracking):
             if node in self._bare or node not in self._passed:
                 self._pass_without_samples(node)
             return
-        for nr, state in states.items():
-            if node in self._passed:  # autograd's gradient there is that of a product which has been read, too
-                states[nr] = SPLIT
-            elif state is not SPLIT and not state.plain:
-                states[nr] = settle(state)
+        if node in self._passed:  # autograd's gradient there is that of a product which has been read, too
+            states.update(dict.fromkeys(states, SPLIT))
         for mark in marks if SPLIT in states.values() else ():
             refuse_summed(self.walk, node, mark, self._samples_at[node])
         if node in self._unsure:
@@ -162,7 +159,7 @@ class Plan(Tracking):
         for mark in reversed(marks):
             call, state = mark.call, states.get(mark.nr)
             if lacks_batch(call):
-                if isinstance(state, Layout) and len(set(state.labels)) > 1 and (refusal := single(self.walk, node, call)):
+                if isinstance(state, Layout) and not state.of_one and (refusal := single(self.walk, node, call)):
                     self._note(refusal)
                     return True
                 continue
@@ -175,7 +172,7 @@ class Plan(Tracking):
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             axes = len(call.outputs[0].shape) - rule.feature_axes(call) if rule.any_batch_axis else 1
             free = layout is not None and rule.any_batch_axis and layout.axis < axes
-            if layout is None or (layout.axis != 0 and not free):
+            if layout is None or not call.outputs[0].shape or (layout.axis != 0 and not free):
                 continue
             piece = self.walk.piece(node, call)
             if piece is None or not (piece.parameters.keys() <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
@@ -188,7 +185,7 @@ class Plan(Tracking):
             if given.edge is None and node in self._guessed:
                 self._compare_with_data(node, call, layout, axes)
             unit = Unit(mark, piece.inside, {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits})
-            unit.arrangement, unit.layout = arrangement(layout) if free else (None, layout)
+            unit.arrangement, unit.layout = arrangement(layout) if free else (None, settle(layout))
             if needed:
                 unit.below = needed[0][1]
                 shape = given.shape if unit.below == given.edge else shape_of(unit.below)
@@ -258,7 +255,7 @@ class Plan(Tracking):
         if LEFT_OUT in node.metadata:
             return
         refuse_compiled(self.walk, node)
-        gap = self.gaps[node] = Gap(node, states, nexts)
+        gap = self.gaps[node] = Gap(node, states, nexts, self.walk.has_data)
         self._refuse_uncovered(node)
         if node in self._bare and SPLIT in states.values():
             self._note(bare(self.walk, node))

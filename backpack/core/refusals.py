@@ -14,7 +14,7 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import compiled, operation, saved, shape_of
 from backpack.core.owners import owners
-from backpack.core.samples import Layout, first_axis
+from backpack.core.samples import Layout, first_axis, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
@@ -335,7 +335,7 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
     Raises:
         UnsupportedError: If the rows do not stay on axis 0.
     """
-    if any(state is not SPLIT and state != first_axis(state.samples) for state in states):
+    if any(state is not SPLIT and settle(state) != first_axis(state.samples) for state in states):
         raise UnsupportedError(
             f"Axis 0 of what a loss takes does not hold the samples: there is no such axis at {walk.where(node)}. Compute the loss from "
             "predictions with the samples on axis 0."

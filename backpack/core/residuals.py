@@ -6,6 +6,7 @@ squares of columns, each of which lives on several inputs at once.
 
 from __future__ import annotations
 
+from collections import Counter
 from math import prod
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ def is_solvable(gap: Gap) -> bool:
     if not axes or gap.states[0] is SPLIT:
         return True
     places = [(layout, len(n[2])) for layout, n in zip(layouts, gap.nexts, strict=False) if n is not None]
-    known = all(layout is not None and (layout.samples <= 1 or layout.axis - ndim not in axes) for layout, ndim in places)
+    known = all(layout is not None and (layout.of_one or layout.axis - ndim not in axes) for layout, ndim in places)
     return known and len({layout for layout, _ in places}) == 1
 
 
@@ -97,10 +98,25 @@ def columns_of(gap: Gap) -> int:
     found, layouts = product(gap.node), _layouts(gap)
     sizes = {i: numel(n[2]) for i, n in enumerate(gap.nexts) if n is not None}
     if found is not None:
-        return 2 * min(sizes[i] // (1 if layouts[i] is None else max(layouts[i].samples, 1)) for i in found[1])
+        return 2 * min(_share(sizes[i], layouts[i]) for i in found[1])
     if not axes_of(gap.node):  # all inputs are broadcast to one shape
         sizes = dict.fromkeys(sizes, numel(shape_of((gap.node, 0))))
-    return sum(sizes.values()) // (1 if layouts[-1] is None else max(layouts[-1].samples, 1))
+    return _share(sum(sizes.values()), layouts[-1])
+
+
+def _share(entries: int, layout: Layout | None) -> int:
+    """Count the entries of the sample that has most.
+
+    Args:
+        entries: Number of entries.
+        layout: Where the samples lie; ``None`` if all use the same.
+
+    Returns:
+        Their number.
+    """
+    if layout is None or not layout.labels:
+        return entries
+    return entries * (1 if layout.plain else max(Counter(layout.labels).values())) // len(layout.labels)
 
 
 def _layouts(gap: Gap) -> list[Layout | None]:
@@ -114,7 +130,7 @@ def _layouts(gap: Gap) -> list[Layout | None]:
     """
     state = gap.states[0]
     arrives = [settle(crossing.arrives) if crossing is not None and crossing.way is Way.DATA else None for crossing in gap.crossings]
-    return [*arrives, None if state is SPLIT else state]
+    return [*arrives, None if state is SPLIT else settle(state)]
 
 
 def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
@@ -129,7 +145,7 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     """
     function, values, numbers, axes, parts = blocks(gap.node, [i for i, n in enumerate(gap.nexts) if n is not None])
     split = gap.states[0] is SPLIT
-    layout = first_axis(len(grad)) if split else _layouts(gap)[numbers[0] if axes else -1]
+    layout = first_axis(len(grad)) if split else _layouts(gap)[numbers[0]] if axes else gap.states[0]
     values = [value.expand(len(grad), *value.shape) if split else value for value in values]
     ndim, count = values[0].dim(), len(values)
     coupled = [axis % ndim for axis in axes]
@@ -148,11 +164,12 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     eigenvalues, vectors = _eigenvectors(wide(matrices), values)
 
     # the blocks of one sample need columns of their own
-    if layout.samples == 1:
-        labels = torch.zeros(prod(kept), dtype=torch.int64, device=grad.device)
+    settled = settle(layout)
+    if settled.of_one:
+        labels = torch.full((prod(kept),), max(settled.labels, default=0), dtype=torch.int64, device=grad.device)
     else:
         axis = sum(axis not in coupled for axis in range(layout.axis))
-        labels = along(label_tensor(layout.labels, grad.device), axis, len(kept)).expand(kept).flatten()
+        labels = along(label_tensor(settled.labels, grad.device), axis, len(kept)).expand(kept).flatten()
     turns, most = _turns(labels, layout.samples)
     full = grad.new_zeros(most, prod(kept), size, size)
     places = torch.arange(prod(kept), device=grad.device)

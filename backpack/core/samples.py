@@ -19,7 +19,8 @@ class Layout(NamedTuple):
 
     Attributes:
         axis: The axis along which samples lie.
-        labels: A sample number for each index of the axis.
+        labels: A sample number for each index of the axis; -1 where columns are zero, so that it is not known, and does not matter. A tensor without
+            axes has a single one.
         samples: Number of samples in the mini-batch.
     """
 
@@ -32,6 +33,11 @@ class Layout(NamedTuple):
         """Whether sample ``i`` lies at index ``i``."""
         usual = _identity(self.samples)
         return self.labels is usual or self.labels == usual
+
+    @property
+    def of_one(self) -> bool:
+        """Whether all entries of which the sample is known belong to the same."""
+        return len({*self.labels} - {-1}) <= 1
 
 
 @lru_cache(maxsize=256)
@@ -97,8 +103,9 @@ def probe(shape: torch.Size, layout: Layout, dtype: torch.dtype, device: torch.d
     generator = torch.Generator(device).manual_seed(0)
     u = torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype) + 0.5
     bits = torch.arange(max(1, (layout.samples - 1).bit_length()), device=device)
-    masks = along((label_tensor(layout.labels, device) >> bits[:, None]) & 1, layout.axis, len(shape)).to(dtype)
-    return torch.cat([u * masks, u * (1 - masks)])
+    labels = label_tensor(layout.labels, device)
+    ones = (labels >> bits[:, None]) & 1
+    return torch.cat([u * along(mask & (labels >= 0), layout.axis, len(shape)).to(dtype) for mask in (ones, 1 - ones)])
 
 
 def decode(columns: Tensor, samples: int, prefer: int) -> tuple[Layout | None, bool]:
@@ -142,10 +149,12 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
         return None if axis is None else Layout(axis, (), 0)
     if 0 in shape:  # nothing to be seen: an expert to which no token is sent, or half of a single feature
         return Layout(axes[0], (-1,) * shape[axes[0]], samples)
+    if not shape:
+        return Layout(0, (int(labels) if known else -1,), samples)
     if samples == 1:
         # any axis will do; one that is certainly not that of features is the better choice
         axis = next((axis for axis in axes if shape[axis] == 1 and (axis < len(shape) - 1 or len(shape) == 1)), 0)
-        return Layout(axis, (0,) * shape[axis], 1) if shape else None
+        return Layout(axis, (0,) * shape[axis], 1)
     found: Layout | None = None
     for axis in axes:
         rows, seen = (t.movedim(axis, 0).reshape(shape[axis], -1) for t in (labels, known))
@@ -156,12 +165,13 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
             layout = Layout(axis, tuple(high.tolist()), samples)
             if (seen.all(1) == alive).all():  # nothing has to be guessed along this axis
                 return layout
-            found = found or layout
+            if found is None or (settle(layout).plain and not settle(found).plain):
+                found = layout
     return found
 
 
 def settle(layout: Layout) -> Layout:
-    """Give rows whose sample is not known, because nothing arrives there, to the sample that a usual pattern suggests.
+    """Give rows whose sample is not known, because nothing arrives there, to the sample that a usual pattern suggests, for rules that need some.
 
     Args:
         layout: Where the samples lie; the label of such a row is -1.
@@ -190,6 +200,8 @@ def unite(one: Layout, other: Layout) -> Layout | None:
     """
     if one == other or one.samples == other.samples == 1:
         return one
+    if one._replace(labels=one.labels + other.labels).of_one:
+        return Layout(one.axis, (max(one.labels + other.labels, default=-1),) * len(one.labels), one.samples)
     if (one.axis, one.samples) != (other.axis, other.samples) or any(
         a != b and -1 not in (a, b) for a, b in zip(one.labels, other.labels, strict=True)
     ):
@@ -266,6 +278,7 @@ def arrangement(layout: Layout) -> tuple[Arrangement | None, Layout]:
     Returns:
         The arrangement, ``None`` if there is nothing to do; and the layout afterwards.
     """
+    layout = settle(layout)
     axis, labels, samples = layout
     if layout.plain:
         return (Arrangement(axis, (samples,), 0), first_axis(samples)) if axis else (None, layout)
@@ -288,7 +301,7 @@ def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> La
         The layout after; ``None`` if no axis holds the samples any more.
     """
     labels = along(label_tensor(layout.labels, torch.device("cpu")), layout.axis, len(old)).expand(old).reshape(new)
-    return layout_of(labels, torch.ones_like(labels, dtype=torch.bool), layout.samples, layout.axis)
+    return layout_of(labels, labels >= 0, layout.samples, layout.axis)
 
 
 def split(columns: Tensor, layout: Layout, block: slice = slice(None)) -> Tensor:
@@ -320,13 +333,13 @@ def sum_to(tensor: Tensor, shape: torch.Size, lead: int) -> Tensor:
     """
     if tensor.shape[lead:] == shape:
         return tensor
-    extra = tensor.dim() - lead - len(shape)
+    extra = max(tensor.dim() - lead - len(shape), 0)
     axes = [*range(lead, lead + extra), *(lead + extra + i for i, n in enumerate(shape) if n == 1 and tensor.shape[lead + extra + i] != 1)]
     return (tensor.sum(axes) if axes else tensor).reshape(*tensor.shape[:lead], *shape)
 
 
-def keeps_samples(layout: Layout, full: torch.Size, shape: torch.Size) -> int | None:
-    """Say on which axis the samples are after the gradient of a broadcast tensor is summed to the tensor's shape.
+def after_sum(layout: Layout, full: torch.Size, shape: torch.Size) -> Layout | None:
+    """Say where the samples lie after the gradient of a broadcast tensor is summed to the tensor's shape.
 
     Args:
         layout: Where the samples lie in the broadcast shape.
@@ -334,10 +347,12 @@ def keeps_samples(layout: Layout, full: torch.Size, shape: torch.Size) -> int | 
         shape: The shape before broadcasting.
 
     Returns:
-        The axis; ``None`` if the sum would run over samples.
+        The layout; ``None`` if the sum would run over several samples.
     """
     axis = layout.axis - (len(full) - len(shape))
-    return axis if axis >= 0 and shape[axis] == full[layout.axis] else None
+    if full == shape or (shape and axis >= 0 and shape[axis] == full[layout.axis]):
+        return layout._replace(axis=axis)
+    return Layout(0, (max(layout.labels),) * (shape[0] if shape else 1), layout.samples) if layout.of_one and layout.labels else None
 
 
 def add_rows(columns: Tensor, layout: Layout) -> Tensor:
@@ -352,6 +367,7 @@ def add_rows(columns: Tensor, layout: Layout) -> Tensor:
     """
     if layout.plain:
         return columns
+    layout = settle(layout)
     out = columns.new_zeros(columns.shape[0], layout.samples, *columns.shape[2:])
     return out.index_add_(1, label_tensor(layout.labels, columns.device), columns)
 
