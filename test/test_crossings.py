@@ -248,6 +248,49 @@ def test_numbers_of_other_samples_are_refused(mix: Callable[[Loop, Tensor], Tens
     assert results(model) == {}
 
 
+# --- other memory -------------------------------------------------------------------------------------------------------------------------------
+
+
+def test_scattered_by_place_in_memory() -> None:
+    """Torch's own formula reads columns by their place in memory, where they lie side by side."""
+
+    class Scattered(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.part, self.layer = (
+                Parameter(torch.randn(3, 3, **DOUBLE)),
+                Parameter(torch.randn(2, 2, **DOUBLE)),
+                Linear(4, 1, **DOUBLE),
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).tanh() * torch.as_strided_scatter(self.base, self.part, (2, 2), (3, 1), 4).flatten()
+
+    torch.manual_seed(0)
+    for samples in (1, 2, 5):
+        pass_over(extend(Scattered()), torch.randn(samples, 4, **DOUBLE), torch.arange(samples) % 3)
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_nested_tensors_are_refused(extension: type[BackpropExtension]) -> None:
+    class Padded(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = Linear(4, 4), Linear(4, 3)
+
+        def forward(self, x: list[Tensor]) -> Tensor:
+            return self.last(torch.nested.to_padded_tensor(self.first(torch.nested.nested_tensor(x, layout=torch.jagged)), 0.0).tanh().sum(1))
+
+    torch.manual_seed(0)
+    model, x = extend(Padded()), [torch.randn(rows, 4) for rows in (1, 3, 2)]
+    with backpack(extension()), pytest.raises(UnsupportedError, match=r"LinearBackward0 .*nested tensor.*first\.weight.*exclude="):
+        F.cross_entropy(model(x), torch.arange(3)).backward()
+    assert results(model) == {}
+    with backpack(extension(exclude=[model.first])):
+        F.cross_entropy(model(x), torch.arange(3)).backward()
+    assert results(model).keys() == {"last.weight", "last.bias"}
+
+
 # --- functions with several outputs ---------------------------------------------------------------------------------------------------------------
 
 

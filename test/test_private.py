@@ -24,6 +24,13 @@ def test_input_metadata_are_shapes_of_outputs() -> None:
     assert shape_of((leaf.node, leaf.output_nr)) == (4, 2)
 
 
+def test_metadata_tell_nested_tensors() -> None:
+    parts = [torch.rand(rows, 2, requires_grad=True) for rows in (1, 3)]
+    node = (2 * torch.nested.as_nested_tensor(parts, layout=torch.jagged)).grad_fn
+    assert node._input_metadata[0].is_nested_tensor
+    assert not parts[0].sin().grad_fn._input_metadata[0].is_nested_tensor
+
+
 def test_base_and_version_of_views() -> None:
     x = torch.rand(2, 3, requires_grad=True) * 1
     view = x.view(6)

@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from backpack.core.checkpoints import checkpointed, keep, saved_names
 from backpack.core.engine import calling
 from backpack.core.slots import Edge
+from backpack.utils.errors import UnsupportedError
 
 LEAF = "torch::autograd::AccumulateGrad"
 """Name of the node of a leaf tensor."""
@@ -34,6 +35,8 @@ LINEAR = frozenset(
 """Operations that are linear."""
 _AS_IT_IS = frozenset({"Expand", "_DDPSinkBackward"})
 """Nodes that are not called: a sum over samples would be in the way, or DistributedDataParallel would take it for the backward pass."""
+_STRIDED = frozenset({"AsStridedScatter"})
+"""Nodes that read what they are given by its place in memory, and must not be given a part of something larger."""
 _COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
 _MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
@@ -90,8 +93,17 @@ def shape_of(edge: Edge) -> torch.Size:
 
     Returns:
         Shape.
+
+    Raises:
+        UnsupportedError: If it is a nested tensor, which has none.
     """
-    return torch.Size(edge[0]._input_metadata[edge[1]].shape)
+    tensor = edge[0]._input_metadata[edge[1]]
+    if tensor.is_nested_tensor:
+        raise UnsupportedError(
+            f"What {edge[0].name()} belongs to returns a nested tensor (torch.nested), in which samples have no axis that could be followed to "
+            "{names}. Use padded tensors with masks, call backward outside of the context, or leave these parameters out: {exclude}."
+        )
+    return torch.Size(tensor.shape)
 
 
 def tensor_at(edge: Edge) -> Any:
@@ -187,21 +199,22 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
     Returns:
         For each next edge ``[V, *shape]``, or ``None``. Where the input was broadcast, the gradient may still have the shape of the output.
     """
-    if operation(node) in _AS_IT_IS:
+    name = operation(node)
+    if name in _AS_IT_IS:
         return columns
     keep(node)
     custom = isinstance(node, BackwardCFunction)
     apply = node.apply if custom else node
     given = [i for i, c in enumerate(columns) if c is not None]
     count = columns[given[0]].shape[0]
-    if count == 1 and not custom:  # the usual case, and every microsecond counts in a recurrent network
+    if count == 1 and not custom and name not in _STRIDED:  # the usual case, and every microsecond counts in a recurrent network
         out = node(*[None if c is None else c[0] for c in columns])
         return [None if t is None else t.to_dense()[None] if t.is_sparse else t[None] for t in (out if isinstance(out, tuple) else (out,))]
 
     def one(*parts: Tensor) -> tuple:
         full = _zeros(node) if custom and len(given) < len(columns) else [None] * len(columns)
         for i, part in zip(given, parts, strict=True):
-            full[i] = part
+            full[i] = part.clone(memory_format=torch.contiguous_format) if name in _STRIDED else part
         with calling(node) if custom else nullcontext():
             out = apply(*full)
         out = out if isinstance(out, tuple) else (out,)
@@ -224,7 +237,7 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         if count == 1:
             return [None if t is None else t[None] for t in one(*(p[0] for p in parts))]
         # batching rules take for constant what a node has saved, say the mean of a normalization; without columns, some fail
-        separate = torch.is_grad_enabled() or count == 0
+        separate = torch.is_grad_enabled() or count == 0 or name in _STRIDED
         if not separate:
             # operations without a batching rule run one column after the other, for which a warning would be of no use
             torch._C._functorch._set_vmap_fallback_warning_enabled(False)
