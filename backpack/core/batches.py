@@ -110,7 +110,10 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
         owners = torch.full((max(ends) - start + 1,), -1, dtype=torch.int32)  # of each place in memory
         mine, theirs = (owners.as_strided(t.shape, t.stride(), t.storage_offset() - start) for t in (tensor, source))
         theirs.copy_(along(torch.arange(source.shape[axis]), axis, source.dim()))
-        return tensor.dim() > layout.axis and bool((mine == along(label_tensor(layout.labels, owners.device), layout.axis, tensor.dim())).all())
+        if tensor.dim() <= layout.axis:
+            return False
+        labels = along(label_tensor(layout.labels, owners.device), layout.axis, tensor.dim())
+        return bool(((mine == labels) | (labels < 0)).all())
     return None
 
 
