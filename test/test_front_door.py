@@ -731,6 +731,44 @@ def test_frozen_first_layer() -> None:
     check_step(extended(frozen), frozen)
 
 
+class Wide(Module):
+    """A convolution at so many positions that gradients are sums of per-sample gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.head = nn.Conv1d(1, 2, 1), nn.Conv1d(2, 2, 1), Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x.repeat(1, 20).unsqueeze(1)))
+        return self.head(self.last(h).square().reshape(len(x), 2, 20, 4).mean(2).sum(1))
+
+
+@pytest.mark.parametrize("part", ["whole", "weight"])
+@pytest.mark.parametrize(("make", "name"), [(chain, "0"), (chain, "2"), (Net, "body.2"), (Wide, "first"), (Wide, "last")])
+@pytest.mark.parametrize("field", FIELDS)
+def test_frozen_between_forward_and_backward(field: str, make: Callable[[], Module], name: str, part: str) -> None:
+    """Torch leaves ``.grad`` alone then: the parameter is as if it were frozen before, others are exact, results of earlier passes are gone."""
+    active = {"grad_batch": BatchGrad, "batch_l2": BatchL2Grad, "variance": Variance, "diag_ggn_exact": DiagGGNExact}[field]
+    problem = extended(make)
+    with backpack(active()):
+        loss_of(problem).backward()
+    problem.model.zero_grad()
+    loss = loss_of(problem)
+    frozen = problem.model.get_submodule(name)
+    (frozen if part == "whole" else frozen.weight).requires_grad_(False)
+    with backpack(active()):
+        loss.backward()
+    found, expected = values(problem.model, field), FIELDS[field](truth(make))
+    left = [key for key, p in problem.model.named_parameters() if p.requires_grad]
+    assert list(found) == left
+    for key, p in problem.model.named_parameters():
+        if key in left:
+            close(found[key], expected[key])
+            close(p.grad, truth(make).grad[key])
+        else:
+            assert p.grad is None
+
+
 def test_short_names() -> None:
     problem = extended()
     weight, bias = problem.model[0].weight, problem.model[0].bias

@@ -211,7 +211,9 @@ class Walk:
         if not nexts and node.name() == LEAF:
             parameter, bit = node.variable, 0
             owned = parameter in owners
-            if owned and id(parameter) not in self._excluded:
+            if not parameter.requires_grad:  # frozen since the forward pass: nothing arrives there any more
+                pass
+            elif owned and id(parameter) not in self._excluded:
                 self.bits[id(parameter)] = bit = 1 << len(self.parameters)
                 self.parameters.append(parameter)
             else:
