@@ -852,6 +852,29 @@ def test_extension_hook_sees_recorded_tensors() -> None:
     assert seen == [(N, 5), (N, 4)]
 
 
+def test_extension_hook_sees_recorded_tensors_of_its_own_pass() -> None:
+    """Also if the model was called again before the backward pass, and the other graph is alive."""
+    problem, seen = extended(), {}
+
+    def hook(module: Module) -> None:
+        seen[module] = module.input0.clone(), problem.model[0].input0.clone()
+
+    first = loss_of(problem)
+    given = {module: module.input0.clone() for module in (problem.model[0], problem.model[2])}
+    own = problem.x
+    problem.x = problem.x + 1
+    second = loss_of(problem)
+    with backpack(BatchGrad(), extension_hook=hook):
+        first.backward(retain_graph=True)
+    for module, tensor in given.items():
+        assert torch.equal(seen[module][0], tensor)
+        assert torch.equal(seen[module][1], own)
+    assert torch.equal(problem.model[0].input0, problem.x)
+    with backpack(BatchGrad(), extension_hook=hook):
+        second.backward(retain_graph=True)
+    assert torch.equal(seen[problem.model[0]][0], problem.x)
+
+
 def test_exception_in_an_extension_hook() -> None:
     problem = extended()
 

@@ -243,17 +243,17 @@ class _RecordedTensor:
 
 
 @contextmanager
-def reading(call: ModuleCall) -> Iterator[None]:
-    """Let the module's ``input0``, ... and ``output`` be those of a call, even if the module was called again since.
+def reading(calls: dict[Module, ModuleCall]) -> Iterator[None]:
+    """Let ``input0``, ... and ``output`` of modules be those of certain calls, even if the modules were called again since.
 
     Args:
-        call: The call.
+        calls: Module to call.
 
     Yields:
         Nothing.
     """
     before = recording.read_from
-    recording.read_from = {call.module: call}
+    recording.read_from = calls
     try:
         yield
     finally:

@@ -380,7 +380,7 @@ class Collector(Reader):
                     "this module, must be an extended module with a module extension whose backpropagate returns something."
                 )
         given = (None,) * len(call.inputs), (grad,), value
-        with reading(call):
+        with reading({module: call}):
             results = chosen.compute(extension, module, *given)
             below = [slot for slot in call.tensor_inputs if slot.edge is not None] if carries else []
             carried = chosen.backpropagate(extension, module, *given) if below else None

@@ -8,7 +8,7 @@ from typing import Any
 from torch.nn import Module
 
 from backpack.core.plan import Plan
-from backpack.core.recording import recorder_of
+from backpack.core.recording import reading, recorder_of
 from backpack.utils.module_classification import is_no_op
 
 
@@ -17,7 +17,9 @@ class HookQueue:
 
     def __init__(self, plan: Plan, hook: Callable[[Module], None], debug: bool) -> None:
         self._hook, self._debug = hook, debug
-        modules = {call.module for call in plan.walk.calls if not is_no_op(call.module)}
+        calls = sorted(plan.walk.calls, key=lambda call: call.order)
+        self._calls = {call.module: call for call in calls}  # the latest ones of this pass
+        modules = {module for module in self._calls if not is_no_op(module)}
         # a module need not be called for its parameters to be used
         inside = {child for module in modules for child in module.modules()} - modules
         modules |= {module for module in inside if recorder_of(module) and any(p in plan.uses for p in module._parameters.values())}
@@ -51,5 +53,6 @@ class HookQueue:
         del self._waiting[module]
         if self._debug:
             print(f"[DEBUG] Extension hook on {recorder_of(module).path or type(module).__name__}")
-        self._hook(module)
+        with reading(self._calls):
+            self._hook(module)
         self.happened(module)

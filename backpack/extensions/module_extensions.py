@@ -58,7 +58,7 @@ class _Execution:
         slots = self._call.outputs if name == "output" else self._call.inputs[int(name[5:]) :]
         if slots and isinstance(slots[0], Slot) and name.rstrip("0123456789") not in self.derivatives.keeps:
             return slots[0].like()
-        with reading(self._call):
+        with reading({self._call.module: self._call}):
             return getattr(self._call.module, name)
 
 
