@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.nn import Module, Parameter
 
-from backpack.core.owners import owners
+from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Combination, MicroBatches, Note, Part
@@ -68,22 +68,37 @@ def part_of(value: Any, note: Note, what: str, union: bool = True) -> Part:
     return part
 
 
-def carried(model: Module, union: bool) -> list[tuple[str, Parameter, str, Note, Part]]:
-    """List all results that a model carries.
+def carried(model: Module, union: bool, doing: str) -> list[tuple[str, Parameter, str, Note, Part]]:
+    """List all results that a model carries and to which something was not done yet.
 
     Args:
         model: A module.
         union: Whether they are to be united with others, or only scaled.
+        doing: What is to be done to them.
 
     Returns:
         For each: what it is called, parameter, field, what is known about it, and the result; in an order that depends on the names only.
+
+    Raises:
+        ArgumentError: If it was done to all of them before.
+        UnsupportedError: If nothing is known about a result.
     """
-    found = []
+    found, done = [], []
     for name, parameter in model.named_parameters():
         notes = owners.notes(parameter)
-        for field in sorted(notes.keys() & vars(parameter).keys()):
-            what, note = f"{name}.{field}", notes[field]
-            found.append((what, parameter, field, note, part_of(vars(parameter)[field], note, what, union)))
+        for field in sorted((savefields | notes.keys()) & vars(parameter).keys()):
+            what, note = f"{name}.{field}", notes.get(field)
+            if note is None:
+                raise UnsupportedError(
+                    f"{what} was not written by a backward pass of this process: it came with a pickle, say, without what is to be known about it "
+                    f"before it can be {doing}. Do so before the model is saved, or clear(model)."
+                )
+            if doing in note.done:
+                done.append(what)
+            else:
+                found.append((what, parameter, field, note, part_of(vars(parameter)[field], note, what, union)))
+    if done and not found:
+        raise ArgumentError(f"{done[0]} was {doing} before: the next backward pass writes new results.")
     return found
 
 
@@ -92,22 +107,19 @@ def unscale(model: Module, scale: float) -> None:
 
     For passes over a multiplied loss, as with ``torch.amp.GradScaler``: after ``scaler.unscale_(optimizer)``, which divides ``.grad``, call
     ``backpack.unscale(model, scaler.get_scale())``. Where the gradients have overflown, and the scaler skips the step, the quantities are not finite.
+    What was unscaled after an earlier pass, and not written since, stays as it is.
 
     Args:
         model: A module.
         scale: What the loss was multiplied by.
 
     Raises:
-        ArgumentError: If the scale is no positive finite number, or a quantity was unscaled before.
+        ArgumentError: If the scale is no positive finite number, or all quantities were unscaled before.
         UnsupportedError: If it is not known how a quantity depends on the scale.
     """
     if not isinstance(scale, int | float) or not 0 < scale < float("inf"):
         raise ArgumentError(f"unscale() needs the positive number by which the loss was multiplied, got scale={scale!r}.")
-    results = carried(model, union=False)
-    for what, _, _, note, _ in results:
-        if _UNSCALED in note.done:
-            raise ArgumentError(f"{what} was {_UNSCALED} before: the next backward pass writes new results.")
-    for what, parameter, field, note, part in results:
+    for what, parameter, field, note, part in carried(model, union=False, doing=_UNSCALED):
         store(parameter, field, combination_of(note.extension, what, union=False).scaled(part, 1 / scale), note, _UNSCALED)
 
 
@@ -125,22 +137,60 @@ def store(parameter: Parameter, field: str, part: Part, note: Note, *done: str) 
     owners.carry(parameter, field, note._replace(samples=part.samples, extra=part.extra, done=note.done.union(done)))
 
 
+def _written(parameter: Parameter, fields: list[str], context: int) -> Iterator[tuple[str, Note]]:
+    """Go through what a parameter carries of passes under a context.
+
+    Args:
+        parameter: The parameter.
+        fields: Names of results.
+        context: Number of the context.
+
+    Yields:
+        Field, and what is known about the result.
+    """
+    notes = owners.notes(parameter)
+    for field in fields:
+        note = notes.get(field)
+        if note is not None and note.context == context and field in vars(parameter):
+            yield field, note
+
+
+def refuse_overwriting(plan: Plan, extensions: Iterable[BackpropExtension], context: int) -> None:
+    """Refuse a pass that would overwrite, or delete, what a context around its own accumulates.
+
+    Args:
+        plan: The plan of the pass.
+        extensions: Active extensions.
+        context: Number of the context that accumulates.
+
+    Raises:
+        UnsupportedError: If it would.
+    """
+    models = {id(p) for call in plan.walk.calls if call.root for p in call.module.parameters()} | {id(p) for p in plan.uses}
+    for parameter in owners.carriers():
+        for field, _ in _written(parameter, [extension.savefield for extension in extensions], context):
+            if id(parameter) in models:
+                raise UnsupportedError(
+                    f"{owners[parameter]}.{field} is accumulated by a context around this one, which would replace it. Leave that context, or "
+                    "clear(model), first; or let the extension inside save elsewhere (`extension.savefield = ...`)."
+                )
+
+
 class Earlier:
     """Results of earlier passes under a context."""
 
-    def __init__(self, extensions: Iterable[BackpropExtension], written: set[tuple[int, str]]) -> None:
+    def __init__(self, extensions: Iterable[BackpropExtension], context: int) -> None:
         """Take note of them.
 
         Args:
             extensions: Those that accumulate.
-            written: (id of parameter, field) of what earlier passes have written.
+            context: Number of the context.
         """
         self._found: dict[tuple[int, str], tuple[Parameter, Any, Note]] = {}
         fields = [extension.savefield for extension in extensions]
-        for parameter in owners.carriers() if written and fields else ():
-            for field in fields:
-                if (id(parameter), field) in written and field in vars(parameter):
-                    self._found[id(parameter), field] = parameter, vars(parameter)[field], owners.notes(parameter)[field]
+        for parameter in owners.carriers() if fields else ():
+            for field, note in _written(parameter, fields, context):
+                self._found[id(parameter), field] = parameter, vars(parameter)[field], note
 
     def restore(self) -> None:
         """Undo what a pass that failed has done to them."""

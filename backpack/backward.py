@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
-from torch.autograd.graph import GradientEdge, Node
-from torch.nn import Module
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import Module, Parameter
 
 import backpack.core.node_layers  # noqa: F401  (layers that it reads off graph nodes)
-from backpack.accumulation import Earlier, combination_of
+from backpack.accumulation import Earlier, combination_of, refuse_overwriting
 from backpack.context import CTX
 from backpack.core.calls import Mark
 from backpack.core.checkpoints import once
 from backpack.core.connect import Connection
-from backpack.core.engine import refuse_hidden, transformed, unwatch, watch
+from backpack.core.engine import Request, refuse_hidden, transformed, unwatch, watch
 from backpack.core.owners import owners
 from backpack.core.passing import Pass
 from backpack.core.plan import Plan
-from backpack.core.refusals import refuse_added, refuse_graph, refuse_sharded
 from backpack.core.state import recording
-from backpack.core.walk import Need, Walk
+from backpack.core.walk import Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.blocks import blocks_for
 from backpack.extensions.collector import Collector
 from backpack.extensions.mapped import mapped
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    LossNotExtendedError,
-    LossValueError,
-    NotRecordedError,
-    UnattributedError,
-    UnsupportedError,
-)
+from backpack.planning import excluded_by, is_distributed, leaf_of, make_plan, nodes_of, walk_from
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from backpack.utils.hooks import no_op
 from backpack.utils.memory import bytes_of
 from backpack.utils.precision import without_autocast
@@ -114,28 +107,49 @@ class backpack:  # noqa: N801
     def __enter__(self) -> None:
         recording.open.clear()  # calls that were interrupted, by a key, say
         before = CTX.exchange(self.exts, self.debug, self.extension_hook, self.retain_graph)
-        _entered.contexts.append(((before, recording.keep_all), set(), self.accumulate, self.dtype, self.memory))
+        _entered.contexts.append(Entry(self, (before, recording.keep_all)))
         recording.keep_all = any(ext.has_module_exts for ext in self.exts)
         watch(_on_backward)
 
     def __exit__(self, *exc: Any) -> None:
+        contexts = _entered.contexts
+        place = max(i for i, entry in enumerate(contexts) if entry.context is self)
+        entry = contexts.pop(place)
         unwatch()
-        (before, recording.keep_all), *_ = _entered.contexts.pop()
-        CTX.exchange(*before)
+        if place < len(contexts):  # generators may leave contexts in another order: those that were entered since go on
+            contexts[place].before = entry.before
+        else:
+            settings, recording.keep_all = entry.before
+            CTX.exchange(*settings)
+
+
+class Entry:
+    """A context that a thread has entered.
+
+    Attributes:
+        context: The context.
+        before: The settings before.
+        number: Tells what passes under it have written from everything else.
+    """
+
+    _numbers = count(1)
+
+    def __init__(self, context: backpack, before: tuple) -> None:
+        self.context, self.before, self.number = context, before, next(Entry._numbers)
 
 
 class _Entered(threading.local):
-    """Contexts that a thread has entered: settings before, and (id of parameter, field) of what passes under them have written.
+    """What a thread has entered.
 
     Attributes:
-        contexts: One entry a context; last, whether the passes accumulate, and the type of their results.
+        contexts: The contexts, the innermost last.
         running: Whether a pass is running: calls of autograd inside of it are none of ours.
     """
 
     running = False
 
     def __init__(self) -> None:
-        self.contexts: list[tuple[tuple, set[tuple[int, str]], bool]] = []
+        self.contexts: list[Entry] = []
 
 
 _entered = _Entered()
@@ -159,48 +173,53 @@ def keeps_tensors() -> bool:
     return CTX.get_retain_graph() or any(extension.keeps_calls for extension in CTX.get_active_exts())
 
 
-def _on_backward(execute: Callable[..., Any], roots: Iterable[Any], returns: bool, some: tuple, create_graph: bool, retain: bool) -> Any:
+def _on_backward(request: Request) -> Any:
     """Run a call of autograd, with quantities if the calling thread has asked for some.
 
     Args:
-        execute: The original call.
-        roots: Tensors, or graph edges, on which it is made.
-        returns: Whether it returns gradients instead of accumulating them (``torch.autograd.grad``).
-        some: Leaves, if only the gradients of some are computed.
-        create_graph: Whether its result is to be differentiated again.
-        retain: Whether the graph stays.
+        request: The call.
 
     Returns:
         What the original call returns.
     """
-    if _entered.running or not CTX.get_active_exts() or not _entered.contexts or transformed():
-        if _entered.running and not returns and CTX.get_active_exts():
-            refuse_hidden(roots, some, _excluded(CTX.get_active_exts()))
-        return execute()
+    extensions = CTX.get_active_exts()
+    if _entered.running or not extensions or not _entered.contexts or transformed():
+        if _entered.running and extensions and not request.returns:
+            refuse_hidden(request, excluded_by(extensions))
+        return request.execute()
+    entry, roots, only = _entered.contexts[-1], list(request.roots), None
+    if entry.context.accumulate and (request.returns or request.inputs):
+        if request.returns:  # adds nothing to .grad, hence nothing to the quantities
+            return request.execute()
+        only = frozenset(id(leaf_of(leaf)) for leaf in request.inputs)
     _entered.running = True
     try:
-        extensions = CTX.get_active_exts()
+        if request.batched:  # what hooks would see are no gradients
+            walk = Walk(nodes_of(roots))
+            if not walk.double:
+                _remove_stale(walk, (), extensions, entry)
+            return request.execute()
         with once():
-            plan = make_plan(list(roots), extensions, returns)
+            walk = walk_from(roots, extensions, only)
+            plan = make_plan(walk, roots, extensions, request.returns)
             if plan is None:
-                return execute()
-            plan.complete = not some
-            plan.whole = not (returns or some or plan.walk.leaves_out)
+                return request.execute()
+            plan.complete = not request.inputs
+            plan.whole = not (request.returns or request.inputs or walk.leaves_out)
             with without_autocast():
-                return _run(execute, plan, extensions, create_graph, retain)
+                return _run(request, plan, extensions, entry)
     finally:
         _entered.running = False
 
 
-def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExtension, ...], create_graph: bool, retain: bool) -> Any:
+def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...], entry: Entry) -> Any:
     """Run autograd with hooks on the nodes at which something is to be read.
 
     Args:
-        execute: The original call.
+        request: The call of autograd.
         plan: What is to be read where.
         extensions: Active extensions.
-        create_graph: Whether the result is to be differentiated again.
-        retain: Whether the graph stays.
+        entry: The active context.
 
     Returns:
         What the original call returns.
@@ -208,17 +227,23 @@ def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExte
     Raises:
         UnsupportedError: If results that can be differentiated are to be accumulated.
     """
-    _, written, accumulates, dtype, memory = _entered.contexts[-1]
-    if accumulates and create_graph:
+    context = entry.context
+    if context.accumulate and request.create_graph:
         raise UnsupportedError("Results of passes with create_graph=True cannot be accumulated: they could not be differentiated.")
+    for outer in _entered.contexts[:-1]:
+        if outer.context.accumulate:
+            refuse_overwriting(plan, extensions, outer.number)
     hook = CTX.get_extension_hook()
-    connection = Connection(plan) if create_graph else None
-    ranks = _distributed()
-    spares = plan.whole and hook is no_op and not (create_graph or ranks)  # hooks may read .grad, and ranks wait for it
-    collector = Collector(plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), accumulates or ranks, dtype, spares)
+    connection = Connection(plan) if request.create_graph else None
+    ranks = is_distributed()
+    spares = plan.whole and hook is no_op and not (request.create_graph or ranks)  # hooks may read .grad, and ranks wait for it
+    combines = context.accumulate or ranks
+    collector = Collector(
+        plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines, context.dtype, spares, entry.number
+    )
     collector.check()
-    earlier = Earlier(extensions if accumulates else (), written)
-    collector.cut = blocks_for(plan, collector, memory, connection)
+    earlier = Earlier(extensions if context.accumulate else (), entry.number)
+    collector.cut = blocks_for(plan, collector, context.memory, connection)
     carry = Pass(plan, collector.flows, collector, connection, collector.cut)
     handles = []
     for extension in extensions:
@@ -227,12 +252,10 @@ def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExte
         for node, mark, extension, chosen in mapped(plan, extensions) if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
             handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
         handles += carry.install()
-        _remove_stale(plan, extensions, written)
-        result = execute(collector.spared.edges)
+        _remove_stale(plan.walk, plan.uses, extensions, entry)
+        result = request.execute(collector.spared.edges)
         collector.spared.accumulate()
-        new = collector.end()
-        earlier.unite(plan, new)
-        written |= new
+        earlier.unite(plan, collector.end())
     except BaseException:
         collector.take_back()
         earlier.restore()
@@ -242,106 +265,38 @@ def _run(execute: Callable[..., Any], plan: Plan, extensions: tuple[BackpropExte
             handle.remove()
         for extension in extensions:
             extension.saved_quantities.clear()
-        if not (retain or keeps_tensors()):
+        if not (request.retain or keeps_tensors()):
             for call in plan.walk.calls:
                 if not call.released:
                     call.release()
     return result
 
 
-def _remove_stale(plan: Plan, extensions: Iterable[BackpropExtension], written: set[tuple[int, str]]) -> None:
-    """Delete results of earlier contexts that this pass will not overwrite.
+def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[BackpropExtension], entry: Entry) -> None:
+    """Delete results that a pass will not overwrite: those of earlier contexts, and those of parameters that were frozen since.
 
     Args:
-        plan: The plan.
+        walk: The graph.
+        uses: The parameters of which it will write results.
         extensions: Active extensions.
-        written: What passes under this context have written.
+        entry: The active context.
     """
     fields = [extension.savefield for extension in extensions]
     models: set[int] | None = None
     for parameter in owners.carriers():
-        carried = vars(parameter)
+        carried, notes = vars(parameter), owners.notes(parameter)
         for field in fields:
             if field not in carried:
-                owners.notes(parameter).pop(field, None)
+                notes.pop(field, None)
                 continue
-            if parameter not in plan.uses:
+            if parameter not in uses:
                 if models is None:
-                    models = {id(p) for call in plan.walk.calls if call.root for p in call.module.parameters()}
-                if id(parameter) not in models or (id(parameter), field) in written:
+                    models = {id(p) for call in walk.calls if call.root for p in call.module.parameters()}
+                ours = notes[field] is not None and notes[field].context == entry.number
+                if id(parameter) not in models or (ours and (parameter.requires_grad or entry.context.accumulate)):
                     continue
             del carried[field]
-            owners.notes(parameter).pop(field, None)
-
-
-def make_plan(roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: bool) -> Plan | None:
-    """Plan a pass, or refuse it.
-
-    Args:
-        roots: Tensors, or graph edges, on which autograd is called.
-        extensions: Active extensions.
-        returns: Whether gradients are returned instead of accumulated (``torch.autograd.grad``).
-
-    Returns:
-        The plan; ``None`` where there is nothing to be computed.
-
-    Raises:
-        LossNotExtendedError: If a second-order quantity is asked for and a path to a parameter has no extended loss.
-        LossValueError: If a second-order quantity is asked for and a root is not a scalar.
-        NotRecordedError: If no forward pass of an extended module was recorded.
-        UnattributedError: If a parameter is used where nothing has samples.
-        UnsupportedError: If the graph contains derivatives of derivatives, parameters are complex, or a CUDA graph is being captured.
-    """
-    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            "A CUDA graph is being captured, but quantities are computed by Python code that looks at each backward pass anew, and would not run "
-            "when the graph is replayed. Call backward inside of the context outside of the capture."
-        )
-    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    nodes = [node for node in nodes if node is not None]
-    second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
-    walk = Walk(nodes, second_order, _excluded(extensions))
-    if _distributed():
-        refuse_sharded(walk)
-    refuse_graph(walk, returns)
-    for call in walk.calls:
-        if call.part is not None:
-            call.part.frame.early_stop = False  # its last calls happen after the last tensor that autograd needs
-    if walk.double:
-        return None
-    if walk.foreign:
-        refuse_added(walk)
-    if not walk.parameters:
-        return None
-    if meta := [owners[parameter] for parameter in walk.parameters if parameter.is_meta]:
-        raise UnsupportedError(f"{meta[0]} is on the meta device, without numbers: where samples lie can be found out from numbers only.")
-    need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
-    try:
-        plan = Plan(walk, nodes, second_order, need)
-    except (LossNotExtendedError, NotRecordedError, UnattributedError):
-        if returns and walk.to_loss.isdisjoint(nodes):  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
-            return None
-        raise
-    if not plan.uses:
-        return None
-    if second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
-        shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
-        raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
-    if unreal := {parameter: owners[parameter] for parameter in plan.uses if parameter.is_complex()}:
-        raise UnsupportedError(
-            "{names}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex, or leave these parameters out of "
-            "all extensions: {exclude}.",
-            unreal,
-        )
-    return plan
-
-
-def _excluded(extensions: Iterable[BackpropExtension]) -> frozenset[int]:
-    return frozenset.intersection(*(extension.excluded() for extension in extensions))
-
-
-def _distributed() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
+            notes.pop(field, None)
 
 
 def _mapped_hook(carry: Pass, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:

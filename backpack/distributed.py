@@ -54,7 +54,7 @@ def reduce(model: Module, group: ProcessGroup | None = None, average: bool = Tru
         average: Whether the loss is the average of the ranks' losses; otherwise it is their sum.
 
     Raises:
-        ArgumentError: If ``torch.distributed`` is not initialized, or a quantity was reduced before.
+        ArgumentError: If ``torch.distributed`` is not initialized, or all quantities were reduced before.
         UnsupportedError: If ranks carry different quantities, or one that is not made of those of its parts (``KFRA``, ``HBP`` with averages,
             ``HMP``, ``GGNMP``, ``PCHMP``).
 
@@ -69,10 +69,7 @@ def reduce(model: Module, group: ProcessGroup | None = None, average: bool = Tru
     failure: Exception | None = None
     results = []
     try:
-        results = carried(model, union=True)
-        for what, _, _, note, _ in results:
-            if _REDUCED in note.done:
-                raise ArgumentError(f"{what} was {_REDUCED} before: the next backward pass writes new results.")
+        results = carried(model, union=True, doing=_REDUCED)
     except (ArgumentError, UnsupportedError) as error:
         failure = error
     samples = _agree(failure, {what: (type(note.extension).__name__, part.samples) for what, _, _, note, part in results}, group)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.backward import backpack, make_plan
+from backpack.backward import backpack
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import SPLIT, Crossing, Gap, Way
 from backpack.core.graph import operation
@@ -34,6 +34,7 @@ from backpack.extensions.kronecker import KroneckerState, OutputSide
 from backpack.extensions.mapped import mapped
 from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import sides_of, units_of
+from backpack.planning import make_plan, walk_from
 from backpack.trial import try_rules
 from backpack.utils.errors import ArgumentError, BackpackError
 
@@ -181,7 +182,8 @@ class _Graph(NamedTuple):
             call.derivatives = derivatives
         recording.on, on = False, recording.on
         try:
-            plan = make_plan([self.loss], tuple(extensions), False)
+            walk = walk_from([self.loss], tuple(extensions))
+            plan = make_plan(walk, [self.loss], tuple(extensions), False)
             if plan is None:
                 return None, None
             rules |= {id(p): rule for p, rule in _rules(plan).items()}

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.context import CTX, disable
-from backpack.core.owners import owners
+from backpack.core.owners import owners, savefields
 from backpack.core.recording import Recorder, recorder_of
 from backpack.core.walk import LEFT_OUT
 from backpack.custom_module.graph_utils import convert_module_to_backpack
-from backpack.extensions.backprop_extension import savefields
 from backpack.utils.errors import ArgumentTypeError, UnsupportedError
 from backpack.utils.module_classification import is_no_op
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from copy import copy
+from copy import copy, deepcopy
 from itertools import pairwise
 
 import pytest
@@ -199,6 +199,93 @@ def test_accumulates_within_a_context_only() -> None:
             assert not any(owners.notes(p) for p in problem.model.parameters())
 
 
+def test_models_that_come_and_go() -> None:
+    """A new model may lie where a dead one did: it begins anew."""
+    base, seen, again = extend(nn.Linear(3, 2).double()), set(), 0
+    x = torch.randn(N, 3, dtype=torch.float64)
+    with backpack(extensions.BatchGrad(), accumulate=True):
+        for _ in range(60):
+            model = deepcopy(base)
+            with backpack(extensions.BatchGrad()):  # so that the parameter carries something
+                model(x).square().sum().backward()
+            model(x).square().sum().backward()
+            close(model.weight.grad_batch, einsum("no,ni->noi", 2 * model(x).detach(), x))
+            again += id(model.weight) in seen
+            seen.add(id(model.weight))
+            del model
+    assert again
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after a part", "before all parts"])
+@pytest.mark.parametrize("how", ["grad of inputs", "grad of parameters", "backward for inputs", "grad of inputs, batched", "graph of it"])
+def test_passes_that_add_nothing_to_the_gradient(how: str, first: bool) -> None:
+    """An adversarial example, the norm of a gradient: the quantities are those of ``.grad``."""
+    problem, names = CASES["Tanh"].build(N), ["BatchGrad", "Variance", "DiagGGNExact"]
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    parameters = list(problem.model.parameters())
+
+    def other() -> None:
+        some = part(problem, slice(1, 4), 3.0)
+        some.x = some.x.clone().requires_grad_()
+        loss = some.loss(some.outputs())
+        if how == "backward for inputs":
+            loss.backward(inputs=[some.x])
+        elif how == "grad of inputs, batched":
+            torch.autograd.grad(loss, some.x, torch.ones(2, dtype=torch.float64), is_grads_batched=True)
+        else:
+            torch.autograd.grad(loss, parameters if how == "grad of parameters" else some.x, create_graph=how == "graph of it")
+
+    with backpack(*(QUANTITIES[name].make() for name in names), accumulate=True):
+        if first:
+            other()
+            assert not results(problem.model)
+        for n in slices((3, 2)):
+            some = part(problem, n, (n.stop - n.start) / N)
+            some.loss(some.outputs()).backward()
+            if not first:
+                other()
+    for name in names:
+        QUANTITIES[name].check(Oracle(CASES["Tanh"].build(N)), collect(problem, QUANTITIES[name].field))
+
+
+def test_gradients_of_some_parameters() -> None:
+    """Of a pass that accumulates the gradients of chosen parameters, nothing is added to the quantities of others that it crosses."""
+    problem, oracle = CASES["Tanh"].build(N), Oracle(CASES["Tanh"].build(N))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    chosen, *_ = problem.model.named_parameters()
+    with backpack(extensions.SumGradSquared(), accumulate=True):
+        problem.loss(problem.outputs()).backward()
+        problem.loss(problem.outputs()).backward(inputs=[chosen[1]])
+    for name, parameter in problem.model.named_parameters():
+        close(parameter.sum_grad_squared, (2 if name == chosen[0] else 1) * oracle.grad_batch[name].square().sum(0))
+        close(parameter.grad, (2 if name == chosen[0] else 1) * oracle.grad_batch[name].sum(0))
+
+
+def test_context_inside_that_would_overwrite_is_refused() -> None:
+    problem = CASES["Tanh"].build(N)
+    extend(problem.model)
+    with backpack(extensions.SumGradSquared(), accumulate=True):
+        problem.loss(problem.outputs()).backward()
+        before = {p: p.sum_grad_squared.clone() for p in problem.model.parameters()}
+        own = extensions.SumGradSquared()
+        own.savefield = "own"
+        with backpack(own, extensions.BatchGrad()):
+            problem.loss(problem.outputs()).backward()
+        for active in (extensions.SumGradSquared(), extensions.SumGradSquared(exclude=[problem.model[0]])):
+            with backpack(active), pytest.raises(UnsupportedError, match=r"sum_grad_squared is accumulated by a context around"):
+                problem.loss(problem.outputs()).backward()
+        problem.loss(problem.outputs()).backward()
+        for parameter, value in before.items():
+            close(parameter.sum_grad_squared, 2 * value)
+        clear(problem.model)
+        with backpack(extensions.SumGradSquared()):
+            problem.loss(problem.outputs()).backward()
+    for parameter, value in before.items():
+        close(parameter.sum_grad_squared, value)
+
+
 def test_two_models_in_turn() -> None:
     """A pass over one model leaves what was accumulated for the other alone."""
     one, other = CASES["Tanh"].build(N), CASES["logreg"].build(N)
@@ -381,6 +468,21 @@ def test_unscale(case: str) -> None:
         unscale(problem.model, 1024.0)
     for name in names:
         QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+
+
+def test_unscale_passes_over_what_it_has_done() -> None:
+    """Extensions that are active now and then: their results are divided once."""
+    problem, oracle = CASES["Tanh"].build(N), Oracle(CASES["Tanh"].build(N))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    for active in ([extensions.BatchL2Grad(), extensions.DiagGGNExact()], [extensions.BatchL2Grad()], [extensions.BatchL2Grad()]):
+        with backpack(*active):
+            (problem.loss(problem.outputs()) * 1024.0).backward()
+        unscale(problem.model, 1024.0)
+    for name in ("BatchL2Grad", "DiagGGNExact"):
+        QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+    with pytest.raises(ArgumentError, match="unscaled before"):
+        unscale(problem.model, 1024.0)
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, float("nan"), float("inf"), "2"])

@@ -446,6 +446,34 @@ def test_same_context_twice() -> None:
     check(problem.model, "grad_batch")
 
 
+def test_contexts_that_are_left_in_another_order() -> None:
+    """Training loops that are generators: the one that goes on keeps its extensions, and nothing is active in the end."""
+    problem, before = extended(), settings()
+
+    def training(*active: extensions.BackpropExtension, **options: Any) -> Any:
+        with backpack(*active, **options):
+            while True:
+                yield
+
+    for order in ([0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]):
+        open_ones = [training(BatchGrad(), debug=True), training(Variance(), retain_graph=True), training(DiagGGNExact())]
+        inside = [(next(one), settings())[1] for one in open_ones]
+        left = [0, 1, 2]
+        for i in order:
+            open_ones[i].close()
+            left.remove(i)
+            assert settings() == (inside[left[-1]] if left else before)
+        assert type(torch.autograd.Variable._execution_engine).__name__ != "_WatchedEngine"
+        assert not recording.keep_all
+    one, other = training(BatchGrad()), training(SumGradSquared())
+    next(one), next(other)
+    one.close()
+    loss_of(problem).backward()
+    other.close()
+    assert {field for fields in results(problem.model).values() for field in fields} == {"sum_grad_squared"}
+    close(problem.model[0].weight.sum_grad_squared, truth().grad_batch["0.weight"].square().sum(0))
+
+
 def test_no_extensions() -> None:
     problem = extended()
     with backpack(retain_graph=True):
@@ -769,6 +797,23 @@ def test_frozen_between_forward_and_backward(field: str, make: Callable[[], Modu
             assert p.grad is None
 
 
+def test_frozen_between_two_passes_of_a_context() -> None:
+    """What an earlier pass has written does not look like that of this one; where passes accumulate, it is the sum so far."""
+    for accumulate in (False, True):
+        problem = extended()
+        with backpack(SumGradSquared(), accumulate=accumulate):
+            loss_of(problem).backward()
+            first = problem.model[0].weight.sum_grad_squared
+            problem.model[0].requires_grad_(False)
+            loss_of(problem).backward()
+        names = [name for name, _ in problem.model.named_parameters()]
+        assert list(values(problem.model, "sum_grad_squared")) == (names if accumulate else names[2:])
+        if accumulate:
+            assert problem.model[0].weight.sum_grad_squared is first
+            close(first, truth().grad_batch["0.weight"].square().sum(0))
+        close(problem.model[2].weight.sum_grad_squared, (1 + accumulate) * truth().grad_batch["2.weight"].square().sum(0))
+
+
 def test_short_names() -> None:
     problem = extended()
     weight, bias = problem.model[0].weight, problem.model[0].bias
@@ -946,6 +991,24 @@ def test_other_calls_of_autograd(active: list[type]) -> None:
     others()
     assert {name: list(values) for name, values in results(problem.model).items()} == fields
     assert all(fields.values())
+
+
+def test_batched_gradients_leave_nothing_stale() -> None:
+    """Several passes at once have no quantities: those of an earlier context do not look like theirs, other models are left alone."""
+    problem, other = extended(), extended(Net)
+    for one in (problem, other):
+        with backpack(BatchGrad(), Variance()):
+            loss_of(one).backward()
+    with backpack(BatchGrad()):
+        output = problem.model(problem.x)
+        vectors = torch.ones(2, *output.shape, dtype=torch.float64)
+        torch.autograd.grad(output, list(problem.model.parameters()), vectors, is_grads_batched=True)
+        assert values(problem.model, "grad_batch") == {}
+        check(problem.model, "variance")
+        check(other.model, "grad_batch", "variance", make=Net)
+        loss_of(problem).backward()
+        torch.autograd.functional.jacobian(problem.model, problem.x, vectorize=True)
+    check(problem.model, "grad_batch")
 
 
 def test_quantities_of_autograd_grad() -> None:

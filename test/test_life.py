@@ -9,27 +9,43 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from time import process_time
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 from oracle import Oracle, Problem, Term
 from test_extensions import close
-from test_front_door import FIELDS, Net, build, chain, check, check_step, extended, hook_counts, loss_of, values
+from test_front_door import CHOICE, FIELDS, Net, build, chain, check, check_step, extended, hook_counts, loss_of, truth, values
 from test_memory import census
 from torch import Tensor, nn
 from torch.nn import CrossEntropyLoss, Flatten, Linear, Module, Parameter, Sequential, Tanh
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
-from backpack import CTX, backpack, clear, extend, results, unextend
+from backpack import CTX, backpack, clear, extend, results, unextend, unscale
 from backpack.core.owners import owners
 from backpack.core.state import recording
-from backpack.extensions import GGNMP, HMP, KFAC, PCHMP, BatchGrad, DiagGGNExact, SumGradSquared, Variance
-from backpack.utils.errors import BackpackError
+from backpack.extensions import GGNMP, HBP, HMP, KFAC, PCHMP, BatchGrad, DiagGGNExact, SumGradSquared, Variance
+from backpack.utils.errors import ArgumentError, BackpackError, UnsupportedError
+
+
+class Uncalled(Module):
+    """Its parameters lie in lists, and in a layer that is never called: no module is called with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrices, self.others = nn.ParameterList([torch.randn(4, 5)]), nn.ParameterDict({"bias": torch.randn(5)})
+        self.head, self.flat = Linear(5, 3), Flatten()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(torch.tanh(self.flat(x) @ self.matrices[0] + self.others["bias"]), self.head.weight, self.head.bias)
+
 
 # --- conversions and copies -------------------------------------------------------------------------------------------------------------------
 
@@ -51,7 +67,7 @@ CONVERSIONS: dict[str, Callable[[Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", [chain, Net])
+@pytest.mark.parametrize("make", [chain, Net, Uncalled])
 @pytest.mark.parametrize("used", [False, True], ids=["fresh", "after a pass"])
 @pytest.mark.parametrize("conversion", CONVERSIONS)
 def test_conversions(conversion: str, used: bool, make: Callable[[], Module]) -> None:
@@ -105,6 +121,81 @@ def test_results_travel_with_a_pickle_and_not_with_a_copy() -> None:
     assert results(copy.deepcopy(problem.model)) == {}
     clear(problem.model)  # a function cannot be pickled
     pickle.dumps(problem.model)
+
+
+def averaged(model: Module) -> Module:
+    return AveragedModel(model).module
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["fresh", "after a pass"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, averaged, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "average", "pickle"])
+def test_copies_of_parameters_that_no_module_is_called_with(duplicate: Callable[[Module], Module], used: bool) -> None:
+    problem = extended(Uncalled)
+    if used:
+        check_step(problem, Uncalled)
+    problem.model = duplicate(problem.model)
+    with backpack(BatchGrad(exclude=["matrices.0", "head"])):
+        loss_of(problem).backward()
+    assert list(values(problem.model, "grad_batch")) == ["others.bias"]
+    check_step(problem, Uncalled)
+    problem.model.matrices[0] = Parameter(problem.model.matrices[0].detach().clone())
+    with backpack(BatchGrad(exclude=["matrices.0"])):
+        loss_of(problem).backward()
+    assert list(values(problem.model, "grad_batch")) == ["others.bias", "head.weight", "head.bias"]
+    check_step(problem, Uncalled)
+    with backpack(BatchGrad(exclude=["matrixes.0"])), pytest.raises(ArgumentError, match=r"Did you mean.*matrices\.0"):
+        loss_of(problem).backward()
+
+
+def test_attention_that_was_copied() -> None:
+    """Its output projection is never called."""
+
+    def make() -> Module:
+        layer = nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=True)
+        return Sequential(Linear(4, 8), nn.Unflatten(1, (2, 4)), layer, Flatten(), Linear(8, 3))
+
+    problem = extended(make)
+    problem.model = copy.deepcopy(problem.model)
+    for _ in range(2):
+        with backpack(BatchGrad(), DiagGGNExact()):
+            loss_of(problem).backward()
+        check(problem.model, "grad_batch", "diag_ggn_exact", make=make)
+        problem.model.load_state_dict({name: p.clone() for name, p in problem.model.state_dict().items()}, assign=True)
+        assert results(problem.model) == {}
+
+
+def test_results_that_came_with_a_pickle() -> None:
+    """Nothing else is known about them: they are not unscaled without a word, and do not stay on layers that are frozen now."""
+    problem = extended()
+    with backpack(BatchGrad(), SumGradSquared()):
+        loss_of(problem).backward()
+    problem.model = pickle.loads(pickle.dumps(problem.model))
+    before = values(problem.model, "grad_batch")["0.weight"].clone()
+    with pytest.raises(UnsupportedError, match=r"0\.weight\.grad_batch .*pickle.*clear"):
+        unscale(problem.model, 2.0)
+    assert torch.equal(values(problem.model, "grad_batch")["0.weight"], before)
+    problem.model[0].requires_grad_(False)
+    with backpack(BatchGrad()):
+        loss_of(problem).backward()
+    assert list(values(problem.model, "grad_batch")) == ["2.weight", "2.bias"]
+    with backpack(SumGradSquared()):
+        loss_of(problem).backward()
+    assert list(values(problem.model, "sum_grad_squared")) == ["2.weight", "2.bias"]
+    unscale(problem.model, 2.0)
+    close(2 * problem.model[2].weight.grad_batch, truth().grad_batch["2.weight"])
+
+
+def test_results_that_a_new_process_reads() -> None:
+    """No extension was made there, which would say what results are called."""
+    problem = extended()
+    with backpack(HBP(*CHOICE, savefield="mine")):
+        loss_of(problem).backward()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        assert pool.submit(_fields, pickle.dumps(problem.model)).result(120) == {name: ["mine"] for name, _ in problem.model.named_parameters()}
+
+
+def _fields(pickled: bytes) -> dict[str, list[str]]:
+    return {name: list(fields) for name, fields in results(pickle.loads(pickled)).items()}
 
 
 # --- surgery ----------------------------------------------------------------------------------------------------------------------------------
@@ -390,6 +481,23 @@ def test_functions_do_not_keep_a_model_alive(extension: type, functional: bool) 
     gc.collect()
     after = census()
     assert (after["tensors"], after["calls"]) == (before["tensors"], before["calls"])
+
+
+def test_differentiable_results_can_be_given_up() -> None:
+    """They hold the graph, which holds the parameter that carries them."""
+
+    def step(give_up: bool) -> bool:
+        problem = extended()
+        with backpack(BatchGrad()):
+            torch.autograd.grad(loss_of(problem), list(problem.model.parameters()), create_graph=True)
+        if give_up:
+            clear(problem.model)
+        alive = ref(problem.model[0].weight)
+        del problem
+        gc.collect()
+        return alive() is not None
+
+    assert [step(False), step(True)] == [True, False]
 
 
 def test_parameters_may_die_while_names_are_looked_up() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,30 @@ from torch.overrides import has_torch_function
 from backpack.core.owners import owners
 from backpack.utils.errors import UnsupportedError
 
-Handler = Callable[[Callable[..., Any], tuple, bool, tuple, bool, bool], Any]
+
+class Request(NamedTuple):
+    """One call of autograd's engine.
+
+    Attributes:
+        execute: The call itself, which takes other edges to ask for than it was given.
+        roots: Tensors, or graph edges, on which it is made.
+        inputs: What to differentiate with respect to, tensors or edges; empty for all leaves.
+        returns: Whether it returns gradients instead of accumulating them (``torch.autograd.grad``).
+        create_graph: Whether its result is to be differentiated again.
+        retain: Whether the graph stays.
+        batched: Whether it stands for several passes at once (``is_grads_batched=True``).
+    """
+
+    execute: Callable[..., Any]
+    roots: tuple
+    inputs: tuple
+    returns: bool
+    create_graph: bool
+    retain: bool
+    batched: bool
+
+
+Handler = Callable[[Request], Any]
 
 
 class _WatchedEngine:
@@ -61,11 +84,11 @@ class _WatchedEngine:
         def execute(chosen: tuple | None = None) -> Any:
             return self._engine.run_backward(roots, grads, keep_graph, create_graph, inputs if chosen is None else chosen, *args, **kwargs)
 
-        if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
-            return execute()  # is_grads_batched=True
-        if accumulates and _called.node is not None:
-            _refuse_hidden(_called.node, [leaf for leaf in _leaves(roots, inputs) if isinstance(leaf, Parameter)])
-        return self._handler(execute, roots, not accumulates, inputs, create_graph, keep_graph)
+        batched = any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads)
+        request = Request(execute, roots, inputs, not accumulates, create_graph, keep_graph, batched)
+        if accumulates and not batched and _called.node is not None:
+            _refuse_hidden(_called.node, [leaf for leaf in _leaves(request) if isinstance(leaf, Parameter)])
+        return self._handler(request)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -79,8 +102,7 @@ def watch(handler: Handler) -> None:
     """Let a handler see all calls of autograd's engine, until as many calls of ``unwatch`` have followed.
 
     Args:
-        handler: Called with (the original call, which takes other edges to ask for than it was given, roots, whether it returns gradients,
-            leaves that were chosen, create_graph, retain_graph).
+        handler: Called in place of the engine.
     """
     global _watchers  # noqa: PLW0603
     with _watching:
@@ -119,7 +141,7 @@ def calling(node: Node) -> Iterator[None]:
         Nothing.
     """
     before, _called.node = _called.node, node
-    watch(lambda execute, *_: execute())
+    watch(lambda request: request.execute())
     try:
         yield
     finally:
@@ -127,17 +149,16 @@ def calling(node: Node) -> Iterator[None]:
         _called.node = before
 
 
-def refuse_hidden(roots: Iterable[Any], chosen: tuple, excluded: Container[int]) -> None:
+def refuse_hidden(request: Request, excluded: Container[int]) -> None:
     """Refuse a custom function that calls backward in its own backward pass, where tracked parameters have a gradient of which the graph is hidden.
 
     Args:
-        roots: Tensors, or graph edges, on which backward is called during a pass.
-        chosen: Leaves that were chosen; empty for all.
+        request: A call of backward during a pass.
         excluded: Ids of the parameters that are left out.
     """
     node = torch._C._current_autograd_node()
     if isinstance(node, BackwardCFunction):
-        _refuse_hidden(node, [leaf for leaf in _leaves(roots, chosen) if leaf in owners and id(leaf) not in excluded])
+        _refuse_hidden(node, [leaf for leaf in _leaves(request) if leaf in owners and id(leaf) not in excluded])
 
 
 def _refuse_hidden(node: Node, hidden: list[Tensor]) -> None:
@@ -151,19 +172,18 @@ def _refuse_hidden(node: Node, hidden: list[Tensor]) -> None:
         )
 
 
-def _leaves(roots: Iterable[Any], chosen: tuple) -> list[Tensor]:
+def _leaves(request: Request) -> list[Tensor]:
     """Find the leaves to which a call of backward adds.
 
     Args:
-        roots: Tensors, or graph edges, on which it is called.
-        chosen: Leaves that were chosen; empty for all.
+        request: The call.
 
     Returns:
         The leaves.
     """
-    if chosen:
-        return [leaf for leaf in chosen if isinstance(leaf, Tensor)]
-    stack = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
+    if request.inputs:
+        return [leaf for leaf in request.inputs if isinstance(leaf, Tensor)]
+    stack = [root.grad_fn if isinstance(root, Tensor) else root.node for root in request.roots]
     seen: dict[Node, None] = {}
     while stack:
         node = stack.pop()

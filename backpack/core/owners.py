@@ -10,6 +10,9 @@ from weakref import ref
 
 from torch.nn import Parameter
 
+savefields: set[str] = set()
+"""Names of all attributes under which extensions save."""
+
 
 class _Owners:
     """Parameters of extended modules, held weakly, and their names in the module on which ``extend`` was called."""
@@ -53,6 +56,14 @@ class _Owners:
         """
         entry = self._released.get(id(parameter))
         return entry is not None and entry() is parameter
+
+    def ids(self) -> frozenset[int]:
+        """List all parameters that are tracked.
+
+        Returns:
+            Their ids.
+        """
+        return frozenset(list(self._names))
 
     def names(self, parameters: Iterable[Parameter]) -> dict[Parameter, list[str]]:
         """Look up what parameters are called.

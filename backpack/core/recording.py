@@ -18,7 +18,7 @@ from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import pass_on
 from backpack.core.engine import intercepted, transformed
 from backpack.core.options import Options
-from backpack.core.owners import owners
+from backpack.core.owners import owners, savefields
 from backpack.core.state import recording
 
 
@@ -62,18 +62,19 @@ class Recorder:
         path: Name of the module.
         kind: Name of its class.
         bare: Whether it has no parameters, nor does any module inside it.
+        known: Whether a pass has tracked all parameters inside it, since ``extend``, or since it came with a copy or a pickle.
         options: Those with which the module was called last.
     """
 
-    __slots__ = ("_last", "bare", "kind", "options", "path")
+    __slots__ = ("_last", "bare", "kind", "known", "options", "path")
 
     def __init__(self, path: str, kind: str, bare: bool) -> None:
-        self.path, self.kind, self.bare = path, kind, bare
+        self.path, self.kind, self.bare, self.known = path, kind, bare, False
         self._last: ref | None = None
         self.options: Options | None = None
 
     def __reduce__(self) -> tuple:
-        return Recorder, (self.path, self.kind, self.bare)
+        return _again, (self.path, self.kind, self.bare, sorted(savefields))
 
     @property
     def last(self) -> ModuleCall | None:
@@ -199,6 +200,11 @@ class Recorder:
                 del hooks[key]
                 for group in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
                     group.pop(key, None)
+
+
+def _again(path: str, kind: str, bare: bool, fields: list[str]) -> Recorder:
+    savefields.update(fields)  # a process that reads a pickle may have made no extension
+    return Recorder(path, kind, bare)
 
 
 def recorder_of(module: Module) -> Recorder | None:

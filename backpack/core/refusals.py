@@ -96,25 +96,6 @@ def refuse_compiled(walk: Walk, node: Node) -> None:
         )
 
 
-def refuse_added(walk: Walk) -> None:
-    """Refuse parameters that an extended module has got since, and that would carry nothing.
-
-    Args:
-        walk: The graph.
-
-    Raises:
-        NotRecordedError: If there is one, and it was not given to ``unextend``.
-    """
-    foreign = {id(leaf) for leaf in walk.leaves.values() if leaf not in owners and not owners.released(leaf)}
-    for call in walk.calls:
-        for name, parameter in call.module.named_parameters() if call.root else ():
-            if id(parameter) in foreign:
-                raise NotRecordedError(
-                    f"{name} of {call.path or type(call.module).__name__} belongs to a module that was added after extend(): write `extend(model)` "
-                    "again, before the forward pass; or unextend() that module, if it is to carry no quantities."
-                )
-
-
 def refuse_sharded(walk: Walk) -> None:
     """Refuse models whose parameters are spread over the ranks of a distributed program.
 

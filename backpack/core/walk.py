@@ -104,6 +104,9 @@ class Walk:
     """Facts about a graph.
 
     Attributes:
+        roots: Nodes of the root tensors.
+        second_order: Whether second-order quantities are asked for.
+        excluded: Ids of the parameters that are left out of all extensions.
         order: The nodes, consumers before producers.
         parameters: The tracked parameters that the graph uses.
         bits: Id of a tracked parameter to its bit.
@@ -122,7 +125,7 @@ class Walk:
     """
 
     def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset()) -> None:
-        self._second_order, self._excluded = second_order, excluded
+        self.roots, self.second_order, self.excluded = roots, second_order, excluded
         self.parameters: list[Parameter] = []
         self.bits: dict[int, int] = {}
         self.leaves: dict[Node, Tensor] = {}
@@ -213,7 +216,7 @@ class Walk:
             owned = parameter in owners
             if not parameter.requires_grad:  # frozen since the forward pass: nothing arrives there any more
                 pass
-            elif owned and id(parameter) not in self._excluded:
+            elif owned and id(parameter) not in self.excluded:
                 self.bits[id(parameter)] = bit = 1 << len(self.parameters)
                 self.parameters.append(parameter)
             else:
@@ -234,15 +237,15 @@ class Walk:
         for known in (self.has_data, self.to_loss, self.to_function):
             if not known.isdisjoint(nexts):
                 known.add(node)
-        if self._second_order and reach and name.rpartition("Backward")[0] in FUNCTIONS:
+        if self.second_order and reach and name.rpartition("Backward")[0] in FUNCTIONS:
             self.to_function.add(node)
         for mark in self.marks.get(node, ()):
             self.calls[mark.call] = None
-            if self._second_order and completes_softmax(mark.call, self.reach, self.is_linear):
+            if self.second_order and completes_softmax(mark.call, self.reach, self.is_linear):
                 self.passed.add(node)
             if node in self.passed:
                 continue
-            if mark.call.is_loss or (self._second_order and node not in self.to_loss and take_for_loss(mark.call)):
+            if mark.call.is_loss or (self.second_order and node not in self.to_loss and take_for_loss(mark.call)):
                 self.to_loss.add(node)
             elif node not in self.has_data and mark.call.has_data:
                 self.has_data.add(node)

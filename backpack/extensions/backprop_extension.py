@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
 from backpack.core.flow import Flow
-from backpack.core.owners import owners
+from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
 from backpack.extensions.combining import Combination
 from backpack.extensions.module_extension import Grads, ModuleExtension
@@ -25,9 +25,6 @@ from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedE
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
 FAIL_SILENT = "SILENT"
-
-savefields: set[str] = set()
-"""Names of all attributes under which extensions save."""
 
 
 Excluded = Parameter | Module | str

@@ -53,8 +53,9 @@ class Collector(Reader):
         combines: bool,
         dtype: torch.dtype | None = None,
         spares: bool = False,
+        context: int = 0,
     ) -> None:
-        self._plan, self._extensions, self._combines = plan, list(extensions), combines
+        self._plan, self._extensions, self._combines, self._context = plan, list(extensions), combines, context
         self._connection, self._debug, self._dtype = connection, debug, dtype
         self._of_flow: dict[Flow, list[BackpropExtension]] = {}
         for extension in self._extensions:
@@ -295,7 +296,7 @@ class Collector(Reader):
         setattr(parameter, extension.savefield, value)
         samples = self._plan.batches.get(parameter, 0)
         chosen = extension.get_subsampling()
-        owners.carry(parameter, extension.savefield, Note(extension, samples if chosen is None else len(chosen), extra))
+        owners.carry(parameter, extension.savefield, Note(extension, samples if chosen is None else len(chosen), extra, context=self._context))
         self._written.append((parameter, extension.savefield))
 
     def _happened(self, event: Any) -> None:

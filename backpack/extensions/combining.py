@@ -41,12 +41,14 @@ class Note(NamedTuple):
         samples: Number of samples it is made of.
         extra: See the ``Combination``; ``None`` where it was not kept.
         done: What was done to it since.
+        context: Number of the context under which it was written.
     """
 
     extension: Any
     samples: int
     extra: Any = None
     done: frozenset[str] = frozenset()
+    context: int = 0
 
 
 class Part(NamedTuple):

@@ -1,0 +1,65 @@
+"""Parameters that extended modules have got since ``extend``: with a copy, a pickle, a state dictionary, or by assignment."""
+
+from __future__ import annotations
+
+from torch.nn import Module
+
+from backpack.core.owners import owners, savefields
+from backpack.core.recording import recorder_of
+from backpack.core.walk import Walk
+from backpack.utils.errors import NotRecordedError
+from backpack.utils.module_classification import is_no_op
+
+
+def has_newcomers(walk: Walk) -> bool:
+    """Say whether a graph may use parameters that are not tracked yet, or whose results are not known.
+
+    Args:
+        walk: The graph.
+
+    Returns:
+        Whether it may.
+    """
+    return bool(walk.foreign) or any([not (call.recorder.known or call.recorder.bare) for call in walk.calls if call.root])
+
+
+def adopt(walk: Walk) -> bool:
+    """Track the parameters of all extended modules that were called, or lie inside one that was; modules that are called have tracked their own.
+
+    Results that parameters have brought with them, of which nothing else is known, are noted: a pass deletes them where they are stale.
+
+    Args:
+        walk: The graph.
+
+    Returns:
+        Whether there was one that the graph may use.
+
+    Raises:
+        NotRecordedError: If the graph uses a parameter of a module that is not extended, and was not given to ``unextend``.
+    """
+    foreign, found = {id(leaf) for leaf in walk.leaves.values() if leaf.requires_grad and leaf not in owners and not owners.released(leaf)}, False
+    for call in walk.calls:
+        if not call.root or (call.recorder.bare and not foreign):  # a loss may have been deleted since
+            continue
+        for path, module in call.module.named_modules(prefix=call.recorder.path):
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                for field in savefields & vars(parameter).keys() - owners.notes(parameter).keys():
+                    owners.carry(parameter, field, None)
+                if parameter in owners or owners.released(parameter) or parameter.grad_fn is not None or parameter.is_inference():
+                    continue
+                if _is_extended(module):
+                    owners.add(parameter, f"{path}.{name}" if path else name)
+                    found = True
+                elif id(parameter) in foreign:
+                    raise NotRecordedError(
+                        f"{path}.{name} belongs to a module that is not extended, as it was added after extend(): write `extend(model)` again, "
+                        "before the forward pass; or unextend() that module, if it is to carry no quantities."
+                    )
+        call.recorder.known = True
+    return found
+
+
+def _is_extended(module: Module) -> bool:
+    return recorder_of(module) is not None or is_no_op(module)

@@ -1,0 +1,157 @@
+"""What lies before each pass: its graph is walked, parameters that are new are taken in, and it is planned or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.autograd.graph import GradientEdge, Node
+
+from backpack.core.adoption import adopt, has_newcomers
+from backpack.core.owners import owners
+from backpack.core.plan import Plan
+from backpack.core.refusals import refuse_graph, refuse_sharded
+from backpack.core.walk import Need, Walk
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.errors import (
+    ArgumentError,
+    LossNotExtendedError,
+    LossValueError,
+    NotRecordedError,
+    UnattributedError,
+    UnsupportedError,
+)
+
+
+def walk_from(roots: list[Any], extensions: tuple[BackpropExtension, ...], only: frozenset[int] | None = None) -> Walk:
+    """Walk the graph of a pass, and track the parameters that its modules have got since ``extend``.
+
+    Args:
+        roots: Tensors, or graph edges, on which autograd is called.
+        extensions: Active extensions.
+        only: Ids of the parameters that are not left out for another reason than ``exclude=``; ``None`` for all.
+
+    Returns:
+        The facts about the graph.
+
+    Raises:
+        ArgumentError: If an extension leaves out a name that is nobody's.
+        UnsupportedError: If a CUDA graph is being captured.
+    """
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "A CUDA graph is being captured, but quantities are computed by Python code that looks at each backward pass anew, and would not run "
+            "when the graph is replayed. Call backward inside of the context outside of the capture."
+        )
+    nodes = nodes_of(roots)
+    second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
+
+    def walk() -> Walk:
+        excluded = excluded_by(extensions)
+        return Walk(nodes, second_order, excluded if only is None else excluded | (owners.ids() - only))
+
+    try:
+        found, unnamed = walk(), False
+    except ArgumentError:  # the name may be that of a newcomer
+        found, unnamed = Walk(nodes, second_order), True
+    if is_distributed():
+        refuse_sharded(found)
+    if not found.double and (unnamed or has_newcomers(found)) and (adopt(found) or unnamed):
+        found = walk()
+    return found
+
+
+def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: bool) -> Plan | None:
+    """Plan a pass, or refuse it.
+
+    Args:
+        walk: The graph.
+        roots: Tensors, or graph edges, on which autograd is called.
+        extensions: Active extensions.
+        returns: Whether gradients are returned instead of accumulated (``torch.autograd.grad``).
+
+    Returns:
+        The plan; ``None`` where there is nothing to be computed.
+
+    Raises:
+        LossNotExtendedError: If a second-order quantity is asked for and a path to a parameter has no extended loss.
+        LossValueError: If a second-order quantity is asked for and a root is not a scalar.
+        NotRecordedError: If no forward pass of an extended module was recorded.
+        UnattributedError: If a parameter is used where nothing has samples.
+        UnsupportedError: If the graph contains derivatives of derivatives, or parameters are complex.
+    """
+    refuse_graph(walk, returns)
+    for call in walk.calls:
+        if call.part is not None:
+            call.part.frame.early_stop = False  # its last calls happen after the last tensor that autograd needs
+    if walk.double or not walk.parameters:
+        return None
+    if meta := [owners[parameter] for parameter in walk.parameters if parameter.is_meta]:
+        raise UnsupportedError(f"{meta[0]} is on the meta device, without numbers: where samples lie can be found out from numbers only.")
+    need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
+    try:
+        plan = Plan(walk, walk.roots, walk.second_order, need)
+    except (LossNotExtendedError, NotRecordedError, UnattributedError):
+        if returns and walk.to_loss.isdisjoint(walk.roots):  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
+            return None
+        raise
+    if not plan.uses:
+        return None
+    if walk.second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
+        shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
+        raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
+    if unreal := {parameter: owners[parameter] for parameter in plan.uses if parameter.is_complex()}:
+        raise UnsupportedError(
+            "{names}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex, or leave these parameters out of "
+            "all extensions: {exclude}.",
+            unreal,
+        )
+    return plan
+
+
+def excluded_by(extensions: Iterable[BackpropExtension]) -> frozenset[int]:
+    """Find the parameters that all extensions leave out.
+
+    Args:
+        extensions: The extensions.
+
+    Returns:
+        Their ids.
+    """
+    return frozenset.intersection(*(extension.excluded() for extension in extensions))
+
+
+def nodes_of(roots: list[Any]) -> list[Node]:
+    """Return where a pass begins.
+
+    Args:
+        roots: Tensors, or graph edges.
+
+    Returns:
+        Their nodes.
+    """
+    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
+    return [node for node in nodes if node is not None]
+
+
+def leaf_of(leaf: Any) -> Any:
+    """Return a leaf tensor.
+
+    Args:
+        leaf: The tensor, or its graph edge.
+
+    Returns:
+        The tensor; ``None`` for the edge of something else.
+    """
+    return getattr(leaf.node, "variable", None) if isinstance(leaf, GradientEdge) else leaf
+
+
+def is_distributed() -> bool:
+    """Say whether the program runs on several ranks.
+
+    Returns:
+        Whether it does.
+    """
+    return distributed.is_available() and distributed.is_initialized()
