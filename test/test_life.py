@@ -226,6 +226,20 @@ def test_added_module() -> None:
         check_step(problem)
 
 
+def test_copy_of_a_model_of_which_a_part_was_left_out() -> None:
+    """Which part it was does not travel with the copy: refused by name, rather than left without quantities or given some."""
+    problem = extended()
+    unextend(problem.model[2])
+    problem.model = copy.deepcopy(problem.model)
+    with pytest.raises(AttributeError, match=r"2\.(weight|bias).*copy.*unextend"), backpack(BatchGrad()):
+        loss_of(problem).backward()
+    unextend(problem.model[2])
+    with backpack(BatchGrad()):
+        loss_of(problem).backward()
+    assert list(values(problem.model, "grad_batch")) == ["0.weight", "0.bias"]
+    close(problem.model[0].weight.grad_batch, truth().grad_batch["0.weight"])
+
+
 def test_every_layer_replaced() -> None:
     """Even if no tracked parameter is left in the graph."""
     problem, source = extended(), build()

@@ -54,8 +54,9 @@ def adopt(walk: Walk) -> bool:
                     found = True
                 elif id(parameter) in foreign:
                     raise NotRecordedError(
-                        f"{path}.{name} belongs to a module that is not extended, as it was added after extend(): write `extend(model)` again, "
-                        "before the forward pass; or unextend() that module, if it is to carry no quantities."
+                        f"{path}.{name} belongs to a module that is not extended: it was added after extend(), or left out, by unextend(), of the "
+                        "model of which this is a copy. Write `extend(model)` again, before the forward pass; or unextend() that module, if it is to "
+                        "carry no quantities."
                     )
         call.recorder.known = True
     return found
