@@ -201,8 +201,28 @@ def _eigenvectors(matrices: Tensor, values: list[Tensor]) -> tuple[Tensor, Tenso
         return matrices[:, 0], torch.ones_like(matrices)
     sizes = torch.stack([value.square().mean().sqrt() for value in values])
     units = torch.where((sizes > 0) & sizes.isfinite(), sizes, 1.0).repeat_interleave(matrices.shape[-1] // len(values))
-    eigenvalues, vectors = eigh(matrices * units * units.unsqueeze(1))
+    matrices = matrices * units * units.unsqueeze(1)
+    linear = matrices.shape[-1] == 2 and not matrices[:, 0, 0].any()  # noqa: PLR2004 (two variables)
+    eigenvalues, vectors = _linear_in_first(matrices) if linear else eigh(matrices)
     return eigenvalues, vectors / units.unsqueeze(1)
+
+
+def _linear_in_first(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Factorize blocks ``[[0, h], [h, k]]`` into columns that are the same where the zero is: there they cancel exactly.
+
+    Args:
+        matrices: ``[B, 2, 2]``.
+
+    Returns:
+        As ``_eigenvectors``: ``(a, b)`` with a positive and ``(a, c)`` with a negative sign, where ``a (b - c) = h`` and ``b^2 - c^2 = k``.
+    """
+    h, k = matrices[:, 0, 1], matrices[:, 1, 1]
+    size = torch.maximum(h.abs(), k.abs())
+    root, filled = size.sqrt(), torch.where(size == 0, 1.0, size.sqrt())
+    difference = torch.where(h < 0, -root, root)
+    total = difference.sign() * k / filled
+    one, a = torch.ones_like(h), h.abs() / filled
+    return torch.stack([one, -one], 1), torch.stack([a, a, (total + difference) / 2, (total - difference) / 2], 1).unflatten(1, (2, 2))
 
 
 def _turns(labels: Tensor, samples: int) -> tuple[Tensor, int]:
