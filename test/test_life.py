@@ -579,6 +579,39 @@ def test_interrupted_by_a_key(stage: str) -> None:
     assert not recording.open
 
 
+def interrupt(kind: type[BaseException]) -> BaseException:
+    """Leave a forward pass in the middle, outside of a context; as long as what is returned lives, so do its frames."""
+
+    class Stopped(Module):
+        def forward(self, _: Tensor) -> Tensor:
+            raise kind
+
+    model = extend(Sequential(Linear(2, 2), Sequential(Stopped())))
+    try:
+        model(torch.randn(2, 2))
+    except BaseException as stop:
+        return stop
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, GeneratorExit])
+def test_forward_pass_after_an_interrupted_one(kind: type[BaseException]) -> None:
+    """Calls of another model, or of a single layer, are outermost again, although somebody holds the traceback."""
+    x, target = torch.randn(4, 4, 4), torch.randn(4, 4, 4)
+    for make in (lambda: Sequential(Linear(4, 4), Tanh()), lambda: Linear(4, 4)):
+        kept = interrupt(kind)
+        model, plain = make(), make()
+        plain.load_state_dict(model.state_dict())
+        out = extend(model)(x)
+        assert not recording.open
+        with backpack(BatchGrad()):
+            (out.transpose(0, 1) * target).sum().backward()
+        for parameter, true in zip(model.parameters(), plain.parameters(), strict=True):
+            for n in range(4):
+                (expected,) = torch.autograd.grad((plain(x[n]) * target[:, n]).sum(), true)
+                torch.testing.assert_close(parameter.grad_batch[n], expected)
+        assert isinstance(kept, kind)
+
+
 @pytest.mark.parametrize("context", [nullcontext, lambda: backpack(Variance())])
 def test_names_that_modules_share_with_recorded_tensors(context: Callable[[], Any]) -> None:
     """Attributes of a class are never covered, also if the class is used by a module that was extended before."""

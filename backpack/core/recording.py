@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -53,6 +54,17 @@ def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any
         The arguments; those not given, between given ones, have their default values.
     """
     return [*args, *(_keywords(type(module), len(args), tuple(kwargs)) | kwargs).values()]
+
+
+def _drop_interrupted() -> None:
+    """Forget calls that have begun and do not run any more: interrupted by a key, say, of which hooks are not told."""
+    while recording.open:
+        frame, begun = sys._getframe(2), recording.open[-1][1]
+        while frame is not None and frame is not begun:
+            frame = frame.f_back
+        if frame is not None:
+            return
+        recording.open.pop()
 
 
 class Recorder:
@@ -119,12 +131,14 @@ class Recorder:
             kwargs: Its keyword arguments.
         """
         if not transformed() and recording.on and torch.is_grad_enabled():
+            if recording.open:
+                _drop_interrupted()
             ruled = self.know(module) and not intercepted(args)
             call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
             if kwargs:
                 call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
             call.seen = args
-            recording.open.append(call)
+            recording.open.append((call, sys._getframe(1)))
 
     def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """End a call that has begun; also reached, without an output, where the forward pass raises.
@@ -135,8 +149,8 @@ class Recorder:
             kwargs: Its keyword arguments.
             output: What it returned.
         """
-        if not transformed() and recording.open and recording.open[-1].recorder is self:
-            call = recording.open.pop()
+        if not transformed() and recording.open and recording.open[-1][0].recorder is self:
+            call, _ = recording.open.pop()
             if output is not None:
                 if args is not call.seen:  # a hook that ran after ours has given the module something else
                     call.see(module, _positional(module, args, kwargs))
@@ -157,6 +171,8 @@ class Recorder:
         """
         if transformed() or not recording.on or (isinstance(output, Tensor) and not output.requires_grad):
             return
+        if recording.open and not self.path:  # one with a path is called by others, as a rule
+            _drop_interrupted()
         ruled = self.know(module) and not intercepted(args)
         call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
         if kwargs:

@@ -15,7 +15,7 @@ class _Recording(threading.local):
         on: Whether calls are recorded at all.
         keep_all: Whether calls keep all tensors, as rules of users may read any of them.
         read_from: Module to the call whose tensors it shows; ``None`` for the last ones.
-        open: The calls whose forward pass has begun and not ended.
+        open: The calls whose forward pass has begun and not ended, and the frames of Python in which they run.
         connection: Connects recorded tensors to the graph again, in a pass with ``create_graph=True``.
     """
 

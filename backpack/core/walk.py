@@ -294,7 +294,8 @@ class Walk:
         for i, slot in enumerate(call.inputs):
             if isinstance(slot, Slot) and slot.edge is not None:
                 sources |= {slot.edge: i} if slot.base_edge is None else {slot.base_edge: i, slot.edge: i}
-        own = {id(p): name for name, p in call.module._parameters.items()}
+        module = call.module
+        own = {id(p): name for name, p in module._parameters.items()}
         piece, stack, names, edges = Piece({node}, {}, []), [node], [], {}
         while stack:
             inner = stack.pop()
@@ -326,11 +327,12 @@ class Walk:
         for inner, count in edges.items():
             if count != self._edges_into[inner]:
                 return None
-        for name in () if call.derivatives is None else call.derivatives.params:
-            parameter = call.module._parameters.get(name)
-            if parameter is not None and parameter.requires_grad and name not in piece.parameters:
-                return None  # the module had another one, or none of this name, when it ran
-        return piece if as_described(call, names) else None
+        if len(piece.parameters) < len(own) and call.derivatives is not None:
+            for name in call.derivatives.params:
+                parameter = module._parameters.get(name)
+                if parameter is not None and parameter.requires_grad and name not in piece.parameters:
+                    return None  # the module had another one, or none of this name, when it ran
+        return piece if as_described(call, module, names) else None
 
     @cached_property
     def batches(self) -> set[int]:
