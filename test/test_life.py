@@ -579,6 +579,30 @@ def test_interrupted_by_a_key(stage: str) -> None:
     assert not recording.open
 
 
+def swapped(old: Module) -> Module:
+    """Another module with the same parameters, to which hooks are handed on as quantization does, without their settings."""
+    new = copy.deepcopy(old)
+    unextend(new)
+    for name, parameter in old._parameters.items():
+        setattr(new, name, parameter)
+    for hook in old._forward_pre_hooks.values():
+        new.register_forward_pre_hook(hook)
+    for hook in old._forward_hooks.values():
+        new.register_forward_hook(hook)
+    return new
+
+
+def test_hooks_handed_on_to_other_modules() -> None:
+    """The graph is followed where they were, and when the model has been extended again, rules are used as before."""
+    problem = extended(lambda: Sequential(Linear(4, 5), Tanh(), Linear(5, 3)))
+    for place, old in enumerate(problem.model):
+        problem.model[place] = swapped(old)
+    problem.model[1] = swapped(extend(Sequential(Tanh())))
+    for _ in range(2):
+        check_step(problem, lambda: Sequential(Linear(4, 5), Sequential(Tanh()), Linear(5, 3)))
+        extend(problem.model)
+
+
 def interrupt(kind: type[BaseException]) -> BaseException:
     """Leave a forward pass in the middle, outside of a context; as long as what is returned lives, so do its frames."""
 

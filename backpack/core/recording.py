@@ -122,15 +122,15 @@ class Recorder:
                 owners.add(parameter, f"{self.path}.{name}" if self.path else name)
         return leaves
 
-    def before(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def before(self, module: Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
         """Begin a call of a module that contains others, or that changes its input in place: read where the input comes from before it does.
 
         Args:
             module: The module.
             args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            kwargs: Its keyword arguments; ``None`` where somebody has handed the hook on to another module, with other settings.
         """
-        if not transformed() and recording.on and torch.is_grad_enabled():
+        if kwargs is not None and not transformed() and recording.on and torch.is_grad_enabled():
             if recording.open:
                 _drop_interrupted()
             ruled = self.know(module) and not intercepted(args)
@@ -140,7 +140,7 @@ class Recorder:
             call.seen = args
             recording.open.append((call, sys._getframe(1)))
 
-    def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         """End a call that has begun; also reached, without an output, where the forward pass raises.
 
         Args:
@@ -160,16 +160,16 @@ class Recorder:
                 call.seen = None
                 self._end(module, call, output)
 
-    def at_once(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    def at_once(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         """Record a call when it is over.
 
         Args:
             module: The module.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            output: What it returned.
+            output: What it returned; ``None``, also, where somebody has handed the hook on to another module, with other settings.
         """
-        if transformed() or not recording.on or (isinstance(output, Tensor) and not output.requires_grad):
+        if output is None or transformed() or not recording.on or (isinstance(output, Tensor) and not output.requires_grad):
             return
         if recording.open and not self.path:  # one with a path is called by others, as a rule
             _drop_interrupted()
