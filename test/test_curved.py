@@ -68,6 +68,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
             "norm": lambda u: u / u.norm(),
             "std": lambda u: (u - u.mean()) / u.std(),
             "softmax": lambda u: u.softmax(0) * u.logsumexp(0),
+            "dot": lambda u: u * torch.dot(u, u.sin()),
+            "mv": lambda u: torch.mv(torch.outer(u, u), u),
             "product": lambda u: torch.outer(u, u).sum(1) * u.sum().exp(),
         }.items()
     },

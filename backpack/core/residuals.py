@@ -49,7 +49,10 @@ def is_solvable(gap: Gap) -> bool:
     if set(gap.states) != {0} or not is_known(node) or has_complex(gap) or not is_plain_attention(node):
         return False
     layouts = _layouts(gap)
-    if product(node) is not None:
+    if (found := product(node)) is not None:
+        of_factors = [layouts[number] for number in (*found.numbers, -1)]
+        if all(layout is not None and layout.of_one for layout in of_factors):
+            return len({max(layout.labels, default=0) for layout in of_factors}) == 1
         return all(layout is None or len(set(map(layout.labels.count, range(layout.samples)))) <= 1 for layout in layouts)
     axes = axes_of(node)
     if not axes or gap.states[0] is SPLIT:
@@ -259,7 +262,7 @@ def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Bo
     shapes = []
     for number in numbers:
         layout, shape = layouts[number], list(gap.nexts[number][2])
-        if layout is not None:
+        if layout is not None and not _whole(layout):
             shape[layout.axis] //= max(layout.samples, 1)
         shapes.append(shape)
     few = int(prod(shapes[1]) < prod(shapes[0]))  # a column for each entry of the smaller factor
@@ -276,7 +279,7 @@ def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Bo
     for number, part in zip(numbers, columns if few == 0 else columns[::-1], strict=True):
         layout = layouts[number]
         born.append(Born(number, part if layout is None else _samples_back(part, layout), layout))
-    return signs, born
+    return signs if layouts[-1] is None else signs.expand(-1, layouts[-1].samples), born
 
 
 def pairs(one: Tensor, other: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
@@ -300,6 +303,10 @@ def _inverse(scale: Tensor) -> Tensor:
     return torch.where(scale > 0, 1 / scale, 0.0)
 
 
+def _whole(layout: Layout) -> bool:
+    return layout.of_one and layout.samples > 0
+
+
 def _samples_first(tensor: Tensor, layout: Layout) -> Tensor:
     """Put the samples in front.
 
@@ -308,8 +315,10 @@ def _samples_first(tensor: Tensor, layout: Layout) -> Tensor:
         layout: Where the samples lie; each has as many rows.
 
     Returns:
-        ``[N, *shape]`` with the rows of one sample on the axis.
+        ``[N, *shape]`` with the rows of one sample on the axis; ``[1, *shape]`` if all belong to the same.
     """
+    if _whole(layout):
+        return tensor.unsqueeze(0)
     order = label_tensor(layout.labels, tensor.device).argsort(stable=True)
     rows = len(order) // max(layout.samples, 1)
     return tensor.index_select(layout.axis, order).unflatten(layout.axis, (layout.samples, rows)).movedim(layout.axis, 0)
@@ -325,6 +334,8 @@ def _samples_back(columns: Tensor, layout: Layout) -> Tensor:
     Returns:
         ``[V, *shape]``.
     """
+    if _whole(layout):
+        return columns.squeeze(1)
     order = label_tensor(layout.labels, columns.device).argsort(stable=True)
     axis = 1 + layout.axis
     return columns.movedim(1, axis).flatten(axis, axis + 1).index_select(axis, order.argsort())
