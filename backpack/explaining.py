@@ -22,7 +22,8 @@ from backpack.core.passing import Pass
 from backpack.core.plan import Plan
 from backpack.core.recording import recorder_of
 from backpack.core.state import recording
-from backpack.core.walk import GENERIC, Unit, Walk
+from backpack.core.units import Unit
+from backpack.core.walk import GENERIC, Walk
 from backpack.explanation import Explanation, Quantity, Row, Verdict
 from backpack.extending import FLAG, extend
 from backpack.extensions.backprop_extension import BackpropExtension

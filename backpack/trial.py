@@ -14,7 +14,8 @@ from backpack.core.calls import RANDOM
 from backpack.core.flow import BatchFirst, Flow
 from backpack.core.plan import Plan
 from backpack.core.starts import Start
-from backpack.core.walk import GENERIC, Need, Unit
+from backpack.core.units import Unit
+from backpack.core.walk import GENERIC, Need
 from backpack.extensions.chains import ChainFlow
 from backpack.extensions.collector import Collector
 from backpack.extensions.curvature import Curvature

@@ -26,7 +26,7 @@ from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, after_sum, split, sum_to
 from backpack.core.slots import Edge
-from backpack.core.walk import Unit
+from backpack.core.units import Unit
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 
 

@@ -15,7 +15,8 @@ from backpack.core.crossings import Gap
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born
 from backpack.core.samples import Arrangement, Layout, add_rows
-from backpack.core.walk import Need, Unit, Walk
+from backpack.core.units import Unit
+from backpack.core.walk import Need, Walk
 
 Columns = dict[Hashable, Tensor]
 """Columns of each source, ``[V, ...]``. Columns of one source add where branches meet; those of different sources stand side by side."""

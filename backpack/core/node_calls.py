@@ -23,7 +23,8 @@ from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.samples import Layout, arrangement, settle
 from backpack.core.slots import Edge
-from backpack.core.walk import Unit, Walk
+from backpack.core.units import Unit
+from backpack.core.walk import Walk
 from backpack.utils.lstm import LSTMSteps, previous
 
 _TRANSPOSES = frozenset({"T", "Transpose", "Permute"})

@@ -19,7 +19,8 @@ from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerN
 from backpack.core.graph import saved, shape_of, tensor_at
 from backpack.core.node_calls import NodeCall, layer, reads
 from backpack.core.samples import Layout
-from backpack.core.walk import Unit, Walk
+from backpack.core.units import Unit
+from backpack.core.walk import Walk
 from backpack.utils.subsampling import subsample
 
 

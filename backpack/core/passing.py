@@ -22,7 +22,7 @@ from backpack.core.plan import Plan
 from backpack.core.slots import Edge
 from backpack.core.starts import LossNode, Start
 from backpack.core.state import recording
-from backpack.core.walk import Unit
+from backpack.core.units import Unit
 
 Place = Callable[[Carry, Columns], None]
 """Puts columns where they are carried from."""

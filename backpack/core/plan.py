@@ -34,7 +34,8 @@ from backpack.core.samples import Layout, arrangement, seen_through_reshape, set
 from backpack.core.slots import Slot
 from backpack.core.starts import refuse_curved
 from backpack.core.tracking import Tracking
-from backpack.core.walk import GENERIC, LEFT_OUT, Need, Unit, Walk
+from backpack.core.units import Unit
+from backpack.core.walk import GENERIC, LEFT_OUT, Need, Walk
 from backpack.utils.errors import BackpackError, merge
 
 

@@ -6,7 +6,6 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
@@ -15,11 +14,10 @@ from backpack.core.batches import batch_of, is_single
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.registry import derivatives_for
-from backpack.core.graph import LEAF, call_node, is_linear, operation, outputs_of, shape_of
+from backpack.core.graph import LEAF, is_linear, operation
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
 from backpack.core.operations import AGAIN, NAMES, as_described
 from backpack.core.owners import owners
-from backpack.core.samples import Arrangement, Layout
 from backpack.core.slots import Edge, Slot
 from backpack.utils.errors import UnsupportedError
 
@@ -50,54 +48,6 @@ class Piece(NamedTuple):
         """Whether every node of the piece leads to a single other one."""
         edges = {edge for _, edge in self.inputs}
         return all(sum(n in self.inside or (n, nr) in edges for n, nr in node.next_functions) == 1 for node in self.inside)
-
-
-class Unit:
-    """A module call whose rule stands for a piece of the graph.
-
-    Attributes:
-        call: The call.
-        nr: Output number of the node at which the gradient of the output arrives.
-        base: Whether that node made the tensor of which the output is a view.
-        parameters: Name to parameter, of the trainable ones that the piece uses.
-        inside: Nodes of the piece.
-        below: Where input 0 comes from, if something there is needed.
-        arrives: Where the samples lie there.
-        arrangement: How the samples of the output are turned to the front, ``None`` if there is nothing to do.
-        layout: To which sample each row on axis 0 belongs then.
-        split: Name to edge, of factors that are no parameters themselves but computed from some.
-        couples: Bit set of the parameters that the module uses and that are used upstream of it, too.
-        rows: Shape in which an affine rule sees its output, set when it is needed.
-    """
-
-    __slots__ = ("arrangement", "arrives", "base", "below", "call", "couples", "inside", "layout", "nr", "parameters", "rows", "split")
-
-    def __init__(self, mark: Mark, inside: set[Node], parameters: dict[str, Parameter]) -> None:
-        self.call, self.nr, self.base = mark.call, mark.nr, mark.base
-        self.inside, self.parameters = inside, parameters
-        self.below: Edge | None = None
-        self.arrives: Layout | None = None
-        self.arrangement: Arrangement | None = None
-        self.layout: Layout | None = None
-        self.split: dict[str, Edge] = {}
-        self.couples = 0
-        self.rows: torch.Size | None = None
-
-    def slope(self, node: Node) -> Tensor:
-        """Return the derivative of an element-wise module, by sending ones through its piece of the graph.
-
-        Args:
-            node: Node of the output.
-
-        Returns:
-            Shape of the input.
-        """
-        edge, slot = (node, self.nr), self.call.outputs[0]
-        columns = torch.ones(1, *shape_of(edge), dtype=slot.dtype, device=slot.device)
-        while edge != self.below:
-            returned = call_node(edge[0], [columns if nr == edge[1] else None for nr in range(outputs_of(edge[0]))])
-            edge, columns = next((n, c) for n, c in zip(edge[0].next_functions, returned, strict=True) if n[0] in self.inside or n == self.below)
-        return columns.reshape(slot.shape)
 
 
 class Walk:

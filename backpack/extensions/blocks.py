@@ -20,7 +20,7 @@ from backpack.core.graph import tensor_at
 from backpack.core.plan import Plan
 from backpack.core.samples import numel
 from backpack.core.slots import Edge
-from backpack.core.walk import Unit
+from backpack.core.units import Unit
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.costs import width

@@ -21,7 +21,8 @@ from backpack.core.node_functions import axes_of, product
 from backpack.core.plan import Plan
 from backpack.core.residuals import columns_of
 from backpack.core.samples import numel
-from backpack.core.walk import Unit, Walk
+from backpack.core.units import Unit
+from backpack.core.walk import Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance

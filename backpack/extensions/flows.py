@@ -21,7 +21,8 @@ from backpack.core.graph import shape_of
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, label_tensor, numel
-from backpack.core.walk import GENERIC, Unit
+from backpack.core.units import Unit
+from backpack.core.walk import GENERIC
 from backpack.extensions.loss_scale import scaled
 from backpack.utils.errors import UnsupportedError
 

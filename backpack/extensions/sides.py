@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.plan import Plan
-from backpack.core.walk import Unit
+from backpack.core.units import Unit
 
 
 class Sides(NamedTuple):

@@ -20,7 +20,8 @@ from backpack.core.graph import PRODUCTS, is_linear, operation, shape_of
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born, is_solvable, pairs, residual
 from backpack.core.samples import Layout, add_rows, numel
-from backpack.core.walk import Need, Unit, Walk
+from backpack.core.units import Unit
+from backpack.core.walk import Need, Walk
 from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, separate_rows
 from backpack.extensions.loss_scale import position_weights
 from backpack.utils.columns import unit_columns

@@ -17,7 +17,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Use
 from backpack.core.graph import LEAF
 from backpack.core.plan import Plan
-from backpack.core.walk import Unit
+from backpack.core.units import Unit
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.sides import rows_of
 
