@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from backpack.core.calls import ModuleCall
-from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.samples import Layout, along, label_tensor
 from backpack.core.slots import Slot
 
@@ -66,7 +65,7 @@ def lacks_batch(call: ModuleCall) -> bool:
     least = _least_axes(type(module))
     if least:
         return len(given.shape) < least
-    rule = derivatives_for(module)
+    rule = call.found.rule
     if rule is None or rule.is_loss:
         return False
     more = rule.feature_axes(call) - 1 if rule.any_batch_axis else 0

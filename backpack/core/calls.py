@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
-from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.derivatives.registry import find
 from backpack.core.options import Options
 from backpack.core.slots import Slot, same_data, version_of
 from backpack.core.state import recording
@@ -74,6 +74,7 @@ class ModuleCall:
     ``output`` from this execution. An input or output that the rule does not need is not kept: only its shape and dtype can be read then.
 
     Attributes:
+        found: What is known of the module's class.
         derivatives: The rule of the module's class, or ``None``.
         order: Position among all calls, in the order of the forward passes.
         root: Whether no other extended module was running.
@@ -113,7 +114,8 @@ class ModuleCall:
             args: Its arguments, in the order of the signature.
             ruled: Whether the rule of its class may hold.
         """
-        rule = derivatives_for(module) if ruled else None
+        self.found = find(module)
+        rule = self.found.rule if ruled else None
         self.derivatives: BaseDerivatives | None = rule
         self.recorder = recorder
         self.order = next(_ORDER)

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import Module
 
 from backpack.core.calls import RANDOM, ModuleCall
-from backpack.core.derivatives.registry import described_by
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
@@ -142,18 +141,17 @@ def _matches(pattern: str, names: str) -> bool:
     return re.fullmatch(pattern, names) is not None
 
 
-def as_described(call: ModuleCall, module: Module, names: list[str]) -> bool:
+def as_described(call: ModuleCall, names: list[str]) -> bool:
     """Say whether a piece of the graph can be what the rule of a call describes.
 
     Args:
         call: The call.
-        module: Its module.
         names: The operations of the piece, the last one first.
 
     Returns:
         Whether it can; also where the class is none of this table, as it belongs to the user.
     """
-    pattern = _TABLE.get(described_by(module))
+    pattern = _TABLE.get(call.found.base)
     if pattern is None:
         return True
     return _matches(pattern if isinstance(pattern, str) else pattern(call), " ".join(names))

@@ -91,6 +91,8 @@ class Tracking:
             UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
         """
         call, known = mark.call, self.states.get(node, {}).get(mark.nr)
+        if known is not None and not call.root:  # only a model has a say then
+            return
         start = start_at_output(self.walk, mark, known is not None)
         if call.root:
             self._guessed.discard(node)  # its rows are the samples, however many it was given

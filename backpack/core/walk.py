@@ -13,7 +13,6 @@ from torch.nn import Parameter
 from backpack.core.batches import batch_of, is_single
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
-from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import LEAF, is_linear, operation
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
 from backpack.core.operations import AGAIN, NAMES, as_described
@@ -282,7 +281,7 @@ class Walk:
                 parameter = module._parameters.get(name)
                 if parameter is not None and parameter.requires_grad and name not in piece.parameters:
                     return None  # the module had another one, or none of this name, when it ran
-        return piece if as_described(call, module, names) else None
+        return piece if as_described(call, names) else None
 
     @cached_property
     def batches(self) -> set[int]:
@@ -319,7 +318,7 @@ class Walk:
         if call is None or call.module._modules:
             return node.name()
         module = call.module
-        if derivatives_for(module) is None:
+        if call.found.rule is None:
             why = "which has no rule"
         elif call.derivatives is None:
             why = f"whose rule does not hold here, in {'training' if call.training else 'evaluation'} mode"

@@ -15,8 +15,14 @@ from backpack.utils.errors import ArgumentTypeError
 Rule = TypeVar("Rule", bound=type[BaseDerivatives])
 
 
-class _Found(NamedTuple):
-    """What was found for a class of modules, as long as its ``forward`` is the same: a rule, and the class that it was registered for."""
+class Found(NamedTuple):
+    """What was found for a class of modules, as long as its ``forward`` is the same.
+
+    Attributes:
+        forward: That method.
+        rule: The rule, or ``None``.
+        base: The class whose ``forward`` this is, and that the rule was registered for; ``None`` if the rule asks the module's own ``forward``.
+    """
 
     forward: Callable
     rule: BaseDerivatives | None
@@ -24,7 +30,7 @@ class _Found(NamedTuple):
 
 
 _RULES: dict[type[Module], tuple[BaseDerivatives, dict[str, Any]]] = {}
-_FOUND: dict[tuple[type[Module], bool], _Found] = {}
+_FOUND: dict[tuple[type[Module], bool], Found] = {}
 _NOT_COMPUTING = frozenset(
     """reset_parameters reset_running_stats from_pretrained convert_sync_batchnorm _check_input_dim _check_non_zero_input_channels
     _fill_padding_idx_with_zero""".split()
@@ -86,19 +92,7 @@ def derivatives_for(module: Module | type[Module]) -> BaseDerivatives | None:
     Returns:
         The rule, or ``None`` if there is none.
     """
-    return _find(module).rule
-
-
-def described_by(module: Module) -> type[Module] | None:
-    """Return the class whose ``forward`` a module runs, and whose rule it has.
-
-    Args:
-        module: A module.
-
-    Returns:
-        The class; ``None`` if there is no rule, or it asks the module's own ``forward``.
-    """
-    return _find(module).base
+    return find(module).rule
 
 
 def registered() -> dict[type[Module], BaseDerivatives]:
@@ -110,7 +104,15 @@ def registered() -> dict[type[Module], BaseDerivatives]:
     return {module_class: rule for module_class, (rule, _) in _RULES.items()}
 
 
-def _find(module: Module | type[Module]) -> _Found:
+def find(module: Module | type[Module]) -> Found:
+    """Look a rule up, with what it describes.
+
+    Args:
+        module: A module or a class of modules.
+
+    Returns:
+        What was found.
+    """
     if isinstance(module, type):
         module_class, replaced = module, False
     else:
@@ -122,14 +124,14 @@ def _find(module: Module | type[Module]) -> _Found:
     return found
 
 
-def _search(module_class: type[Module], replaced: bool) -> _Found:
+def _search(module_class: type[Module], replaced: bool) -> Found:
     for base in module_class.__mro__:
         rule, methods = _RULES.get(base, (None, {}))
         if rule is not None and not replaced and all(getattr_static(module_class, name) is method for name, method in methods.items()):
-            return _Found(module_class.forward, rule, base)
+            return Found(module_class.forward, rule, base)
         if rule is not None and rule.any_forward:
-            return _Found(module_class.forward, rule, None)
-    return _Found(module_class.forward, None, None)
+            return Found(module_class.forward, rule, None)
+    return Found(module_class.forward, None, None)
 
 
 @cache
