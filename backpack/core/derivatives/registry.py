@@ -16,12 +16,9 @@ Rule = TypeVar("Rule", bound=type[BaseDerivatives])
 
 
 class Found(NamedTuple):
-    """What was found for a class of modules, as long as its ``forward`` is the same.
+    """What was found for a class of modules, as long as its ``forward`` is the same: the rule, and the class that it was registered for.
 
-    Attributes:
-        forward: That method.
-        rule: The rule, or ``None``.
-        base: The class whose ``forward`` this is, and that the rule was registered for; ``None`` if the rule asks the module's own ``forward``.
+    There is no such class where the rule asks the module's own ``forward``.
     """
 
     forward: Callable
