@@ -6,20 +6,22 @@ The truth is plain autograd: sample ``n`` is row ``n`` of what the model returns
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
 from test_extensions import close
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import GRU, Linear, Module, Parameter
+from torch.nn import GRU, Linear, Module, Parameter, ReLU, Sequential
 from torch.nn import functional as F
 
 from backpack import backpack, clear, explain, extend, results
 from backpack.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, SumGradSquared, Variance
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.utils.errors import LossNotExtendedError, UnattributedError, UnsupportedError
+from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -457,3 +459,20 @@ def test_hidden_parameters_are_refused(extension: type[BackpropExtension], behin
             F.cross_entropy(model(x), y).backward()
         close(model.block.weight.grad, expected)
         assert results(model).keys() == {"last.weight", "last.bias"}
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_models_that_are_given_nested_tensors(layout: torch.layout) -> None:
+    """They run as before they were extended; quantities are refused."""
+    torch.manual_seed(0)
+    plain = Sequential(Linear(3, 4), ReLU())
+    with catch_warnings():
+        simplefilter("ignore")  # torch calls them a prototype
+        x = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(5, 3)], layout=layout)
+    model = extend(deepcopy(plain))
+    for net in (plain, model):
+        net(x).to_padded_tensor(0.0).sum().backward()
+    close(model[0].weight.grad, plain[0].weight.grad)
+    with backpack(BatchGrad()), pytest.raises(BackpackError):
+        model(x).to_padded_tensor(0.0).sum().backward()
+    assert results(model) == {}

@@ -209,15 +209,17 @@ def intercepted(values: Sequence[Any]) -> bool:
         values: Arguments of a function.
 
     Returns:
-        Whether there is such a mode, or one of the values is of such a class; those of torch itself change no values.
+        Whether there is such a mode, or one of the values is of such a class; of those of torch itself, only nested tensors change anything.
     """
     if not has_torch_function(values or (None,)):
         return False
     modes = [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
     if not all(type(mode).__module__.startswith("torch.") for mode in modes):
         return True
-    classes = {type(value) for value in values if isinstance(value, Tensor)} - {Tensor, Parameter}
-    return any(getattr(cls.__torch_function__, "__func__", None) is not _USUAL and not cls.__module__.startswith("torch.") for cls in classes)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    classes = {type(tensor) for tensor in tensors} - {Tensor, Parameter}
+    foreign = [cls for cls in classes if not cls.__module__.startswith("torch.")]
+    return any(tensor.is_nested for tensor in tensors) or any(getattr(cls.__torch_function__, "__func__", None) is not _USUAL for cls in foreign)
 
 
 _USUAL = Tensor.__torch_function__.__func__

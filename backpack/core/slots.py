@@ -31,7 +31,11 @@ class Slot:
             given: Whether it was given to a module: note where it comes from; for a view, also where its base does, to which an operation in
                 place would lead.
         """
-        self.shape, self.dtype, self.device, self.origin, self.kept = tensor.shape, tensor.dtype, tensor.device, ref(tensor), keep
+        try:
+            self.shape = tensor.shape
+        except RuntimeError:  # a nested tensor has none
+            self.shape = torch.Size()
+        self.dtype, self.device, self.origin, self.kept = tensor.dtype, tensor.device, ref(tensor), keep
         self.edge: Edge | None = None
         self.base_edge: Edge | None = None
         self.value: Tensor | None = None
