@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from warnings import catch_warnings
+from warnings import catch_warnings, simplefilter
 
 import transformers
 from models import language, model
@@ -155,7 +155,8 @@ def heard(name: str, *tags: str) -> None:
 def checkpointed() -> Module:
     """GPT-2 that runs its layers again in the backward pass, which it does in training mode."""
     net = gpt2(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="eager")
-    with catch_warnings(action="ignore"):  # another name from version 6 on
+    with catch_warnings():
+        simplefilter("ignore")  # another name from version 6 on
         net.gradient_checkpointing_enable({"use_reentrant": False})
     net.eval = net.train
     return net
