@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+from collections.abc import Mapping
+
 import pytest
 import torch
 from test_extensions import close
@@ -51,6 +54,25 @@ class Functional(Model):
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(F.linear(self.body(x).tanh(), self.head.weight, self.head.bias), y)
+
+
+class Weighted(Model):
+    """``[N, T, 4]``, mixed by weights of positions, which come first among the arguments."""
+
+    def forward(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy((weights @ self.scores(x)).mean(1), y[:, 0])
+
+
+class Nested(Model):
+    """``[N, 4]`` in a mapping, the loss over parts of the mini-batch."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts = parts
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        parts = zip(self.body(batch["x"]).tanh().chunk(self.parts), batch["y"].chunk(self.parts), strict=True)
+        return sum(F.cross_entropy(self.head(h), part, reduction="sum") for h, part in parts) / len(batch["y"])
 
 
 class TimeFirst(Model):
@@ -113,7 +135,7 @@ def given(cls: type[Model], samples: int, length: int) -> tuple[Model, Tensor, T
 def check(cls: type[Model], samples: int, length: int, extensions: tuple) -> None:
     model, x, y = given(cls, samples, length)
     alone = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]) / samples, tuple(model.parameters())) for n in range(samples)]
-    curvatures = [ggn_diagonal(model, x[n : n + 1], y[n : n + 1], samples) for n in range(samples)]
+    curvatures = [ggn_diagonal(model, samples, x[n : n + 1], y[n : n + 1]) for n in range(samples)]
     extend(model)
     with backpack(*extensions):
         model(x, y).backward()
@@ -129,7 +151,7 @@ def check(cls: type[Model], samples: int, length: int, extensions: tuple) -> Non
                 close(found, torch.stack([diagonals[i] for diagonals in curvatures]))
 
 
-def ggn_diagonal(model: Model, x: Tensor, y: Tensor, samples: int) -> list[Tensor]:
+def ggn_diagonal(model: Model, samples: int, *given: Tensor) -> list[Tensor]:
     """The generalized Gauss-Newton of the cross-entropies of one sample, from Jacobians of its scores."""
     taken: list[Tensor] = []
     original = F.cross_entropy
@@ -140,7 +162,7 @@ def ggn_diagonal(model: Model, x: Tensor, y: Tensor, samples: int) -> list[Tenso
 
     F.cross_entropy = take
     try:
-        model(x, y)
+        model(*given)
     finally:
         F.cross_entropy = original
     rows = torch.cat(taken)
@@ -153,6 +175,44 @@ def ggn_diagonal(model: Model, x: Tensor, y: Tensor, samples: int) -> list[Tenso
             jacobian = torch.stack([columns[i] for columns in jacobians])
             diagonal.add_(torch.einsum("c...,cd,d...->...", jacobian, hessian, jacobian))
     return diagonals
+
+
+def sample_gradients(model: Model, losses: list[Tensor]) -> list[Tensor]:
+    gradients = [torch.autograd.grad(loss / len(losses), tuple(model.parameters())) for loss in losses]
+    return [torch.stack(of_parameter) for of_parameter in zip(*gradients, strict=True)]
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_samples_of_another_argument(length: int) -> None:
+    """The first argument need not be that with the samples: which one the first layer is given tells."""
+    torch.manual_seed(0)
+    model, weights, x = Weighted().double(), torch.randn(length, length, dtype=torch.float64), torch.randn(3, length, 4, dtype=torch.float64)
+    y = torch.randint(4, (3, length))
+    expected = sample_gradients(model, [model(weights, x[n : n + 1], y[n : n + 1]) for n in range(3)])
+    curvatures = [ggn_diagonal(model, 3, weights, x[n : n + 1], y[n : n + 1]) for n in range(3)]
+    extend(model)
+    with backpack(BatchGrad(), BatchDiagGGNExact()):
+        model(weights, x, y).backward()
+    for i, (parameter, gradients) in enumerate(zip(model.parameters(), expected, strict=True)):
+        close(parameter.grad_batch, gradients)
+        close(parameter.diag_ggn_exact_batch, torch.stack([diagonals[i] for diagonals in curvatures]))
+
+
+@pytest.mark.parametrize("mapping", [dict, UserDict])
+def test_samples_in_a_mapping(mapping: type) -> None:
+    """Tensors in it are counted, and compared, like arguments."""
+    torch.manual_seed(0)
+    model, batch = Nested(1).double(), mapping(x=torch.randn(4, 4, dtype=torch.float64), y=torch.randint(4, (4,)))
+    expected = sample_gradients(model, [model({"x": batch["x"][n : n + 1], "y": batch["y"][n : n + 1]}) for n in range(4)])
+    extend(model)
+    with backpack(BatchGrad()):
+        model(batch).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)
+    model = extend(Nested(2).double())
+    with pytest.raises(BackpackError), backpack(BatchGrad()):
+        model(batch).backward()
+    assert results(model) == {}
 
 
 FIRST = (BatchGrad(), Variance())

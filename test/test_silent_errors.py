@@ -44,6 +44,19 @@ def build(make: Callable[[], Module], shape: tuple[int, ...], loss: Callable[[],
     return problem
 
 
+def expected_by(oracle: Oracle) -> dict[str, dict[str, Tensor]]:
+    """What first-order quantities and diagonals of the generalized Gauss-Newton are, by field and parameter."""
+    diagonals = oracle.diag_ggn_batch(oracle.hessian_exact)
+    return {
+        "grad_batch": oracle.grad_batch,
+        "batch_l2": oracle.batch_l2,
+        "sum_grad_squared": oracle.sum_grad_squared,
+        "variance": oracle.variance,
+        "diag_ggn_exact_batch": diagonals,
+        "diag_ggn_exact": sum_batch(diagonals),
+    }
+
+
 def check(make: Callable[[], Problem], meanwhile: Callable[[Problem], object] = lambda problem: None, hessian: bool = True) -> None:
     """Everything that has been wrong elsewhere equals the oracle, for every parameter; what happens after the forward pass changes nothing."""
     problem, oracle = make(), Oracle(make())
@@ -54,16 +67,7 @@ def check(make: Callable[[], Problem], meanwhile: Callable[[Problem], object] = 
         loss = problem.loss(problem.outputs())
         meanwhile(problem)
         loss.backward()
-    diagonals = oracle.diag_ggn_batch(oracle.hessian_exact)
-    expected = {
-        "grad_batch": oracle.grad_batch,
-        "batch_l2": oracle.batch_l2,
-        "sum_grad_squared": oracle.sum_grad_squared,
-        "variance": oracle.variance,
-        "diag_ggn_exact_batch": diagonals,
-        "diag_ggn_exact": sum_batch(diagonals),
-        **({"diag_h_batch": oracle.diag_h_batch} if hessian else {}),
-    }
+    expected = expected_by(oracle) | ({"diag_h_batch": oracle.diag_h_batch} if hessian else {})
     names = [name for name, _ in problem.model.named_parameters()]
     assert list(results(problem.model)) == names
     for field, values in expected.items():

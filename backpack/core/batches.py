@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from functools import cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from backpack.core.calls import ModuleCall
 from backpack.core.samples import Layout, along, label_tensor
 from backpack.core.slots import Slot
+from backpack.utils.nested import tensors_in
 
 _ATTENTION = (
     nn.MultiheadAttention,
@@ -94,16 +95,14 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
         layout: Where the samples should lie.
 
     Returns:
-        Whether they do; ``None`` where the tensor is no view of such a tensor, or nobody holds it any more.
+        Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
     """
     tensor = given.value if given.kept else given.origin()
-    for call in calls:
-        source = next((slot.origin() for slot in call.tensor_inputs if slot.shape), None)
-        if tensor is None or source is None or {tensor.layout, source.layout} != {torch.strided} or not tensor.numel():
+    for source, axis in ((source, 0 if _batch_first(call) else 1) for call in calls for source in _given_to(call)):
+        if tensor is None or {tensor.layout, source.layout} != {torch.strided} or not tensor.numel():
             continue
-        if tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+        if source.shape[axis : axis + 1] != (layout.samples,) or tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
             continue
-        axis = 0 if _batch_first(call) else 1
         start = min(source.storage_offset(), tensor.storage_offset())
         ends = (t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in (source, tensor))
         owners = torch.full((max(ends) - start + 1,), -1, dtype=torch.int32)  # of each place in memory
@@ -114,6 +113,27 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
         labels = along(label_tensor(layout.labels, owners.device), layout.axis, tensor.dim())
         return bool(((mine == labels) | (labels < 0)).all())
     return None
+
+
+def _given_to(call: ModuleCall) -> list[Tensor]:
+    # also in mappings and lists, as far as somebody holds them
+    found = [[value.origin()] if isinstance(value, Slot) else tensors_in(value) for value in call.inputs]
+    return [tensor for tensors in found for tensor in tensors if tensor is not None]
+
+
+def lengths_of(call: ModuleCall) -> set[int]:
+    """List how many samples a module may have been called with.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        The length of the axis of samples of each tensor.
+    """
+    first = batch_of(call)
+    nested = [tensor.shape for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(value)]
+    shapes = [slot.shape for slot in call.tensor_inputs[1:]] + nested if _batch_first(call) else []
+    return {shape[0] for shape in shapes if shape} | ({first} - {None})
 
 
 def _batch_first(call: ModuleCall) -> bool:

@@ -31,7 +31,8 @@ class _Names(dict):
     """Name of the type of a node to that of its operation; empty for those that may stand anywhere."""
 
     def __missing__(self, name: str) -> str:
-        short = name.rpartition("Backward")[0] or name
+        short, _, number = name.rpartition("Backward")
+        short = short if short and number else name  # a custom function may be called like an operation of torch
         self[name] = short = "" if short in _NEUTRAL else short
         return short
 

@@ -123,7 +123,7 @@ class Tracking:
         self._told = self._told or agrees is True
         if agrees is False:
             self._note(other_rows(self.walk, node, call, layout))
-        elif agrees is None and layout.samples > 1 and call.outputs[0].shape[:axes].count(layout.samples) > 1:
+        elif agrees is None and layout.samples > 1 and (len(self.walk.batches) > 1 or call.outputs[0].shape[:axes].count(layout.samples) > 1):
             self._doubts.append(other_rows(self.walk, node, call, layout, False))
 
     def _curved_at(self, node: Node) -> Node | None:

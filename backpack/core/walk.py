@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, is_single
+from backpack.core.batches import batch_of, is_single, lengths_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, is_linear, operation
@@ -186,7 +186,7 @@ class Walk:
         for known in (self.has_data, self.to_loss, self.to_function):
             if not known.isdisjoint(nexts):
                 known.add(node)
-        if self.second_order and reach and name.rpartition("Backward")[0] in FUNCTIONS:
+        if self.second_order and reach and NAMES[name] in FUNCTIONS:
             self.to_function.add(node)
         for mark in self.marks.get(node, ()):
             self.calls[mark.call] = None
@@ -285,8 +285,8 @@ class Walk:
 
     @cached_property
     def batches(self) -> set[int]:
-        """Numbers of samples with which outermost modules were called."""
-        return {batch for call in self.calls if call.root and not call.is_loss and (batch := batch_of(call)) is not None}
+        """Numbers of samples with which outermost modules may have been called."""
+        return set().union(*(lengths_of(call) for call in self.calls if call.root and not call.is_loss))
 
     @cached_property
     def single(self) -> bool:

@@ -1,7 +1,8 @@
-"""Tensors in what a module returns."""
+"""Tensors in what a module is given, or returns."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +19,7 @@ def tensors_in(output: Any) -> list[Tensor]:
     """
     if isinstance(output, Tensor):
         return [output]
-    if isinstance(output, dict):
+    if isinstance(output, Mapping):
         output = list(output.values())
     elif hasattr(output, "__dataclass_fields__"):
         output = [getattr(output, name) for name in output.__dataclass_fields__]
