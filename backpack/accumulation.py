@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import count
 from typing import Any
 
 from torch.nn import Module, Parameter
@@ -11,7 +12,8 @@ from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Combination, MicroBatches, Note, Part
-from backpack.utils.errors import ArgumentError, UnsupportedError, exclusion
+from backpack.extensions.short_names import callable_if_named
+from backpack.utils.errors import ArgumentError, UnsupportedError, require_module
 
 _UNSCALED = "unscaled"
 
@@ -107,7 +109,8 @@ def unscale(model: Module, scale: float) -> None:
 
     For passes over a multiplied loss, as with ``torch.amp.GradScaler``: after ``scaler.unscale_(optimizer)``, which divides ``.grad``, call
     ``backpack.unscale(model, scaler.get_scale())``. Where the gradients have overflown, and the scaler skips the step, the quantities are not finite.
-    What was unscaled after an earlier pass, and not written since, stays as it is.
+    What was unscaled after an earlier pass, and not written since, stays as it is. Call it after each context in which results are written:
+    with 1.0 where the loss was not multiplied.
 
     Args:
         model: A module.
@@ -115,11 +118,19 @@ def unscale(model: Module, scale: float) -> None:
 
     Raises:
         ArgumentError: If the scale is no positive finite number, or all quantities were unscaled before.
-        UnsupportedError: If it is not known how a quantity depends on the scale.
+        UnsupportedError: If it is not known how a quantity depends on the scale, or results of several contexts are there that were not unscaled.
     """
+    require_module(model, "unscale")
     if not isinstance(scale, int | float) or not 0 < scale < float("inf"):
         raise ArgumentError(f"unscale() needs the positive number by which the loss was multiplied, got scale={scale!r}.")
-    for what, parameter, field, note, part in carried(model, union=False, doing=_UNSCALED):
+    found = carried(model, union=False, doing=_UNSCALED)
+    (newest, what), (oldest, other) = (choose((note.context, what) for what, _, _, note, _ in found) if found else (0, "") for choose in (max, min))
+    if newest > oldest:
+        raise UnsupportedError(
+            f"{other} was written in an earlier context than {what}, and not unscaled: that its loss was multiplied by the same number is not known. "
+            "Call unscale(model, scale) after each context, with 1.0 where the loss was not multiplied; or clear(model) before the next one."
+        )
+    for what, parameter, field, note, part in found:
         store(parameter, field, combination_of(note.extension, what, union=False).scaled(part, 1 / scale), note, _UNSCALED)
 
 
@@ -133,7 +144,7 @@ def store(parameter: Parameter, field: str, part: Part, note: Note, *done: str) 
         note: What was known about the one that it replaces.
         *done: What was done to it.
     """
-    setattr(parameter, field, part.value)
+    setattr(parameter, field, callable_if_named(parameter, field, part.value))
     owners.carry(parameter, field, note._replace(samples=part.samples, extra=part.extra, done=note.done.union(done)))
 
 
@@ -177,20 +188,86 @@ def refuse_overwriting(plan: Plan, extensions: Iterable[BackpropExtension], cont
 
 
 class Earlier:
-    """Results of earlier passes under a context."""
+    """Results of earlier passes under a context, to be united with those of one more."""
 
-    def __init__(self, extensions: Iterable[BackpropExtension], context: int) -> None:
+    _turns = count(1)
+
+    def __init__(self, plan: Plan, extensions: Iterable[BackpropExtension], context: int) -> None:
         """Take note of them.
 
         Args:
+            plan: The plan of the pass.
             extensions: Those that accumulate.
             context: Number of the context.
         """
+        self._extensions, self._plan, self._turn = list(extensions), plan, next(Earlier._turns)
         self._found: dict[tuple[int, str], tuple[Parameter, Any, Note]] = {}
-        fields = [extension.savefield for extension in extensions]
-        for parameter in owners.carriers() if fields else ():
+        self._parameters: dict[int, Parameter] = {}
+        if not self._extensions:
+            return
+        fields = [extension.savefield for extension in self._extensions]
+        for parameter in owners.carriers():
             for field, note in _written(parameter, fields, context):
                 self._found[id(parameter), field] = parameter, vars(parameter)[field], note
+        self._parameters = {id(p): p for call in plan.walk.calls if call.root for p in call.module.parameters()} | {id(p): p for p in plan.uses}
+        turns = {note.turn for (key, _), (_, _, note) in self._found.items() if key in self._parameters}
+        self._parameters |= {key: parameter for (key, _), (parameter, _, note) in self._found.items() if note.turn in turns}
+
+    def check(self, hooked: bool) -> None:
+        """Refuse a pass, before it runs, whose results could not be united with them.
+
+        Args:
+            hooked: Whether an extension hook may delete results of the pass.
+        """
+        if not self._found:
+            return
+        coming = set()
+        for extension in self._extensions:
+            field, excluded = extension.savefield, extension.excluded()
+            certain = not hooked and extension.flow is not None
+            coming |= {(id(p), field) for p in self._plan.uses if id(p) not in excluded and (certain or (id(p), field) in self._found)}
+        self._pairs(coming)
+
+    def _pairs(self, coming: set[tuple[int, str]]) -> list[tuple[tuple[int, str], Combination, Part]]:
+        """Find what belongs together.
+
+        Args:
+            coming: (id of parameter, field) of the results of the pass.
+
+        Returns:
+            For each result that is to be united with another: its key, its combination, and what there was before.
+
+        Raises:
+            UnsupportedError: If a parameter has not been reached by all passes, where that matters; or something was done to a result since.
+        """
+        keys = [key for key in dict.fromkeys((*self._found, *coming)) if key[0] in self._parameters]
+        latest: dict[str, int] = {}
+        for key in keys:
+            latest[key[1]] = max(latest.get(key[1], 0), self._turn_of(key))
+        pairs, behind = [], set()
+        by_field = {extension.savefield: extension for extension in self._extensions}
+        for key in keys:
+            parameter, field = self._parameters[key[0]], key[1]
+            what = f"{owners[parameter]}.{field}"
+            combination = combination_of(by_field[field], what)
+            if not combination.additive and (key not in coming or self._turn_of(key) < latest[field]):
+                behind.add((parameter, field))
+            elif key in self._found and key in coming:
+                _, value, note = self._found[key]
+                if note.done:
+                    raise UnsupportedError(f"{what} was {', '.join(note.done)} between passes that accumulate. Do so after the last one.")
+                pairs.append((key, combination, part_of(value, note, what)))
+        if behind:
+            fields = ", ".join(sorted({field for _, field in behind}))
+            raise UnsupportedError(
+                f"{{names}}: of the passes that accumulate {fields}, one has not reached these parameters, so that for its samples nothing is known. "
+                "Leave them out: {exclude}.",
+                {parameter: owners[parameter] for parameter in owners.in_order({parameter for parameter, _ in behind})},
+            )
+        return pairs
+
+    def _turn_of(self, key: tuple[int, str]) -> int:
+        return self._found[key][2].turn if key in self._found else 0
 
     def restore(self) -> None:
         """Undo what a pass that failed has done to them."""
@@ -198,40 +275,29 @@ class Earlier:
             setattr(parameter, field, value)
             owners.carry(parameter, field, note)
 
-    def unite(self, plan: Plan, written: set[tuple[int, str]]) -> None:
-        """Unite them with the results of a pass.
+    def unite(self, written: set[tuple[int, str]]) -> None:
+        """Unite them with the results of the pass.
 
         Args:
-            plan: The plan of the pass.
             written: (id of parameter, field) of what the pass has written.
 
         Raises:
-            UnsupportedError: If a parameter has a result in one of them only, where that matters; or if results do not fit together.
+            UnsupportedError: If results do not fit together.
         """
-        found = self._found
-        if not found:
+        if not self._extensions:
             return
-        parameters = {id(p): p for call in plan.walk.calls if call.root for p in call.module.parameters()} | {id(p): p for p in plan.uses}
-        fields = {field for key, field in found if key in parameters}
-        written = {(key, field) for key, field in written if key in parameters and field in vars(parameters[key])}  # hooks may delete results
+        written = {key for key in written if key[0] in self._parameters and key[1] in vars(self._parameters[key[0]])}  # hooks may delete results
+        for key, field in written:
+            parameter = self._parameters[key]
+            owners.carry(parameter, field, owners.notes(parameter)[field]._replace(turn=self._turn))
         united = []
-        for key, field in {(key, field) for key, field in (*found, *written) if key in parameters and field in fields}:
-            parameter = parameters[key]
+        for (key, field), combination, before in self._pairs(written):
+            parameter = self._parameters[key]
             what, note = f"{owners[parameter]}.{field}", owners.notes(parameter)[field]
-            combination = combination_of(note.extension, what)
-            if (key, field) in found and (key, field) in written:
-                _, value, before = found[key, field]
-                if before.done:
-                    raise UnsupportedError(f"{what} was {', '.join(before.done)} between passes that accumulate. Do so after the last one.")
-                parts = MicroBatches(part_of(value, before, what), part_of(vars(parameter)[field], note, what))
-                if not combination.fits(*parts):
-                    raise UnsupportedError(f"{what}: passes that accumulate have results of shapes {' and '.join(str(_shape(p)) for p in parts)}.")
-                united.append((parameter, field, combination.united(parts), note))
-            elif not combination.additive:
-                raise UnsupportedError(
-                    f"{what}: of the passes that accumulate, one has not reached the parameter, so that for its samples nothing is known. "
-                    f"Leave it out: {exclusion(owners[parameter])}."
-                )
+            parts = MicroBatches(before, part_of(vars(parameter)[field], note, what))
+            if not combination.fits(*parts):
+                raise UnsupportedError(f"{what}: passes that accumulate have results of shapes {' and '.join(str(_shape(p)) for p in parts)}.")
+            united.append((parameter, field, combination.united(parts), note))
         for entry in united:
             store(*entry)
 

@@ -27,13 +27,14 @@ from backpack.core.walk import Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.blocks import blocks_for
 from backpack.extensions.collector import Collector
+from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.mapped import mapped
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.planning import excluded_by, is_distributed, leaf_of, make_plan, nodes_of, walk_from
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from backpack.planning import all_refused, excluded_by, is_distributed, leaf_of, make_plan, nodes_of, walk_from
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError, UnsupportedError
 from backpack.utils.hooks import no_op
 from backpack.utils.memory import bytes_of
-from backpack.utils.precision import without_autocast
+from backpack.utils.precision import require_type, without_autocast
 
 
 class backpack:  # noqa: N801
@@ -64,20 +65,23 @@ class backpack:  # noqa: N801
         Args:
             *exts: Instances of extensions; none is allowed.
             extension_hook: Called with every extended module of a backward pass, once, when all quantities of its parameters (and of the modules
-                inside it) are there. It may read, replace and delete them.
+                inside it) are there. It may read, replace and delete them. Without extensions, it is called when the pass is over.
             debug: Print what happens.
-            retain_graph: Keep ``module.input0``, ... readable after the backward pass; ``backward(retain_graph=True)`` implies it.
+            retain_graph: Keep ``module.input0``, ... and ``module.output`` readable after the backward pass, as long as the graph lives, as
+                ``backward(retain_graph=True)`` does. In forward passes under this context, all of them are kept, and not only what rules need.
             accumulate: Unite the results of all backward passes under this context, as ``.grad`` does: parameters carry, after each pass, the
                 quantities of the sum of the losses so far on all their samples. ``clear(model)`` lets it begin anew.
             dtype: Type in which results are kept; ``None`` for that of the parameter, and at least ``float32`` for what is squared.
             memory: What the columns that are carried beside the gradient may take at once: bytes, or a text such as ``"2GiB"`` or ``"500MB"``. Where
                 all of them would take more, as far as shapes tell, they are carried in blocks, of one column at least; the results are the same, and
                 not counted. ``None`` stands for 128 MiB. All at once are columns in a pass with ``create_graph=True``, in a model with checkpointed
-                parts, of an extension with module extensions, and Monte-Carlo estimates for samples that are chosen repeatedly.
+                parts, of an extension with module extensions, and Monte-Carlo estimates for samples that are chosen repeatedly or
+                by negative indices.
 
         Raises:
             UnsupportedError: If an extension is to accumulate whose results for parts of a mini-batch do not make up that of the whole.
-            ArgumentError: If something is not an instance of an extension, two of them save to the same field, or the memory is not positive.
+            ArgumentError: If something is not an instance of an extension, two of them save to the same field, or one to a
+                field of the parameters' own, or the memory is not positive.
             ArgumentTypeError: If the extension hook is not callable, the type is none of floating-point numbers, or the memory is no amount.
         """
         for ext in exts:
@@ -90,12 +94,15 @@ class backpack:  # noqa: N801
                 )
         fields = [ext.savefield for ext in exts]
         for ext in exts:
+            if not isinstance(ext.savefield, str) or not ext.savefield or hasattr(type(getattr(Parameter, ext.savefield, None)), "__set__"):
+                raise ArgumentError(
+                    f"{type(ext).__name__} must save to a name that parameters have no use for themselves, got savefield={ext.savefield!r}."
+                )
             if fields.count(ext.savefield) > 1:
                 raise ArgumentError(f"Two active extensions save to {ext.savefield!r}, so that one would overwrite the other. Use two contexts.")
         if extension_hook is not None and not callable(extension_hook):
             raise ArgumentTypeError(f"extension_hook must be a function of a module, got {extension_hook!r}.")
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ArgumentTypeError(f"dtype must be a type of floating-point numbers, torch.float64, say, got {dtype!r}.")
+        require_type(dtype)
         for ext in exts if accumulate else ():
             combination_of(ext, ext.savefield)
         self.exts, self.accumulate, self.dtype = exts, accumulate, dtype
@@ -108,12 +115,17 @@ class backpack:  # noqa: N801
         recording.open.clear()  # calls that were interrupted, by a key, say
         before = CTX.exchange(self.exts, self.debug, self.extension_hook, self.retain_graph)
         _entered.contexts.append(Entry(self, (before, recording.keep_all)))
-        recording.keep_all = any(ext.has_module_exts for ext in self.exts)
+        recording.keep_all = self.retain_graph or any(ext.has_module_exts for ext in self.exts)
         watch(_on_backward)
 
     def __exit__(self, *exc: Any) -> None:
         contexts = _entered.contexts
-        place = max(i for i, entry in enumerate(contexts) if entry.context is self)
+        place = max((i for i, entry in enumerate(contexts) if entry.context is self), default=None)
+        if place is None:
+            raise UnsupportedError(
+                "This context of backpack(...) is left in a thread that has not entered it, or has left it before. It is active in the thread that "
+                "enters it, until that one leaves it: close generators that contain it there."
+            )
         entry = contexts.pop(place)
         unwatch()
         if place < len(contexts):  # generators may leave contexts in another order: those that were entered since go on
@@ -182,12 +194,32 @@ def _on_backward(request: Request) -> Any:
     Returns:
         What the original call returns.
     """
+    hook, stay = CTX.get_extension_hook(), CTX.get_retain_graph()
+    alone = hook is not no_op and not CTX.get_active_exts() and not request.batched
+    if _entered.running or transformed() or not (stay or alone):
+        return _with_quantities(request)
+    walk = Walk(nodes_of(list(request.roots)))
+    for call in walk.calls:
+        call.stays = True
+    try:
+        result = _with_quantities(request)
+        if alone and not walk.double:
+            HookQueue(walk, None, hook, CTX.get_debug()).run_all()
+        return result
+    finally:
+        for call in walk.calls:
+            call.stays = False
+            if not (stay or request.retain or call.released):
+                call.release()
+
+
+def _with_quantities(request: Request) -> Any:
     extensions = CTX.get_active_exts()
-    if _entered.running or not extensions or not _entered.contexts or transformed():
+    if _entered.running or recording.apart or not extensions or not _entered.contexts or transformed():
         if _entered.running and extensions and not request.returns:
             refuse_hidden(request, excluded_by(extensions))
         return request.execute()
-    entry, roots, only = _entered.contexts[-1], list(request.roots), None
+    entry, roots, only, walk = _entered.contexts[-1], list(request.roots), None, None
     if entry.context.accumulate and (request.returns or request.inputs):
         if request.returns:  # adds nothing to .grad, hence nothing to the quantities
             return request.execute()
@@ -200,19 +232,26 @@ def _on_backward(request: Request) -> Any:
                 _remove_stale(walk, (), extensions, entry)
             return request.execute()
         with once():
-            walk = walk_from(roots, extensions, only)
-            plan = make_plan(walk, roots, extensions, request.returns)
+            try:
+                walk = walk_from(roots, extensions, only)
+                plan = make_plan(walk, roots, extensions, request.returns)
+            except BackpackError as error:
+                raise all_refused(error, roots, extensions, only, request.returns) from None
             if plan is None:
                 return request.execute()
             plan.complete = not request.inputs
             plan.whole = not (request.returns or request.inputs or walk.leaves_out)
             with without_autocast():
-                return _run(request, plan, extensions, entry)
+                return _run(request, plan, extensions, entry, only)
+    except BackpackError:
+        if walk is not None and not any(active.context.accumulate for active in _entered.contexts):
+            _remove_stale(walk, set(walk.parameters), extensions, entry)  # results of an earlier pass would look like those of this one
+        raise
     finally:
         _entered.running = False
 
 
-def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...], entry: Entry) -> Any:
+def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...], entry: Entry, only: frozenset[int] | None) -> Any:
     """Run autograd with hooks on the nodes at which something is to be read.
 
     Args:
@@ -220,11 +259,13 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
         plan: What is to be read where.
         extensions: Active extensions.
         entry: The active context.
+        only: Ids of the parameters that are not left out; ``None`` for all.
 
     Returns:
         What the original call returns.
 
     Raises:
+        all_refused: If an extension refuses a parameter.
         UnsupportedError: If results that can be differentiated are to be accumulated.
     """
     context = entry.context
@@ -241,8 +282,12 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     collector = Collector(
         plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines, context.dtype, spares, entry.number
     )
-    collector.check()
-    earlier = Earlier(extensions if context.accumulate else (), entry.number)
+    try:
+        collector.check()
+    except BackpackError as error:
+        raise all_refused(error, list(request.roots), extensions, only, request.returns) from None
+    earlier = Earlier(plan, extensions if context.accumulate else (), entry.number)
+    earlier.check(hook is not no_op)
     collector.cut = blocks_for(plan, collector, context.memory, connection)
     carry = Pass(plan, collector.flows, collector, connection, collector.cut)
     handles = []
@@ -255,7 +300,7 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
         _remove_stale(plan.walk, plan.uses, extensions, entry)
         result = request.execute(collector.spared.edges)
         collector.spared.accumulate()
-        earlier.unite(plan, collector.end())
+        earlier.unite(collector.end())
     except BaseException:
         collector.take_back()
         earlier.restore()
@@ -277,7 +322,7 @@ def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[B
 
     Args:
         walk: The graph.
-        uses: The parameters of which it will write results.
+        uses: The parameters of which it will write results, or would, if it were not refused.
         extensions: Active extensions.
         entry: The active context.
     """
@@ -317,6 +362,6 @@ def _mapped_hook(carry: Pass, collector: Collector, node: Node, mark: Mark, exte
     def hook(grads: tuple[Tensor | None, ...]) -> None:
         with torch.no_grad():
             edge = node, mark.nr
-            collector.at_mapped(mark.call, edge, extension, chosen, grads[mark.nr], carry.peek(extension.flow, edge))
+            collector.at_mapped(mark.call, extension, chosen, grads[mark.nr], carry.peek(extension.flow, edge))
 
     return hook

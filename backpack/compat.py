@@ -17,7 +17,10 @@ from typing import Any
 
 from backpack.utils.errors import BackpackError
 
-_LAYERS = "{activations,custom_module,dropout,flatten,losses,pad,padding,pooling,slicing}"
+_WITH_PARAMETERS = (
+    "batchnorm_nd,conv1d,conv2d,conv3d,convnd,conv_transpose1d,conv_transpose2d,conv_transpose3d,conv_transposend,embedding,linear,lstm,rnn"
+)
+_LAYERS = f"{_WITH_PARAMETERS},activations,custom_module,dropout,flatten,losses,pad,padding,permute,pooling,slicing"
 
 HOMES: dict[str, list[str]] = {
     "torch.nn": ["core.layers"],
@@ -28,7 +31,6 @@ HOMES: dict[str, list[str]] = {
     "core.derivatives.linear_maps": ["core.derivatives.{flatten,pad,permute,scale_module,slicing,sum_module,zeropad2d}"],
     "core.derivatives.maxpoolnd": ["core.derivatives.{maxpool1d,maxpool2d,maxpool3d}"],
     "core.derivatives.recurrent": ["core.derivatives.{lstm,rnn}"],
-    "extensions.layer_extensions": ["extensions.secondorder.{diag_ggn,diag_hessian,hbp,sqrt_ggn}." + _LAYERS],
     "extensions.module_extensions": [
         "extensions.mat_to_mat_jac_base",
         "extensions.firstorder.batch_grad.batch_grad_base",
@@ -44,6 +46,11 @@ HOMES: dict[str, list[str]] = {
         "extensions.curvmatprod.ggnmp.ggnmpbase",
         "extensions.curvmatprod.hmp.hmpbase",
         "extensions.curvmatprod.pchmp.pchmpbase",
+    ],
+    "extensions.layer_extensions": [
+        "extensions.firstorder.{batch_grad,batch_l2_grad,gradient,sum_grad_squared,variance}.{" + _WITH_PARAMETERS + "}",
+        "extensions.secondorder.{diag_ggn,diag_hessian,hbp,sqrt_ggn}.{" + _LAYERS + "}",
+        "extensions.curvmatprod.{ggnmp,hmp,pchmp}.{" + _LAYERS + "}",
     ],
     "extensions.secondorder.hbp_options": ["extensions.secondorder.hbp.hbp_options"],
 }
@@ -74,7 +81,13 @@ class _Moved(ModuleType):
             home = import_module(self._home)
         except ModuleNotFoundError as error:
             raise MovedError(f"{self.__name__}.{name} should live in {self._home}, which this version does not have.") from error
-        return getattr(home, name)
+        try:
+            return getattr(home, name)
+        except AttributeError as error:
+            raise MovedError(
+                f"cannot import name {name!r} from {self.__name__}: {self._home} has nothing of that name. If it is for a layer of your own: that "
+                "has all quantities as it is, and faster with derivatives, by backpack.register(MyLinear, LinearDerivatives), say."
+            ) from error
 
     def __dir__(self) -> list[str]:
         return dir(import_module(self._home))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
+from warnings import warn
 from weakref import WeakSet
 
 from torch.nn import Module
@@ -22,6 +23,7 @@ class _Settings(threading.local):
     debug: bool = False
     hook: Callable[[Module], None] = staticmethod(no_op)
     retain_graph: bool = False
+    inside: bool = False
 
 
 _settings = _Settings()
@@ -48,11 +50,14 @@ class CTX(metaclass=_Attributes):
 
     @staticmethod
     def set_active_exts(active_exts: Iterable[BackpropExtension]) -> None:
-        """Set the active extensions.
+        """Set the active extensions, of the context that the thread has entered.
 
         Args:
             active_exts: Extensions.
         """
+        active_exts = tuple(active_exts)
+        if active_exts and not _settings.inside:
+            warn("Extensions run in backward passes inside of `with backpack(...)` only, and no context is entered.", stacklevel=2)
         _settings.extensions = tuple(active_exts)
 
     @staticmethod
@@ -65,7 +70,9 @@ class CTX(metaclass=_Attributes):
         return _settings.extensions
 
     @staticmethod
-    def exchange(extensions: Iterable[BackpropExtension], debug: bool, hook: Callable[[Module], None], retain_graph: bool) -> tuple:
+    def exchange(
+        extensions: Iterable[BackpropExtension], debug: bool, hook: Callable[[Module], None], retain_graph: bool, inside: bool = True
+    ) -> tuple:
         """Set all settings at once.
 
         Args:
@@ -73,12 +80,14 @@ class CTX(metaclass=_Attributes):
             debug: Debug mode.
             hook: The extension hook.
             retain_graph: Whether recorded tensors survive a backward pass.
+            inside: Whether a context is entered.
 
         Returns:
             The settings before, in the same order.
         """
-        before = _settings.extensions, _settings.debug, _settings.hook, _settings.retain_graph
+        before = _settings.extensions, _settings.debug, _settings.hook, _settings.retain_graph, _settings.inside
         _settings.extensions, _settings.debug, _settings.hook, _settings.retain_graph = tuple(extensions), debug, hook, retain_graph
+        _settings.inside = inside
         return before
 
     @staticmethod

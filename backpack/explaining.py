@@ -37,7 +37,7 @@ from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import sides_of, units_of
 from backpack.planning import make_plan, walk_from
 from backpack.trial import try_rules
-from backpack.utils.errors import ArgumentError, BackpackError
+from backpack.utils.errors import ArgumentError, BackpackError, require_module
 
 
 def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[BackpropExtension]) -> Explanation:
@@ -63,6 +63,7 @@ def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[B
     Example:
         >>> print(explain(model, torch.nn.CrossEntropyLoss(), X, y, [BatchGrad(), KFAC()]))
     """
+    require_module(model, "explain")
     extensions = [extensions] if isinstance(extensions, BackpropExtension) else list(extensions)
     backpack(*extensions)  # checks them
     modules = [model, *([lossfunc] if isinstance(lossfunc, Module) else [])]
@@ -86,6 +87,7 @@ def _extended(modules: list[Module]) -> Iterator[None]:
     """
     parts = dict.fromkeys(part for module in modules for part in module.modules() if FLAG not in vars(part))
     names = owners.names(parameter for module in modules for parameter in module.parameters())
+    paths = {recorder: recorder.path for module in modules for part in module.modules() if (recorder := recorder_of(part)) is not None}
     try:
         for module in modules:
             extend(module)
@@ -96,6 +98,8 @@ def _extended(modules: list[Module]) -> Iterator[None]:
             if recorder is not None:
                 recorder.remove(part)
             part.__dict__.pop(FLAG, None)
+        for recorder, path in paths.items():
+            recorder.path = path
         owners.rename(names)
 
 

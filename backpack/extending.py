@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from backpack.core.owners import owners, savefields
 from backpack.core.recording import Recorder, recorder_of
 from backpack.core.walk import LEFT_OUT
 from backpack.custom_module.graph_utils import convert_module_to_backpack
-from backpack.utils.errors import ArgumentTypeError, UnsupportedError
-from backpack.utils.module_classification import is_no_op
+from backpack.utils.errors import ArgumentTypeError, UnsupportedError, require_module
+from backpack.utils.module_classification import copies_itself, is_no_op
 
 FLAG = "_backpack_extend"
 
@@ -60,15 +61,31 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     if use_converter:
         with disable():  # tracing calls the modules, which may be extended
             module = convert_module_to_backpack(module, debug)
+    mine = set(module.parameters())
+    roots = owners.around(module) if mine else [module]
+    paths = {child: path for root in roots for path, child in root.named_modules()}
+    own = [child for child in module.modules() if copies_itself(child)]
+    for child in own:
+        if recorder_of(child) is None:  # a copy may have lost it, and kept the flag
+            child.__dict__.pop(FLAG, None)
     # children first, as the extension hook visits them
-    for path, child in reversed(list(module.named_modules())):
+    for child in reversed(list(module.modules())):
+        path = paths[child]
         if debug:
             print(f"[DEBUG] Extending {path or type(module).__name__}: {type(child).__name__}")
         if (child is module or not is_no_op(child)) and not getattr(child, FLAG, False):
             _register_hooks(child, path)
             setattr(child, FLAG, True)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owners.add(parameter, name)
+        elif mine and (recorder := recorder_of(child)) is not None:
+            recorder.path = path
+    for root in roots:
+        owners.name(root, mine)
+    recorders = {child: recorder for child in module.modules() if (recorder := recorder_of(child)) is not None}
+    for outer in own:
+        for child in recorders.keys() & set(outer.modules()) - {outer}:
+            recorders[child].around = ref(outer)
+    if module in recorders:
+        recorders[module].torn = False
     return module
 
 
@@ -95,6 +112,7 @@ def unextend(module: Module) -> Module:
     Returns:
         The same object.
     """
+    require_module(module, "unextend")
     clear(module)
     for child in module.modules():
         recorder = recorder_of(child)
@@ -112,6 +130,7 @@ def memory_cleanup(module: Module) -> None:
     Args:
         module: A module; its children are not touched.
     """
+    require_module(module, "memory_cleanup")
     recorder = recorder_of(module)
     if recorder is not None:
         recorder.forget()
@@ -151,6 +170,7 @@ def results(model: Module) -> dict[str, dict[str, Any]]:
     Returns:
         ``{parameter name: {field: value}}``, without parameters that carry nothing.
     """
+    require_module(model, "results")
     found = {name: {field: value for field, value in vars(p).items() if field in savefields} for name, p in model.named_parameters()}
     return {name: values for name, values in found.items() if values}
 
@@ -161,6 +181,7 @@ def clear(model: Module) -> None:
     Args:
         model: A module.
     """
+    require_module(model, "clear")
     for parameter in model.parameters():
         for field in savefields & vars(parameter).keys():
             parameter.__dict__.pop(field, None)

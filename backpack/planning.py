@@ -15,13 +15,16 @@ from backpack.core.plan import Plan
 from backpack.core.refusals import refuse_graph, refuse_sharded
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.collector import Collector
 from backpack.utils.errors import (
     ArgumentError,
+    BackpackError,
     LossNotExtendedError,
     LossValueError,
     NotRecordedError,
     UnattributedError,
     UnsupportedError,
+    merge,
 )
 
 
@@ -109,6 +112,34 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
             unreal,
         )
     return plan
+
+
+def all_refused(
+    first: BackpackError, roots: list[Any], extensions: tuple[BackpropExtension, ...], only: frozenset[int] | None, returns: bool
+) -> BackpackError:
+    """Let what a pass is refused for say all the reasons, also those that show once the first ones are out of the way.
+
+    Args:
+        first: The first ones.
+        roots: Tensors, or graph edges, on which autograd is called.
+        extensions: Active extensions.
+        only: See ``walk_from``.
+        returns: See ``make_plan``.
+
+    Returns:
+        The first error, if it is the only one; else one error about all parameters.
+    """
+    errors, left_out = [first], set()
+    while not left_out >= set(errors[-1].about):
+        left_out |= set(errors[-1].about)
+        others = tuple(extension.leaving_out(left_out) for extension in extensions)
+        try:
+            plan = make_plan(walk_from(roots, others, only), roots, others, returns)
+            if plan is not None:
+                Collector(plan, others, None, None, debug=False, combines=False).check()
+        except BackpackError as error:
+            errors.append(error)
+    return first if len(errors) == 1 else merge(errors)
 
 
 def excluded_by(extensions: Iterable[BackpropExtension]) -> frozenset[int]:

@@ -90,6 +90,9 @@ model("Llama", language(llama, WORDS, LENGTH, logits), "single")
 model("BERT", text(bert), "no factors")
 model("ViT", images(vit), "no factors")
 model("T5 encoder", text(t5, regress, lambda net, x: net(x).last_hidden_state), "no factors", "single")
+model(
+    "T5 encoder, mask", text(t5, regress, lambda net, x: net(x, attention_mask=(x + x[:, :1] > 0).long()).last_hidden_state), "no factors", "single"
+)
 model("ResNet", images(resnet))
 model("ConvNeXt", images(convnext))
 
@@ -220,3 +223,4 @@ seen("RegNet", "slow", size=16, embedding_size=4, hidden_sizes=[4, 8], depths=[1
 seen("FocalNet", "slow", patch_size=2, image_size=8, embed_dim=4, depths=[1, 1], focal_levels=[1, 1], focal_windows=[3, 3], hidden_sizes=[4, 8])
 heard("Wav2Vec2", "slow")
 heard("Hubert", "slow")
+heard("WavLM", "slow")

@@ -395,9 +395,10 @@ def test_unused_parameter(extension: type[BackpropExtension], again: bool) -> No
     with backpack(extension(), accumulate=True):
         model(torch.rand(3, 3), True).sum().backward()
         before = results(model)
-        with pytest.raises(UnsupportedError, match=r'(one|other)\.(weight|bias)\..*exclude=\["'):
+        with pytest.raises(UnsupportedError, match=r'one.weight, one.bias, other.weight, other.bias: .*exclude=\["'):
             model(torch.rand(2, 3), False).sum().backward()
         assert results(model).keys() == before.keys()
+        assert model.other.weight.grad is None
         if again:
             model(torch.rand(2, 3), True).sum().backward()
 
@@ -409,6 +410,80 @@ def test_unused_parameter_in_a_sum() -> None:
             model(x[n], first).sum().backward()
     close(model.one.weight.sum_grad_squared, x[[0, 1, 3, 4]].square().sum(0).expand(2, 3))
     close(model.other.weight.sum_grad_squared, x[2].square().expand(2, 3))
+
+
+def both(model: nn.Sequential, x: Tensor) -> Tensor:
+    return model[0](x).sum() + model[1](x).sum()
+
+
+PARTIAL = {
+    "the whole, a part": (lambda m, x: m(x), lambda m, x: m[1](x)),
+    "a part, the whole": (lambda m, x: m[1](x), lambda m, x: m(x)),
+    "two, one of them": (both, lambda m, x: m[1](x)),
+    "one, two": (lambda m, x: m[1](x), both),
+    "one, the other, both": (lambda m, x: m[0](x), lambda m, x: m[1](x), both),
+}
+
+
+@pytest.mark.parametrize("extension", [extensions.BatchGrad, extensions.Variance, extensions.SumGradSquared])
+@pytest.mark.parametrize("order", PARTIAL)
+def test_part_of_a_model(order: str, extension: type[BackpropExtension]) -> None:
+    """Whatever the order: what passes do not have in common is refused, before ``.grad`` changes; sums over samples are exact."""
+    model, x = extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).double()), torch.rand(6, 3, dtype=torch.float64)
+    *first, last = PARTIAL[order]
+    calls = [(call, x[i : i + 1 + i % 2]) for i, call in enumerate((*first, last))]
+    with backpack(extension(), accumulate=True):
+        for call, part in calls[:-1]:
+            call(model, part).sum().backward()
+        before, gradients = results(model), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        if extension is not extensions.SumGradSquared:
+            with pytest.raises(UnsupportedError, match=r"one has not reached these parameters.*exclude=\[.*0.weight"):
+                calls[-1][0](model, calls[-1][1]).sum().backward()
+            assert results(model) == before
+            assert gradients.keys() == {name for name, p in model.named_parameters() if p.grad is not None}
+            assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters() if name in gradients)
+            return
+        calls[-1][0](model, calls[-1][1]).sum().backward()
+    for parameter in model.parameters():
+        squares = torch.zeros_like(parameter)
+        for call, part in calls:
+            for n in range(len(part)):
+                (gradient,) = torch.autograd.grad(call(model, part[n : n + 1]).sum(), [parameter], allow_unused=True)
+                squares += 0 if gradient is None else gradient.square()
+        close(parameter.sum_grad_squared, squares)
+
+
+def test_frozen_between_passes() -> None:
+    """Refused before it runs, so that ``.grad`` is the sum of the gradients that are there."""
+    problem = CASES["Tanh"].build(N)
+    extend(problem.model)
+    with backpack(extensions.BatchGrad(), accumulate=True):
+        problem.loss(problem.outputs()).backward()
+        problem.model[0].requires_grad_(False)
+        with pytest.raises(UnsupportedError, match="0.weight, 0.bias: of the passes"):
+            problem.loss(problem.outputs()).backward()
+    for parameter in problem.model.parameters():
+        close(parameter.grad, parameter.grad_batch.sum(0))
+
+
+def test_results_that_a_hook_deletes() -> None:
+    """What is deleted in each pass is not missed in the next one."""
+    problem, oracle = CASES["Tanh"].build(N), Oracle(CASES["Tanh"].build(N))
+    extend(problem.model)
+
+    def delete(module: nn.Module) -> None:
+        if module is problem.model[0]:
+            del module.weight.grad_batch
+
+    with backpack(extensions.BatchGrad(), extension_hook=delete, accumulate=True):
+        for n in slices((3, 2)):
+            some = part(problem, n, (n.stop - n.start) / N)
+            some.loss(some.outputs()).backward()
+    expected = {name: value for name, value in oracle.grad_batch.items() if name != "0.weight"}
+    found = collect(problem, "grad_batch")
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        close(value, expected[name])
 
 
 def test_changed_shape_is_refused() -> None:
@@ -483,6 +558,33 @@ def test_unscale_passes_over_what_it_has_done() -> None:
         QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
     with pytest.raises(ArgumentError, match="unscaled before"):
         unscale(problem.model, 1024.0)
+
+
+def test_unscale_results_of_two_contexts() -> None:
+    """Whether the loss of the earlier one was multiplied is not known, unless unscale was called after it: with 1.0, say."""
+    problem, oracle = CASES["Tanh"].build(N), Oracle(CASES["Tanh"].build(N))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+
+    def run(extension: BackpropExtension, scale: float, passes: int = 1) -> None:
+        with backpack(extension):
+            for _ in range(passes):
+                (problem.loss(problem.outputs()) * scale).backward()
+
+    run(extensions.DiagGGNExact(), 1.0)
+    run(extensions.BatchL2Grad(), 1024.0)
+    before = {p: (p.diag_ggn_exact.clone(), p.batch_l2.clone()) for p in problem.model.parameters()}
+    with pytest.raises(UnsupportedError, match=r"diag_ggn_exact was written in an earlier context than .*batch_l2, and not unscaled.*with 1.0 where"):
+        unscale(problem.model, 1024.0)
+    for parameter, (diagonal, norms) in before.items():
+        assert torch.equal(parameter.diag_ggn_exact, diagonal) and torch.equal(parameter.batch_l2, norms)
+    clear(problem.model)
+    run(extensions.DiagGGNExact(), 1.0)
+    unscale(problem.model, 1.0)
+    run(extensions.BatchL2Grad(), 1024.0, passes=2)
+    unscale(problem.model, 1024.0)
+    for name in ("BatchL2Grad", "DiagGGNExact"):
+        QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, float("nan"), float("inf"), "2"])

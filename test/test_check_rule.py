@@ -13,6 +13,8 @@ from torch.nn import Module
 
 from backpack import check_rule
 from backpack.core.derivatives.activations import SigmoidDerivatives
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
@@ -166,6 +168,57 @@ def test_planted_errors_of_parameters(rule: type, says: str) -> None:
         check_rule(module, torch.randn(4, 3))
 
 
+IN_PLACE = {
+    "jac_mat_prod": {"_jac_mat_prod": lambda self, m, i, o, mat: mat.mul_(self.df(m, i, o))},
+    "jac_t_mat_prod": {"_jac_t_mat_prod": lambda self, m, i, o, mat, subsampling=None: mat.mul_(self.df(m, i, o, subsampling))},
+    "residual_mat_prod": {"d2f": lambda self, m, i, o: m.input0.sin_().neg_()},
+}
+
+
+@pytest.mark.parametrize("product", IN_PLACE)
+def test_planted_operations_in_place(product: str) -> None:
+    """The product is right, and what it was made of is lost for others."""
+    module = type("Wrong", (Sine,), {})()
+    register(type(module), type("InPlace", (Curved,), IN_PLACE[product]))
+    with pytest.raises(AssertionError, match=rf"^{product} of InPlace of Wrong\(\) changes in place"):
+        check_rule(module, torch.randn(4, 3, 2))
+
+
+BY_VIEWS = {name: getattr(AffineDerivatives, name) for name in ("_weight_jac_t_mat_prod", "_weight_jac_mat_prod")}
+
+
+def views(**members: Any) -> type:
+    return type("Views", (LinearDerivatives,), members)
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (views(vectors=lambda self, m: 2 * m.input0, **BY_VIEWS), "vectors of"),
+        (views(input_moment=lambda self, m, scale=1.0: LinearDerivatives.input_moment(self, m)), "input_moment of"),
+        (views(transposed=True), "transposed=True of"),
+        (
+            views(columns=lambda self, m, samples=None: LinearDerivatives.columns(self, m, None if isinstance(samples, slice) else samples)),
+            "slice of",
+        ),
+        (
+            views(
+                columns=lambda self, m, samples=None: LinearDerivatives.columns(self, m)[samples if isinstance(samples, slice) else ...],
+                _weight_jac_t_mat_prod=Transposed._weight_jac_t_mat_prod,
+            ),
+            "chosen",
+        ),
+    ],
+    ids=["vectors", "input_moment", "transposed", "columns of a slice", "columns of chosen samples"],
+)
+def test_planted_errors_of_views(rule: type, says: str) -> None:
+    """What fast ways to quantities, Kronecker factors and blocks of samples read, beside products."""
+    module = type("MyLinear", (nn.Linear,), {})(3, 3)
+    register(type(module), rule)
+    with pytest.raises(AssertionError, match=says):
+        check_rule(module, torch.randn(4, 3))
+
+
 class WrongLoss(CrossEntropyLossDerivatives):
     """Divides twice."""
 
@@ -181,7 +234,31 @@ class WrongDraw(CrossEntropyLossDerivatives):
         return super()._compute_sampled_grads_manual(0.5 * subsampled_input, mc_samples)
 
 
-@pytest.mark.parametrize(("rule", "says"), [(WrongLoss, "make_hessian_mat_prod"), (WrongDraw, "sqrt_hessian_sampled")])
+class WrongSigns(CrossEntropyLossDerivatives):
+    """Takes some directions for curved downwards."""
+
+    def _signed_sqrt_hessian(self, module: Module, g_inp: Any, g_out: Any) -> tuple[Tensor, Tensor | None]:
+        root = self._sqrt_hessian(module, g_inp, g_out)
+        return root, -torch.ones(root.shape[:2], dtype=root.dtype)
+
+
+class WrongFewSigned(CrossEntropyLossDerivatives):
+    """Is right without signs only."""
+
+    def _least_sqrt_hessian(self, module: Module, g_out: Any, signed: bool) -> tuple[Tensor, Tensor | None]:
+        root, signs = super()._least_sqrt_hessian(module, g_out, signed)
+        return (2 * root if signed else root), signs
+
+
+@pytest.mark.parametrize(
+    ("rule", "says"),
+    [
+        (WrongLoss, "make_hessian_mat_prod"),
+        (WrongDraw, "sqrt_hessian_sampled"),
+        (WrongSigns, "signed_sqrt_hessian"),
+        (WrongFewSigned, "signed_sqrt_hessian with few columns"),
+    ],
+)
 def test_planted_errors_of_losses(rule: type, says: str) -> None:
     module = type("MyLoss", (nn.CrossEntropyLoss,), {})()
     register(type(module), rule)
@@ -202,7 +279,36 @@ def test_claim_of_convexity() -> None:
 def test_what_cannot_be_checked() -> None:
     with pytest.raises(NotImplementedError, match="No rule is registered for Unknown"):
         check_rule(type("Unknown", (Sine,), {})(), torch.randn(2, 3))
+    for nothing in ((), (torch.empty(0, 3),), (None,)):
+        with pytest.raises(ValueError, match="needs a tensor with some samples"):
+            check_rule(nn.Sigmoid(), *nothing)
     with pytest.raises(NotImplementedError, match="does not apply"):
         check_rule(nn.Dropout(0.5).train(), torch.randn(2, 3))
+    with pytest.raises(NotImplementedError, match="Nothing of TanhDerivatives.*type int64"):
+        check_rule(nn.Tanh(), torch.randint(3, (3, 2)))
     assert SigmoidDerivatives.keeps == {"output"}
     assert "hessian_diagonal" in check_rule(nn.Sigmoid(), torch.randn(2, 3))
+
+
+@pytest.mark.parametrize("has_parameter", [False, True])
+def test_rule_without_products(has_parameter: bool) -> None:
+    """A misspelt method is none: that nothing was compared is an error, and not an empty list."""
+
+    class Layer(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2)) if has_parameter else None
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x**2 if self.scale is None else self.scale * x**2
+
+    @register(Layer)
+    class Misspelt(BaseParameterDerivatives):
+        def jac_t(self, *_: Any) -> None:
+            return None
+
+        def _scale_jac_t_mat_prod(self, module: Module, *_: Any, **__: Any) -> Tensor:
+            raise self._missing("product", module)
+
+    with pytest.raises(NotImplementedError, match="Nothing of Misspelt could be compared for Layer.*float32"):
+        check_rule(Layer(), torch.rand(3, 2))

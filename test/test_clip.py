@@ -7,6 +7,7 @@ import torch
 from cases import CASES
 from test_extensions import close, run
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from backpack import backpack, extend
 from backpack.extensions import BatchGrad, BatchL2Grad
@@ -93,3 +94,60 @@ def test_parameters_without_norms_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"1\.bias carries no grad_batch"):
         clip_per_sample(model, 1.0)
     assert all(torch.equal(p.grad, gradient) for p, gradient in before.items())
+
+
+def per_sample(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    rows = [torch.autograd.grad(cross_entropy(model(x[n : n + 1]), y[n : n + 1]), list(model.parameters())) for n in range(len(x))]
+    return {name: torch.stack(column) for (name, _), column in zip(model.named_parameters(), zip(*rows, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("first, second", [(BatchL2Grad, BatchGrad), (BatchGrad, BatchL2Grad)])
+def test_results_of_an_earlier_context_do_not_count(first: type, second: type) -> None:
+    """They are about another mini-batch, whose norms may be much smaller."""
+    torch.manual_seed(0)
+    model, y = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()), torch.tensor([0, 1, 1, 0])
+    small, large = 0.01 * torch.randn(4, 3, dtype=torch.float64), 10 * torch.randn(4, 3, dtype=torch.float64)
+    for extension, x in ((first(), small), (second(), large)):
+        model.zero_grad()
+        with backpack(extension):
+            cross_entropy(model(x), y, reduction="sum").backward()
+    gradients = per_sample(model, large, y)
+    expected = (0.1 / sum(g.flatten(1).square().sum(1) for g in gradients.values()).sqrt()).clamp(max=1)
+    assert expected.min() < 0.5
+    close(clip_factors(model, 0.1), expected)
+    if second is BatchL2Grad:  # the per-sample gradients are those of the earlier mini-batch
+        with pytest.raises(ArgumentError, match=r"0\.weight carries no grad_batch of the last context"):
+            clip_per_sample(model, 0.1)
+        return
+    close(clip_per_sample(model, 0.1), expected)
+    for name, parameter in model.named_parameters():
+        close(parameter.grad, torch.einsum("n,n...->...", expected, gradients[name]))
+
+
+def test_parameters_that_only_an_earlier_context_knows_are_refused() -> None:
+    model, x = extend(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).double()), torch.rand(3, 3, dtype=torch.float64)
+    for extension in (BatchGrad(), BatchL2Grad(exclude=["0"])):
+        with backpack(extension):
+            model(x).sum().backward()
+    for function in (clip_factors, clip_per_sample):
+        with pytest.raises(ArgumentError, match=r"0\.weight has a gradient.*earlier context"):
+            function(model, 1.0)
+    model.zero_grad()  # they do not take part any more
+    model[1](x[:, :2]).sum().backward()
+    expected = sum(p.batch_l2 for p in model[1].parameters()).rsqrt().clamp(max=1)
+    close(clip_factors(model, 1.0), expected)
+
+
+def test_chosen_samples_in_another_order() -> None:
+    """Norms of all samples do not belong to gradients of chosen ones."""
+    model, x = extend(nn.Linear(3, 2).double()), torch.rand(3, 3, dtype=torch.float64) ** 4
+    with backpack(BatchGrad(subsampling=[2, 0, 1]), BatchL2Grad()):
+        model(x).square().sum().backward()
+    norms = sum(p.grad_batch.flatten(1).square().sum(1) for p in model.parameters()).sqrt()
+    close(clip_per_sample(model, 0.5), (0.5 / norms).clamp(max=1))
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    with backpack(BatchGrad(), dtype=torch.float32):
+        model(x).square().sum().backward()
+    clip_per_sample(model, 0.5)
+    for name, parameter in model.named_parameters():
+        close(parameter.grad, expected[name], rtol=1e-6)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
 from cases import CASES
-from oracle import Problem
-from test_extensions import QUANTITIES, Expect, collect, ggn, kronecker, run
+from oracle import Oracle, Problem
+from test_extensions import QUANTITIES, Expect, close, collect, ggn, kronecker, run
 from torch import Tensor
 
 from backpack import backpack, extend
@@ -101,3 +102,51 @@ def test_connected(case: str) -> None:
 def test_derivatives_of_quantities(case: str) -> None:
     """What can be differentiated is right, what cannot says so."""
     check(case)
+
+
+PRODUCTS = {
+    "HMP": lambda o: o.hessian_blocks,
+    "GGNMP": lambda o: o.ggn_blocks(o.hessian_exact),
+    "PCHMP, abs": lambda o: o.recursion(torch.abs, average=False),
+}
+
+
+CHAINS = [(name, case) for name in PRODUCTS for case in ("Sigmoid", "net: Conv2d", "MSE, mean", "F.cross_entropy, weights, mean")]
+
+
+@pytest.mark.parametrize("name, case", [*CHAINS, ("HMP", "own module without parameters"), ("GGNMP", "own module without parameters")])
+def test_products_are_linear_functions(name: str, case: str) -> None:
+    """The matrix is constant; what it multiplies is differentiated exactly, as often as one likes."""
+    problem = CASES[case].build(3)
+    matrices = PRODUCTS[name](Oracle(CASES[case].build(3)))
+    run(problem, QUANTITIES[name].make())
+    for label, function in collect(problem, QUANTITIES[name].field).items():
+        matrix, shape = matrices[label], problem.model.get_parameter(label).shape
+        v = torch.randn(2, *shape, dtype=matrix.dtype)
+        assert not function(v).requires_grad
+        v.requires_grad_()
+        product = function(v)
+        expected = torch.einsum("pq,vq->vp", matrix, v.detach().flatten(1)).reshape(v.shape)
+        close(product.detach(), expected, rtol=1e-7)
+        (first,) = torch.autograd.grad((product * v).sum() / 2, v, create_graph=True)
+        close(first.detach(), expected, rtol=1e-7)
+        (second,) = torch.autograd.grad((first * v.detach()).sum(), v)
+        close(second, expected, rtol=1e-7)
+        close(torch.func.vmap(function)(v.detach()), expected, rtol=1e-7)
+        close(torch.func.vjp(function, v.detach())[1](v.detach())[0], expected, rtol=1e-7)
+        with catch_warnings():
+            simplefilter("ignore")  # of torch, about its own forward mode
+            close(torch.func.jvp(function, (torch.zeros_like(v),), (v.detach(),))[1], expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_a_pass_with_a_graph_refuse_to_be_differentiated(name: str) -> None:
+    problem = CASES["Sigmoid"].build(3)
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(QUANTITIES[name].make()):
+        problem.loss(problem.outputs(0)).backward(create_graph=True)
+    for label, function in collect(problem, QUANTITIES[name].field).items():
+        v = torch.randn(problem.model.get_parameter(label).shape, dtype=torch.float64)
+        with pytest.raises(DifferentiationError, match=f"of {label} was computed.*create_graph"):
+            function(v).square().sum().backward()

@@ -15,11 +15,11 @@ import torch
 from test_extensions import close
 from torch import Tensor
 from torch.autograd import Function
-from torch.nn import GRU, Linear, Module, Parameter, ReLU, Sequential
+from torch.nn import GRU, Conv1d, L1Loss, Linear, Module, Parameter, ReLU, RMSNorm, Sequential, Sigmoid
 from torch.nn import functional as F
 
 from backpack import backpack, clear, explain, extend, results
-from backpack.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, SumGradSquared, Variance
+from backpack.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError
 
@@ -215,6 +215,12 @@ LOOPS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
     "sequences, steps": lambda net, h: torch.stack([sequences(net, h)[i, i % 3] for i in range(len(h))]),
     "sequences, attention": lambda net, h: torch.stack([z[: i % 3 + 1].sum(1).softmax(0) @ z[: i % 3 + 1] for i, z in enumerate(sequences(net, h))]),
     "sequences, cumulated": lambda net, h: torch.stack([z.tanh().cumsum(0)[-1] for z in sequences(net, h)]),
+    "sequences, others times the first": lambda net, h: torch.stack([z[0] + rest(z, i, z[:1]) for i, z in enumerate(sequences(net, h))]),
+    "sequences, others with a vector of all": lambda net, h: torch.stack([z[0] + rest(z, i, net.vector) for i, z in enumerate(sequences(net, h))]),
+    "sequences, others with a vector that is computed": lambda net, h: torch.stack(
+        [z[0] + rest(z, i, v) for v in [net.vector.sin()[None]] for i, z in enumerate(sequences(net, h))]
+    ),
+    "sequences, others times a mean": lambda net, h: torch.stack([z[0] + rest(z, i, z.mean(0)) for i, z in enumerate(sequences(net, h))]),
     "one row by a mask": lambda net, h: at_rows(net, h, torch.arange(len(h)) < 1),
     "no row by a mask": lambda net, h: at_rows(net, h, torch.arange(len(h)) < 0),
     "one row by an index": lambda net, h: at_rows(net, h, -1),
@@ -226,6 +232,11 @@ STEPS = torch.arange(1, 4, **DOUBLE)[:, None]
 
 def sequences(net: Loop, h: Tensor) -> Tensor:
     return net.inner(h[:, None] * STEPS).tanh()
+
+
+def rest(steps: Tensor, i: int, factor: Tensor) -> Tensor:
+    """All steps but the first one, of which there are none in some sequences."""
+    return (steps[1 : i % 3 + 1] * factor).sum(0)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])
@@ -248,6 +259,83 @@ def test_numbers_of_other_samples_are_refused(mix: Callable[[Loop, Tensor], Tens
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"first\.weight"):
         F.cross_entropy(model(torch.randn(3, 4, **DOUBLE)), torch.arange(3)).backward()
     assert results(model) == {}
+
+
+# --- complex numbers, between real parameters and a real loss ------------------------------------------------------------------------------------
+
+
+class Complex(Module):
+    """Something that is done to complex numbers, with a layer in front and one behind, and matrices that are made of real parameters."""
+
+    def __init__(self, function: Callable[[Complex, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = Linear(4, 8, **DOUBLE), Linear(4, 3, **DOUBLE), function
+        self.pairs, self.kernels, self.vectors = (Parameter(torch.randn(*shape, 2, **DOUBLE)) for shape in ((4, 4), (4, 4, 3), (5, 4)))
+        self.register_buffer("fourier", torch.fft.fft(torch.eye(4, **DOUBLE)))
+        with catch_warnings():
+            simplefilter("ignore")  # torch says that complex modules are new
+            self.layer = Linear(4, 4, dtype=torch.complex128).requires_grad_(False)
+            self.convolution = Conv1d(4, 4, 3, dtype=torch.complex128).requires_grad_(False)
+        self.tanh, self.sigmoid, self.norm = torch.nn.Tanh(), Sigmoid(), RMSNorm(4, elementwise_affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.function(self, torch.view_as_complex(self.first(x).view(-1, 4, 2)))
+        return self.last(torch.tanh(z.real + z.imag / 2))
+
+    @property
+    def matrix(self) -> Tensor:
+        return torch.view_as_complex(self.pairs)
+
+
+COMPLEX: dict[str, Callable[[Complex, Tensor], Tensor]] = {
+    "learned matrix": lambda net, z: z @ net.matrix,
+    "learned matrix, Linear": lambda net, z: F.linear(z, net.matrix, torch.view_as_complex(net.vectors)[0]),
+    "learned matrix, einsum": lambda net, z: torch.einsum("ni,io->no", z, net.matrix),
+    "learned matrix, positions": lambda net, z: F.linear(torch.stack([z, 2 * z.conj()], 1), net.matrix).sum(1),
+    "learned matrix, of real numbers": lambda net, z: torch.complex(z.real, 0 * z.real) @ net.matrix.mH,
+    "learned kernel": lambda net, z: F.conv1d(z[:, :, None].expand(-1, -1, 5), torch.view_as_complex(net.kernels)).mean(-1),
+    "learned table": lambda net, z: z * torch.view_as_complex(net.vectors)[torch.arange(len(z)) % 5],
+    "constant matrix": lambda net, z: torch.fft.fft(z) @ net.fourier,
+    "constant matrix, part of a sum": lambda net, z: torch.addmm(z, z, net.fourier, alpha=0.5),
+    "products of samples": lambda net, z: torch.bmm(z[:, None], z[:, :, None] * z[:, None]).squeeze(1),
+    "sample by sample": lambda net, z: torch.stack([net.matrix @ row for row in z]),
+    "sample by sample, matrices of their own": lambda net, z: torch.stack([torch.view_as_complex(row.abs().sum() * net.pairs[0]) for row in z]),
+    "layer": lambda net, z: net.layer(z),
+    "convolution": lambda net, z: net.convolution(z[:, :, None].expand(-1, -1, 5)).mean(-1),
+    "tanh": lambda net, z: net.tanh(z / 4),
+    "sigmoid": lambda net, z: net.sigmoid(z / 4),
+    "norm": lambda net, z: net.norm(z),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4])
+@pytest.mark.parametrize("function", COMPLEX)
+def test_complex_numbers(function: str, samples: int) -> None:
+    torch.manual_seed(0)
+    model, x, y = extend(Complex(COMPLEX[function])), torch.randn(samples, 4, **DOUBLE), torch.arange(samples) % 3
+    used = torch.autograd.grad(model(x).sum(), [model.pairs, model.kernels, model.vectors], allow_unused=True)
+    for parameter, gradient in zip([model.pairs, model.kernels, model.vectors], used, strict=True):
+        parameter.requires_grad_(gradient is not None)
+    pass_over(model, x, y)
+
+
+class Fourier(Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.fft(x)
+
+
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagHessian, KFAC, KFLR])
+def test_losses_of_complex_numbers_have_no_curvature(extension: type[BackpropExtension]) -> None:
+    model, lossfunc = extend(Sequential(Linear(4, 4, **DOUBLE), Fourier())), extend(L1Loss())
+    x, y = torch.randn(3, 4, **DOUBLE), torch.randn(3, 4, dtype=torch.complex128)
+    with backpack(extension()), pytest.raises(UnsupportedError, match="L1Loss takes complex predictions"):
+        lossfunc(model(x), y).backward()
+    assert results(model) == {}
+    with backpack(BatchGrad()):
+        lossfunc(model(x), y).backward()
+    for n in range(3):
+        (expected,) = torch.autograd.grad((model(x)[n] - y[n]).abs().sum() / 12, model[0].weight)
+        close(model[0].weight.grad_batch[n], expected)
 
 
 # --- other memory -------------------------------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, MixedSamplesError, ShapeError, UnsupportedError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, MixedSamplesError, NotRecordedError, ShapeError, UnsupportedError
 
 DOUBLE = torch.float64
 V = 4
@@ -406,6 +407,31 @@ def test_wrong_shapes_are_refused() -> None:
         derivatives.residual_mat_prod(module, None, recorded.g_out, rand(2, 5, 3))
 
 
+@pytest.mark.parametrize("chosen", [[99], [-4], "a", "", [0.5]], ids=repr)
+def test_samples_that_do_not_exist_are_refused(chosen: object) -> None:
+    """Also where the Jacobian is that of every sample, so that nothing is looked up."""
+    layer = extend(nn.Linear(4, 2))
+    output = layer(torch.rand(3, 4))
+    mat = torch.rand(5, len(chosen), 2)
+    for product in (LinearDerivatives().jac_t_mat_prod, partial(LinearDerivatives().param_mjp, "bias")):
+        with pytest.raises(ValueError, match="indices of 3 samples"):
+            product(layer, None, None, mat, subsampling=chosen)
+    del output
+
+
+def test_wrong_arguments_are_named() -> None:
+    layer = extend(nn.Linear(4, 2, bias=False))
+    output, rule, mat = layer(torch.rand(3, 4)), LinearDerivatives(), torch.rand(5, 3, 2)
+    with pytest.raises(ArgumentTypeError, match=r"jac_t_mat_prod.*must be a tensor \[V, 3, 2\], got NoneType"):
+        rule.jac_t_mat_prod(layer, None, None, None)
+    for name in ("bias", "wieght"):
+        with pytest.raises(ArgumentError, match=f"Linear.*no parameter '{name}'"):
+            rule.param_mjp(name, layer, None, None, mat)
+    with pytest.raises(ArgumentError, match="no parameter 'bias'"):
+        rule.bias_jac_mat_prod(layer, None, None, torch.rand(5, 2))
+    del output
+
+
 def test_a_wrong_result_of_a_rule_is_refused() -> None:
     class Wrong(BaseParameterDerivatives):
         def _weight_jac_t_mat_prod(self, module, g_inp, g_out, mat, sum_batch=True, subsampling=None):
@@ -445,6 +471,14 @@ def test_missing_rules_are_refused() -> None:
     ):
         with pytest.raises(NotImplementedError):
             call()
+
+
+@pytest.mark.parametrize("module", [nn.Flatten(), nn.Dropout().eval()], ids=lambda m: type(m).__name__)
+def test_layers_that_return_their_input_are_not_recorded(module: Module) -> None:
+    output, rule = extend(module)(rand(5, 4).requires_grad_()), derivatives_for(module)
+    for product in (rule.jac_mat_prod, rule.jac_t_mat_prod):
+        with pytest.raises(NotRecordedError, match=f"{type(module).__name__}.*returns its input"):
+            product(module, None, None, output.unsqueeze(0))
 
 
 def test_reshape_helpers() -> None:
@@ -855,6 +889,28 @@ def test_generic_products_refuse_what_is_not_per_sample(make: Callable[[], Modul
         GenericDerivatives().jac_t_mat_prod(module, None, None, mat)
     assert torch.get_rng_state().equal(state)
     assert all(module.get_buffer(name).equal(old) for name, old in buffers.items())
+
+
+class Chosen(Module):
+    """Passes the derivative of a random choice off as that of the rounded one, which is the same with any random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gumbel_softmax(x, hard=True)
+
+
+def test_generic_products_refuse_random_derivatives() -> None:
+    module, x = Chosen(), torch.tensor([[40.0, 0.0, 1.0], [0.0, 2.0, 60.0]], dtype=DOUBLE)
+    recorded, rule = Recorded(module, x), GenericDerivatives()
+    assert torch.equal(module(x), recorded.y)
+    columns, rows, state = recorded.like_output(), recorded.like_input(), torch.get_rng_state()
+    for product in (
+        lambda: rule.jac_t_mat_prod(module, None, None, columns),
+        lambda: rule.jac_mat_prod(module, None, None, rows),
+        lambda: rule.residual(module, None, recorded.g_out),
+    ):
+        with pytest.raises(UnsupportedError, match="draws random numbers"):
+            product()
+    assert torch.get_rng_state().equal(state)
 
 
 def test_generic_products_refuse_a_module_that_has_changed() -> None:

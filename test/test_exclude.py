@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn, randn
 from torch.nn import Linear, Module, Sequential, Tanh
 
 from backpack import backpack, extend
+from backpack.core.recording import recorder_of
 from backpack.extensions import HMP, KFAC, KFLR, KFRA, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
 from backpack.utils.errors import ArgumentError, BackpackError
@@ -143,6 +145,95 @@ def test_unknown_name(name: str) -> None:
     with pytest.raises(ArgumentError, match="BatchGrad: exclude='.*' names no parameter"):
         run(problem, BatchGrad(exclude=[name]))
     assert all(param.grad is None for param in problem.model.parameters())
+
+
+def written(model: Module, name: str) -> set[str]:
+    """Tell of which parameters there are results where a name is left out; these are exact."""
+    x = randn(N, 3)
+    with backpack(BatchGrad(exclude=[name])):
+        model(x).square().sum().backward()
+    found = {name: p for name, p in model.named_parameters() if hasattr(p, "grad_batch")}
+    for p in found.values():
+        expected = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), [p])[0] for n in range(N)]
+        torch.testing.assert_close(p.grad_batch, torch.stack(expected))
+    return set(found)
+
+
+def nested() -> Sequential:
+    return Sequential(Linear(3, 3), Sequential(Linear(3, 3), Tanh()))
+
+
+NAMED = {
+    "encoder first": lambda model: (extend(model[1]), extend(model)),
+    "encoder afterwards": lambda model: (extend(model), extend(model[1])),
+    "encoder, model, encoder": lambda model: (extend(model[1]), extend(model), extend(model[1])),
+    "encoder in a model that is gone": lambda model: (extend(Sequential(model[1])), extend(model)),
+    "layer afterwards": lambda model: (extend(model), extend(model[1][0])),
+    "all in something larger": lambda model: (extend(model[1]), extend(Sequential(Tanh(), model[1])), extend(model)),
+}
+
+
+@pytest.mark.parametrize("order", NAMED)
+def test_names_are_those_in_the_model(order: str) -> None:
+    """A part of a model that was, or is, extended on its own has its names in the model, so that they mean nothing else there."""
+    model = nested()
+    NAMED[order](model)
+    for name, _ in nested().named_parameters():
+        assert written(model, name) == {other for other, _ in model.named_parameters()} - {name}
+    assert written(model, "1") == {"0.weight", "0.bias"}
+    assert written(model, "*0.weight") == {"0.bias", "1.0.bias"}
+    with backpack(KFLR()), pytest.raises(BackpackError, match=r" 1\.0\.weight, 1\.0\.bias.* 0\.weight|0\.bias, 1\.0\.weight"):
+        model(randn(N, 3)).sum().backward()
+    assert [recorder_of(module).path for module in (model[0], model[1][0])] == ["0", "1.0"]
+
+
+def test_names_in_a_wrapper() -> None:
+    """Names are those in the outermost module; who writes what they were before is told so."""
+    model = extend(Sequential(OrderedDict(peculiar=Linear(3, 3), other=Tanh())))
+    assert written(model, "peculiar.weight") == {"peculiar.bias"}
+    wrapper = extend(Sequential(model, Linear(3, 2)))
+    assert written(wrapper, "0.peculiar.weight") == {"0.peculiar.bias", "1.weight", "1.bias"}
+    with pytest.raises(ArgumentError, match=r'Did you mean `exclude=\["\*.peculiar.weight"'):
+        written(wrapper, "peculiar.weight")
+
+
+def test_names_of_modules_that_changed_places() -> None:
+    model = extend(Net(lambda net, x: net.b(torch.tanh(net.a(x))), **layers(3, 3, 3)()))
+    model.a, model.b = model.b, model.a
+    extend(model)
+    assert written(model, "a.weight") == {"a.bias", "b.weight", "b.bias"}
+
+
+def test_names_in_two_models() -> None:
+    """A part of two models has its names in both."""
+    shared = Linear(3, 3)
+    one, other = extend(Sequential(shared, Linear(3, 2))), extend(Sequential(Linear(3, 3), Tanh(), shared))
+    assert written(one, "2.weight") == {"0.bias", "1.weight", "1.bias"}
+    assert written(one, "1.weight") == {"0.weight", "0.bias", "1.bias"}
+    assert written(other, "2.weight") == {"0.weight", "0.bias", "2.bias"}
+
+
+class Brackets(Module):
+    """Names in which other characters than letters occur."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"rel[1]": Linear(3, 3), "rel1": Linear(3, 3), "a?": Linear(3, 3), "ab": Linear(3, 3), "(+|^$": Linear(3, 3)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+@pytest.mark.parametrize("name", ["rel[1]", "rel1", "a?", "ab", "(+|^$"])
+def test_characters_without_a_meaning(name: str) -> None:
+    """Only the star stands for anything."""
+    model = extend(Brackets())
+    everything = {name for name, _ in model.named_parameters()}
+    assert written(model, f"parts.{name}.weight") == everything - {f"parts.{name}.weight"}
+    assert written(model, f"parts.{name}") == {other for other in everything if not other.startswith(f"parts.{name}.")}
+    assert written(model, f"*{name[1:]}.bias") == everything - {f"parts.{name}.bias"}
 
 
 @pytest.mark.parametrize("wrong", ["0.weight", Linear(2, 2), Linear(2, 2).weight, None, 3, [3], [None], [torch.zeros(2)], [["0.weight"]]])

@@ -17,9 +17,11 @@ from test_exclude import arguments_in
 from test_extensions import QUANTITIES
 from test_models import fresh
 from torch import Tensor
-from torch.nn import BatchNorm1d, CrossEntropyLoss, Dropout, Linear, Module, MSELoss, Parameter, Sequential, Tanh
+from torch.nn import BatchNorm1d, CrossEntropyLoss, Dropout, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
+from torch.nn.functional import linear
 
 from backpack import backpack, explain, extend, results
+from backpack.core.recording import recorder_of
 from backpack.explaining import explain_loss
 from backpack.explanation import Explanation, Verdict
 from backpack.extensions import HMP, KFAC, KFLR, BatchGrad, DiagGGNMC
@@ -133,6 +135,18 @@ def test_nothing_changes() -> None:
     assert not any(vars(p) or p.grad is not None for p in model.parameters())
     with backpack(BatchGrad()), pytest.raises(BackpackError, match="not-recorded"):
         extend(lossfunc)(model(X), y).backward()
+
+
+def test_names_stay_those_of_before() -> None:
+    """Also of a part that was extended on its own, in a model that is not."""
+    encoder = extend(Sequential(Linear(4, 3), Tanh()))
+    model, lossfunc, X, y = Sequential(Linear(4, 4), encoder), CrossEntropyLoss(), torch.rand(5, 4), torch.randint(3, (5,))
+    rows = explain(model, lossfunc, X, y, [BatchGrad(exclude=["0.weight"])]).rows
+    assert [row.parameter for row in rows if row.verdict is Verdict.EXCLUDED] == ["0.weight"]
+    assert recorder_of(encoder[0]).path == "0"
+    with backpack(BatchGrad(exclude=["0.weight"])):
+        encoder(X).sum().backward()
+    assert set(results(encoder)) == {"0.bias"}
 
 
 def test_extended_stays_extended() -> None:
@@ -249,6 +263,47 @@ def test_plans_are_refused_at_once() -> None:
     with backpack(BatchGrad(exclude=arguments_in(caught.value))):
         loss().backward()
     assert {name for name, values in results(model).items()} == {"1.weight", "1.bias", "2.weight", "2.bias"}
+
+
+def of_batches() -> Module:
+    """Samples mix at the first layer; the second one has no rule for Hessians and products there, as its statistics are those of the mini-batch."""
+    return Sequential(Linear(4, 6), BatchNorm1d(6), ReLU(), Linear(6, 3))
+
+
+class Sliced(Module):
+    """A factor that a penalty is about, and a matrix of which a part is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor, self.matrix, self.last = Parameter(torch.rand(4)), Parameter(torch.rand(8, 4)), Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(linear(x * self.factor, self.matrix[:4]))
+
+
+@pytest.mark.parametrize("quantity", ["DiagHessian", "BatchDiagHessian", "KFRA", "HMP", "GGNMP", "KFAC"])
+def test_reasons_behind_others_are_told_at_once(quantity: str) -> None:
+    """What an extension refuses is told beside what any would refuse: the argument that is shown first is enough, and leaves the rest as it is."""
+    make = QUANTITIES[quantity].make
+    penalized = quantity == "KFAC"
+    model, lossfunc = extend(Sliced() if penalized else of_batches()), extend(MSELoss())
+    X, y = torch.randn(5, 4), torch.randn(5, 3)
+
+    def loss() -> Tensor:
+        return lossfunc(model(X), y) + (model.factor.square().sum() if penalized else 0)
+
+    with backpack(make()), pytest.raises(BackpackError) as caught:
+        loss().backward()
+    expected = {"factor", "matrix"} if penalized else {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert set(arguments_in(caught.value)) == expected == set(caught.value.about.values())
+    assert len(caught.value.parts) > 1
+    assert results(model) == {}
+    extension = make().leaving_out(caught.value.about)
+    with backpack(extension):
+        loss().backward()
+    assert set(results(model)) == {name for name, _ in model.named_parameters()} - expected
+    refused = {row.parameter for row in explain(model, lossfunc, X, y, [make()]).rows if row.verdict is Verdict.REFUSED}
+    assert refused == expected - {"factor"}  # the penalty is no part of it
 
 
 def test_what_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -550,11 +550,11 @@ def test_results_are_overwritten(extension: str) -> None:
 
 
 def test_short_names() -> None:
-    """The short names give the same objects; the exact GGN diagonal has precedence."""
+    """The short names give the same memory; what was written last has precedence."""
     problem = CASES["CE, mean"].build(3)
     run(problem, extensions.Variance(), extensions.DiagGGNMC())
     for param in problem.model.parameters():
-        assert param.var is param.variance
+        assert param.variance is param.var
         assert param.diag_ggn is param.diag_ggn_mc
     run(problem, extensions.DiagGGNExact())
     for param in problem.model.parameters():

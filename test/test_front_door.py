@@ -9,8 +9,10 @@ import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import Oracle, Problem, Term
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.functional import hessian, jacobian
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 import backpack as package
@@ -26,9 +29,12 @@ from backpack import CTX, backpack, clear, disable, extend, extensions, memory_c
 from backpack.core.owners import owners
 from backpack.core.state import recording
 from backpack.extensions import HBP, HMP, KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, SqrtGGNExact, SumGradSquared, Variance
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 from backpack.extensions.secondorder.hbp import BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
 from backpack.hessianfree.hvp import hessian_vector_product
-from backpack.utils.errors import BackpackError
+from backpack.utils.errors import BackpackError, UnsupportedError
 
 N = 6
 
@@ -446,6 +452,42 @@ def test_same_context_twice() -> None:
     check(problem.model, "grad_batch")
 
 
+def test_context_that_was_not_entered() -> None:
+    """Neither here, nor once more, nor in another thread: an error says so, and what is active stays so."""
+    problem, before, failures, shared = extended(), settings(), [], backpack(BatchGrad())
+
+    def training() -> Any:
+        with shared:
+            while True:
+                yield
+
+    def close(one: Any) -> None:
+        try:
+            one.close()
+        except UnsupportedError as error:
+            failures.append(str(error))
+
+    context = backpack(Variance())
+    with pytest.raises(UnsupportedError, match="has not entered it"):
+        context.__exit__(None, None, None)
+    with context:
+        pass
+    with pytest.raises(UnsupportedError, match="has left it before"):
+        context.__exit__(None, None, None)
+    assert settings() == before
+    one = training()
+    next(one)
+    thread = threading.Thread(target=close, args=(one,))
+    thread.start()
+    thread.join(60)
+    assert len(failures) == 1 and "thread that has not entered it" in failures[0]
+    loss_of(problem).backward()
+    check(problem.model, "grad_batch")
+    shared.__exit__(None, None, None)
+    assert settings() == before
+    assert type(torch.autograd.Variable._execution_engine).__name__ != "_WatchedEngine"
+
+
 def test_contexts_that_are_left_in_another_order() -> None:
     """Training loops that are generators: the one that goes on keeps its extensions, and nothing is active in the end."""
     problem, before = extended(), settings()
@@ -479,6 +521,45 @@ def test_no_extensions() -> None:
     with backpack(retain_graph=True):
         loss_of(problem).backward()
     assert results(problem.model) == {}
+
+
+@pytest.mark.parametrize("retain", [False, True])
+def test_hook_without_extensions(retain: bool) -> None:
+    """Each module once, containers behind what is inside, while what they have recorded is there; then it is given back."""
+    problem, seen = extended(Net), []
+    inputs = note_tensors(problem.model)
+
+    def hook(module: Module) -> None:
+        seen.append(module)
+        if module in inputs and not isinstance(module, (Net, Sequential)):
+            assert torch.equal(module.input0, inputs[module][0])
+        assert all(parameter.grad is not None for parameter in module.parameters())
+
+    loss = loss_of(problem)
+    with backpack(extension_hook=hook):
+        loss.backward(retain_graph=retain)
+    modules = [module for module in problem.model.modules() if not isinstance(module, Sequential)]
+    assert len(seen) == len(modules) + 1
+    assert set(seen) == {*modules, problem.losses[0]}
+    assert seen.index(problem.model) > max(seen.index(module) for module in modules if module is not problem.model)
+    assert hasattr(problem.model.head, "input0") == retain
+    seen.clear()
+    with backpack():
+        loss_of(problem).backward()
+    assert seen == []
+
+
+def test_extensions_by_hand() -> None:
+    """They run inside of a context; outside, where nothing runs, there is a warning."""
+    problem = extended()
+    with pytest.warns(UserWarning, match="no context is entered"):
+        CTX.set_active_exts([BatchGrad()])
+    CTX.set_active_exts(())
+    with backpack():
+        CTX.set_active_exts([BatchGrad()])
+        loss_of(problem).backward()
+    check(problem.model, "grad_batch")
+    assert CTX.get_active_exts() == ()
 
 
 def test_debug_prints(capsys: pytest.CaptureFixture) -> None:
@@ -579,16 +660,20 @@ def test_recorded_tensors_can_be_read() -> None:
     assert not hasattr(first, "input0")  # they live as long as the graph
 
 
-@pytest.mark.parametrize("keep", ["nothing", "context", "backward"])
-def test_recorded_tensors_after_a_backward_pass(keep: str) -> None:
+@pytest.mark.parametrize("keep", ["nothing", "context", "backward", "both"])
+@pytest.mark.parametrize("computes", [True, False])
+def test_recorded_tensors_after_a_backward_pass(keep: str, computes: bool) -> None:
     problem = extended()
     loss = loss_of(problem)
-    with backpack(BatchGrad(), retain_graph=keep == "context"):
-        loss.backward(retain_graph=keep != "nothing")
+    with backpack(*[BatchGrad()] * computes, retain_graph=keep in ("context", "both")):
+        loss.backward(retain_graph=keep in ("backward", "both"))
     for module in (problem.model[0], problem.losses[0]):
         assert hasattr(module, "input0") == (keep != "nothing")
     assert hasattr(problem.model[0], "output") == (keep != "nothing")
-    if keep == "nothing":
+    if keep != "nothing":
+        assert torch.equal(problem.model[0].input0, problem.x)
+        assert torch.equal(problem.model[2].input0, problem.model[0](problem.x).tanh())
+    if keep in ("nothing", "context"):
         with pytest.raises(RuntimeError):
             loss.backward()
     else:
@@ -596,6 +681,119 @@ def test_recorded_tensors_after_a_backward_pass(keep: str) -> None:
             loss.backward()
         check(problem.model, "diag_ggn_exact")
         assert not hasattr(problem.model[0], "input0")
+
+
+class Between(Module):
+    """A layer behind an operation that keeps nothing of its result."""
+
+    def __init__(self, layer: Module, inplace: bool = False) -> None:
+        super().__init__()
+        self.first, self.layer, self.last, self.inplace = Linear(4, 4), layer, Linear(4, 3), inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer((self.first(x) + 1).unsqueeze(1)).squeeze(1)
+        return self.last(hidden.mul_(2) if self.inplace else hidden)
+
+
+def note_tensors(model: Module) -> dict[Module, tuple[Tensor, Tensor]]:
+    """What each module is given and returns, as plain hooks see it."""
+    seen = {}
+    for module in model.modules():
+        module.register_forward_hook(lambda m, args, output: seen.update({m: (args[0].detach().clone(), output.detach().clone())}))
+    return seen
+
+
+def test_recorded_tensors_of_neighbours() -> None:
+    """What a layer does not keep is read where another one does, or computed from that."""
+    layers = [
+        Linear(4, 4),
+        nn.Sigmoid(),
+        ReLU(),
+        nn.Unflatten(1, (1, 4)),
+        nn.AvgPool1d(2, 1),
+        nn.ConstantPad1d(1, 0.5),
+        nn.Flatten(),
+        ReLU(),
+        Linear(5, 3),
+    ]
+    problem, read = extended(lambda: Sequential(*layers)), set()
+    seen = note_tensors(problem.model)
+
+    def compare(module: Module) -> None:
+        if module in seen:
+            assert torch.equal(module.input0, seen[module][0])
+            assert torch.equal(module.output, seen[module][1])
+            read.add(module)
+
+    loss = loss_of(problem)
+    with backpack(BatchGrad(), extension_hook=compare):
+        loss.backward(retain_graph=True)
+    for module in layers:
+        compare(module)
+    assert read == set(layers)
+
+
+LAYERS = [ReLU, Tanh, nn.Sigmoid, lambda: nn.Softmax(2), nn.GELU, nn.Dropout, lambda: nn.AvgPool1d(3, 1, 1), lambda: nn.ConstantPad1d(0, 1.0)]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_recorded_tensors_under_a_context_that_keeps_them(layer: Callable[[], Module]) -> None:
+    """All of them are kept, for the hook and for afterwards, and the quantities are the same."""
+    problem, read = extended(lambda: Between(layer())), set()
+    seen = note_tensors(problem.model)
+
+    def compare(module: Module) -> None:
+        if module in seen:
+            assert torch.equal(module.input0, seen[module][0])
+            assert torch.equal(module.output, seen[module][1])
+            read.add(module)
+
+    torch.manual_seed(0)
+    with backpack(BatchGrad(), DiagGGNExact(), retain_graph=True, extension_hook=compare):
+        loss = loss_of(problem)
+        loss.backward()
+    for module in problem.model.modules():
+        compare(module)
+    assert read == set(problem.model.modules())
+    found = results(problem.model)
+    torch.manual_seed(0)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss_of(problem).backward()
+    for name, fields in results(problem.model).items():
+        for field, value in fields.items():
+            assert torch.equal(found[name][field], value)
+
+
+@pytest.mark.parametrize("layer", [ReLU, nn.Dropout, nn.AvgPool1d])
+def test_kept_tensors_that_no_rule_needs_may_be_overwritten(layer: type[Module]) -> None:
+    def make() -> Module:
+        return Between(layer(1) if layer is nn.AvgPool1d else layer().eval(), inplace=layer is not ReLU)
+
+    problem = extended(make)
+    with backpack(BatchGrad(), DiagGGNExact(), retain_graph=True):
+        loss = loss_of(problem)
+        loss.backward()
+    check(problem.model, "grad_batch", "diag_ggn_exact", make=make)
+    del loss
+
+
+@pytest.mark.parametrize("name", ["input0", "input1", "own"])
+def test_recorded_tensor_that_is_not_there(name: str) -> None:
+    """The hook is told what to do; asking whether it is there, and asking for something else, is as ever."""
+    problem, asked = extended(lambda: Between(Tanh())), []
+
+    def ask(module: Module) -> None:
+        if module is problem.model.layer:
+            asked.append(hasattr(module, "input0"))
+            getattr(module, name)
+
+    loss = loss_of(problem)
+    with pytest.raises(AttributeError, match="layer.*retain_graph=True" if name == "input0" else f"no attribute '{name}'") as caught:
+        with backpack(BatchGrad(), extension_hook=ask):
+            loss.backward()
+    assert isinstance(caught.value, BackpackError) == (name == "input0")
+    assert asked == [False]
+    assert results(problem.model) == {}
 
 
 def test_recorded_tensors_are_the_last_calls() -> None:
@@ -822,17 +1020,53 @@ def test_short_names() -> None:
     assert not hasattr(weight, "diag_ggn")
     with backpack(Variance(), DiagGGNMC()):
         loss_of(problem).backward()
-    assert weight.var is weight.variance
+    assert weight.variance is weight.var
     assert weight.diag_ggn is weight.diag_ggn_mc
     with backpack(DiagGGNExact()):
         loss_of(problem).backward()
     assert weight.diag_ggn is weight.diag_ggn_exact
     close(weight.diag_ggn, FIELDS["diag_ggn_exact"](truth())["0.weight"])
     close(bias.var, truth().variance["0.bias"])
+    with backpack(DiagGGNMC()):
+        loss_of(problem).backward()
+    assert weight.diag_ggn is weight.diag_ggn_mc  # the exact one is of an earlier context
+    with backpack(DiagGGNMC(), DiagGGNExact()):
+        loss_of(problem).backward()
+    assert weight.diag_ggn is weight.diag_ggn_exact
     clear(problem.model)
     assert torch.equal(weight.var(), weight.detach().var())
     assert not hasattr(weight, "diag_ggn")
     assert torch.equal(torch.var(weight), weight.detach().var())
+
+
+def test_a_short_name_that_is_a_method_is_one_still() -> None:
+    """A model may normalise its weights by their variance, and somebody may log it."""
+
+    class Standardized(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, self.weight / (self.weight.var(1, keepdim=True) + 0.1), self.bias)
+
+    def make() -> Module:
+        return Sequential(Standardized(4, 5), Tanh(), Linear(5, 3))
+
+    problem = extended(make)
+    weight = problem.model[0].weight
+    for _ in range(2):
+        with backpack(Variance()):
+            loss_of(problem).backward()
+        check(problem.model, "variance", make=make)
+        assert torch.equal(weight.var(0, correction=0), weight.detach().var(0, correction=0))
+    found = weight.var
+    assert isinstance(found, Tensor) and torch.equal(found, weight.variance)
+    for made in (found + 0, found[0], copy.deepcopy(found), copy_by_pickle(found)):
+        assert type(made) is Tensor
+    assert repr(found) == repr(weight.variance)
+    found.mul_(2)
+    close(weight.variance, 2 * truth(make).variance["0.weight"])
+    with backpack(Variance()):
+        torch.autograd.grad(loss_of(problem), weight, create_graph=True)
+    gradients = [torch.autograd.grad(value.sum(), weight, retain_graph=True)[0] for value in (weight.var, weight.variance)]
+    assert gradients[0].any() and torch.equal(*gradients)
 
 
 # --- extension hook ---------------------------------------------------------------------------------------------------------------------------
@@ -895,6 +1129,51 @@ def test_extension_hook_sees_recorded_tensors() -> None:
     with backpack(BatchGrad(), extension_hook=lambda m: seen.append(m.input0.shape) if isinstance(m, Linear) else None):
         loss_of(problem).backward()
     assert seen == [(N, 5), (N, 4)]
+
+
+class Wave(Module):
+    """Has no rule, and no parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sin()
+
+
+class Nothing(ModuleExtension):
+    """A rule of a user's that carries something without a meaning."""
+
+    def backpropagate(self, *_: Any) -> int:
+        return 0
+
+
+def carried_by_users() -> SecondOrderBackpropExtension:
+    entries = {cls: Nothing() for cls in (Linear, Tanh, Wave, CrossEntropyLoss)}
+    extension = SecondOrderBackpropExtension("own", entries)
+    extension.accumulate_backpropagated_quantities = lambda existing, other: existing
+    return extension
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("make", [BatchGrad, DiagGGNExact, KFAC, carried_by_users])
+def test_extension_hook_of_the_loss_comes_first(make: Callable[[], BackpropExtension], checkpointed: bool) -> None:
+    """It has nothing to wait for; its tensors are there, although autograd has given back its own, and those of modules without a rule."""
+    model, loss = extend(Sequential(Linear(4, 5), Tanh(), Wave(), Linear(5, 3))).double(), extend(CrossEntropyLoss())
+    seen: dict[Module, Any] = {}
+
+    def hook(module: Module) -> None:
+        seen[module] = module.input0.clone(), module.output.clone()
+
+    x, y = torch.randn(N, 4, dtype=torch.float64), torch.randint(3, (N,))
+    with backpack(make(), extension_hook=hook):
+        output = model(x)
+        value = checkpoint(loss, output, y, use_reentrant=False) if checkpointed else loss(output, y)
+        value.backward()
+    assert list(seen)[0] is loss
+    assert seen.keys() == {loss, model, *model} - {model}
+    assert torch.equal(seen[loss][0], output)
+    assert torch.equal(seen[loss][1], value)
+    for first, second in pairwise(model):
+        assert torch.equal(seen[first][1], seen[second][0])
+    assert not hasattr(loss, "input0")
 
 
 def test_extension_hook_sees_recorded_tensors_of_its_own_pass() -> None:
@@ -1238,6 +1517,27 @@ def test_extend_refuses(given: Any, says: str) -> None:
             extend(given)
 
 
+FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "results": results,
+    "clear": clear,
+    "unextend": unextend,
+    "memory_cleanup": memory_cleanup,
+    "unscale": lambda given: package.unscale(given, 2.0),
+    "explain": lambda given: package.explain(given, F.mse_loss, torch.ones(2, 3), torch.ones(2, 3), [BatchGrad()]),
+    "verify": lambda given: package.verify(given, F.mse_loss, torch.ones(2, 3), torch.ones(2, 3), [BatchGrad()]),
+    "check_rule": lambda given: package.check_rule(given, torch.ones(2, 3)),
+    "convert_module_to_backpack": lambda given: package.convert_module_to_backpack(given, False),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("given", [Linear, 3, [Linear(3, 3)]], ids=str)
+def test_functions_of_modules_refuse_anything_else(name: str, given: Any) -> None:
+    for kind in (TypeError, BackpackError):
+        with pytest.raises(kind, match=rf"^{name}\(\) needs a torch.nn.Module, got .* of type {type(given).__name__}"):
+            FUNCTIONS[name](given)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [(BatchGrad, r"BatchGrad\(\)"), (Linear, "Linear"), (Linear(2, 2), "Linear"), ("grad_batch", "str"), (None, "NoneType"), ([BatchGrad()], "list")],
@@ -1255,16 +1555,48 @@ def test_context_refuses_a_collision_of_names() -> None:
     backpack(HMP(), HMP("other"))
 
 
+@pytest.mark.parametrize("field", [3, None, "", "grad", "data", "shape", "requires_grad", "_backward_hooks"], ids=repr)
+def test_context_refuses_fields_that_are_no_free_names(field: Any) -> None:
+    """``data`` would be the parameter itself."""
+    renamed = BatchGrad()
+    renamed.savefield = field
+    for extension in (HMP(field), renamed):
+        with pytest.raises(ValueError, match=f"{type(extension).__name__}.*savefield={field!r}"):
+            backpack(Variance(), extension)
+
+
+def test_field_chosen_after_construction() -> None:
+    problem, renamed = build(), BatchGrad()
+    renamed.savefield = "gradients_of_another_day"
+    with backpack(renamed):
+        extend(problem.model)
+        problem.loss(problem.outputs()).backward()
+    expected = Oracle(build()).grad_batch
+    assert {name: list(fields) for name, fields in results(problem.model).items()} == {name: [renamed.savefield] for name in expected}
+    for name, fields in results(problem.model).items():
+        close(fields[renamed.savefield], expected[name])
+    clear(problem.model)
+    assert not any(vars(parameter) for parameter in problem.model.parameters())
+
+
 def test_context_refuses_a_hook_that_is_no_function() -> None:
     with pytest.raises(TypeError, match="extension_hook"):
         backpack(BatchGrad(), extension_hook="print")
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNMC, SqrtGGNExact, Variance, SumGradSquared])
-@pytest.mark.parametrize("subsampling", [3, "01", [0.5], [True], [None], torch.tensor([0])], ids=repr)
+@pytest.mark.parametrize("subsampling", [3, "01", "", b"\0", [0.5], [True], [None], torch.tensor([0])], ids=repr)
 def test_subsampling_must_be_indices(extension: type, subsampling: Any) -> None:
     with pytest.raises(ValueError, match=f"{extension.__name__}: subsampling"):
         extension(subsampling=subsampling)
+
+
+def test_subsampling_by_numpy() -> None:
+    problem = extended()
+    with backpack(BatchGrad(subsampling=[np.int64(2), np.int32(0)])):
+        loss_of(problem).backward()
+    for name, value in values(problem.model, "grad_batch").items():
+        close(value, truth().grad_batch[name][[2, 0]])
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, Variance, DiagGGNExact, DiagGGNMC, SqrtGGNExact])

@@ -8,6 +8,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.functional import hessian, jacobian
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Sequential, Tanh
 
+from backpack import backpack, clear, extend, results
+from backpack.extensions import BatchGrad, DiagGGNExact
 from backpack.hessianfree.ggnvp import ggn_vector_product, ggn_vector_product_from_plist
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.hessianfree.lop import L_op, transposed_jacobian_vector_product
@@ -62,7 +64,8 @@ def test_products_can_be_differentiated(inputs: list[Tensor]) -> None:
 def test_bare_tensors_and_lists_agree(inputs: list[Tensor]) -> None:
     x = inputs[0]
     y, v, w = map_b(x), rand(2, 3), rand(2)
-    assert torch.equal(jacobian_vector_product(y, x, v)[0], jacobian_vector_product([y], [x], [v])[0])
+    assert torch.equal(jacobian_vector_product(y, x, v)[0], jacobian_vector_product(f=[y], x=[x], v=[v])[0])
+    assert torch.equal(transposed_jacobian_vector_product(f=y, x=x, v=w)[0], transposed_jacobian_vector_product([y], [x], [w])[0])
     assert torch.equal(transposed_jacobian_vector_product(y, x, w)[0], transposed_jacobian_vector_product([y], [x], [w])[0])
 
 
@@ -234,3 +237,77 @@ def test_ggn_vector_product_from_plist_accepts_bare_vector_and_unused_parameters
     torch.testing.assert_close(ggn_vector_product_from_plist(loss, output, [other, model.weight], [rand(5), v])[1], expected)
     assert torch.equal(ggn_vector_product_from_plist(loss, output, [other], [rand(5)])[0], torch.zeros(5, dtype=torch.float64))
     assert torch.equal(ggn_vector_product_from_plist(output.sum(), output, [model.weight], [v])[0], torch.zeros(2, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("extended_loss", [False, True])
+@pytest.mark.parametrize("product", ["hvp", "hvp of the output", "jvp", "vjp", "ggn"])
+def test_products_inside_of_a_context_leave_results_alone(product: str, extended_loss: bool) -> None:
+    """They are no passes over a loss: nothing is computed, overwritten or deleted."""
+    model, X, y = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2)).double()), rand(4, 3), torch.randint(2, (4,))
+    lossfunc = extend(CrossEntropyLoss()) if extended_loss else CrossEntropyLoss()
+    params = list(model.parameters())
+    v, w = [rand(*param.shape) for param in params], rand(4, 2)
+    products = {
+        "hvp": lambda output, loss: hessian_vector_product(loss, params, v),
+        "hvp of the output": lambda output, loss: hessian_vector_product(loss, [output], [w]),
+        "jvp": lambda output, loss: R_op(output, params, v),
+        "vjp": lambda output, loss: L_op(output, params, w),
+        "ggn": lambda output, loss: ggn_vector_product(loss, output, model, v),
+    }
+    output = model(X)
+    outside = products[product](output, lossfunc(output, y))
+    for extensions in ([BatchGrad()], [BatchGrad(), DiagGGNExact()]):
+        clear(model)
+        with backpack(*extensions):
+            output = model(X)
+            loss = lossfunc(output, y)
+            products[product](output, loss)
+            assert results(model) == {}
+            loss.backward(retain_graph=True)
+            before = results(model)
+            found = products[product](output, loss)
+            after = results(model)
+        for name, fields in before.items():
+            assert len(fields) == len(extensions)
+            assert fields.keys() == after[name].keys() and all(after[name][field] is value for field, value in fields.items())
+        assert all(torch.equal(one, other) for one, other in zip(found, outside, strict=True))
+
+
+def test_vectors_have_to_fit(inputs: list[Tensor]) -> None:
+    """Torch takes too many for a mistake nowhere, and too few somewhere inside."""
+    x, z, _ = inputs
+    y, (v_x, v_z, w) = map_a(x, z), (rand(2, 3), rand(3, 2), rand(2, 2))
+    loss = (y**3).sum()
+    for wrong in ([v_x], [v_x, v_z, v_z], [v_z, v_x], v_x):
+        with pytest.raises(ArgumentError, match=r"v must have the shapes of the parameters, \[\[2, 3\], \[3, 2\]\], got"):
+            ggn_vector_product_from_plist(loss, y, [x, z], wrong)
+        with pytest.raises(ArgumentError, match=r"vs must have the shapes of xs, \[\[2, 3\], \[3, 2\]\], got"):
+            R_op(y, [x, z], wrong)
+    for wrong in (v_x, [w, w], []):
+        with pytest.raises(ArgumentError, match=r"ws must have the shapes of ys, \[\[2, 2\]\], got"):
+            L_op(y, [x, z], wrong)
+    for iterables in (R_op(iter([y]), iter([x, z]), iter([v_x, v_z])), R_op(y, [x, z], [v_x, v_z])):
+        torch.testing.assert_close(iterables[0], torch.autograd.functional.jvp(map_a, (x, z), (v_x, v_z))[1])
+    for some in (L_op(iter([loss]), iter([x, z]), None), L_op([loss], (x, z), [None])):
+        torch.testing.assert_close(some, torch.autograd.grad(loss, (x, z), retain_graph=True))
+
+
+def test_output_of_another_call_is_refused() -> None:
+    """The loss does not depend on it, which would count as a curvature of zero."""
+    model, X, y = Linear(3, 2).double(), rand(4, 3), rand(4, 2)
+    v, (output, other) = [rand(2, 3), rand(2)], (model(X), model(X))
+    loss = MSELoss()(output, y)
+    with pytest.raises(ArgumentError, match=r"not computed from this output of shape \[4, 2\].*another call"):
+        ggn_vector_product(loss, other, model, v)
+    left, right = output.tensor_split(2, 1)
+    with pytest.raises(ArgumentError, match=r"not computed from this output of shape \[4, 1\]"):
+        ggn_vector_product((left**2).sum(), right, model, v)
+    trainable = output.detach().requires_grad_()
+    torch.testing.assert_close(ggn_vector_product_from_plist((trainable**2).sum(), trainable, [trainable], [output.detach()])[0], 2 * output.detach())
+    for square in (lambda out: (out**2).sum(), lambda out: (out.relu_() ** 2).sum()):  # in place, too: the tensor that goes into the loss
+        output = model(X)
+        value = square(output)
+        x = torch.cat([X, torch.ones(4, 1, dtype=X.dtype)], 1)
+        active = (output != 0).to(X.dtype)
+        expected = 2 * (active * (x @ torch.cat([v[0], v[1][:, None]], 1).T)).T @ x
+        torch.testing.assert_close(torch.cat([part.reshape(2, -1) for part in ggn_vector_product(value, output, model, v)], 1), expected)

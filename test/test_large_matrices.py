@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
-from test_extensions import QUANTITIES
 from torch import nn
 
 from backpack import backpack, extend, results
-from backpack.extensions import KFAC, KFLR, KFRA, chains
+from backpack.extensions import HBP, KFAC, KFLR, KFRA, chains
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.secondorder.hbp import BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
 from backpack.utils.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -40,16 +43,18 @@ def test_features_of_an_image() -> None:
 
 @pytest.mark.parametrize("limit", [36, 35])
 def test_limit_of_averages(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """Everything up to the limit is formed. The nine inputs of the first layer count nothing: no matrix is carried there."""
+    """Everything up to the limit is formed. The entries of an image in front of the first layer count nothing: no matrix is carried there."""
     monkeypatch.setattr(chains, "LARGEST", limit)
-    model, x = nn.Sequential(nn.Linear(9, 6), nn.Tanh(), nn.Linear(6, 3)), torch.randn(4, 9)
+    model, x = nn.Sequential(nn.Conv1d(1, 1, 5), nn.Flatten(), nn.Tanh(), nn.Linear(6, 3)), torch.randn(4, 1, 10)
     if limit == 36:
         run(model, x, KFRA())
         assert len(results(model)) == 4
         return
-    with pytest.raises(UnsupportedError, match=r"6 x 6 numbers, 0\.0 GiB, at 2 \(Linear\).*0\.weight"):
+    with pytest.raises(
+        UnsupportedError, match=r'(?s)"0\.weight", "0\.bias", "3\.weight".*6 x 6 numbers, 0\.0 GiB, at 3 \(Linear\).*factor of 3\.weight'
+    ):
         run(model, x, KFRA())
-    run(model, x, KFRA(exclude=["0"]))
+    run(model, x, KFRA(exclude=["0", "3.weight"]))
 
 
 def test_matrices_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,14 +74,49 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("quantity", ["KFAC", "KFLR"])
+def averages(strategy: str) -> Callable[..., HBP]:
+    return partial(HBP, Curvature.GGN, LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE, strategy)
+
+
+MAKE = {
+    "KFAC": KFAC,
+    "KFLR": KFLR,
+    "KFRA": KFRA,
+    "HBP": averages(ExpectationApproximation.BOTEV_MARTENS),
+    "HBP Chen": averages(ExpectationApproximation.CHEN),
+}
+
+
+@pytest.mark.parametrize("quantity", MAKE)
 @pytest.mark.parametrize("name", FACTORS)
 def test_large_factors_are_refused(name: str, quantity: str) -> None:
     make, shape, message = FACTORS[name]
     model, x = extend(nn.Sequential(make(), nn.Flatten())), torch.randn(2, *shape)
-    with backpack(QUANTITIES[quantity].make()), pytest.raises(UnsupportedError, match=f"{message}.*exclude="):
+    if name == "vector" and quantity not in ("KFAC", "KFLR"):
+        message += ", 6.0 GiB, at MSELoss"  # carried, before anything is formed of it
+    with backpack(MAKE[quantity]()), pytest.raises(UnsupportedError, match=f"{message}.*exclude="):
         extend(nn.MSELoss())(out := model(x), torch.zeros_like(out)).backward()
     assert results(model) == {}
+
+
+@pytest.mark.parametrize("quantity", MAKE)
+def test_large_factor_is_left_out(monkeypatch: pytest.MonkeyPatch, quantity: str) -> None:
+    """Of the first layer, the input factor is too large, and the rest is formed, with the same numbers as without the limit."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(10, 4), nn.ReLU(), nn.Linear(4, 3)), torch.randn(5, 10)
+    torch.manual_seed(1)
+    run(model, x, MAKE[quantity]())
+    expected = results(model)
+    monkeypatch.setattr(chains, "LARGEST", 99)
+    with pytest.raises(UnsupportedError, match=r'factor of 0\.weight \[4, 10\] would be a matrix of 10 x 10.*exclude=\["0\.weight"\]'):
+        run(model, x, MAKE[quantity]())
+    torch.manual_seed(1)
+    run(model, x, MAKE[quantity](exclude=["0.weight"]))
+    found = results(model)
+    assert set(found) == {"0.bias", "2.weight", "2.bias"}
+    for name, fields in found.items():
+        for field, factors in fields.items():
+            assert all(map(torch.equal, factors, expected[name][field]))
 
 
 def test_factors_of_a_large_table_exist() -> None:

@@ -164,6 +164,94 @@ def test_attention_that_was_copied() -> None:
         assert results(problem.model) == {}
 
 
+class Turned(Module):
+    """Its inner modules are called with the samples on axis 1, and it has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Linear(2, 5), Linear(5, 3)
+        self.shift = Parameter(torch.randn(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x.unflatten(1, (2, 2)).transpose(0, 1)) + self.shift)).mean(0)
+
+
+class Copying(Turned):
+    """Copies what it knows of."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        other = Copying()
+        other.one, other.two, other.shift = (copy.deepcopy(part, memo) for part in (self.one, self.two, self.shift))
+        return other
+
+
+class Forgetful(Turned):
+    """Leaves its hooks out of its state."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name not in ("_forward_hooks", "_forward_pre_hooks")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**vars(Module()), **state})
+
+
+class Stateful(Turned):
+    """Leaves something else out of its state, as the modules of some trainers do."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "trainer": None}
+
+
+def traced() -> Module:
+    model = torch.fx.symbolic_trace(Turned())
+    for node in model.graph.nodes:
+        node.type = None  # annotations that are strings are not pickled
+    model.recompile()
+    return model
+
+
+def unpickled(model: Module) -> Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.parametrize(
+    "make, duplicate", [(traced, d) for d in (copy.deepcopy, averaged, unpickled)] + [(Copying, copy.deepcopy), (Forgetful, unpickled)]
+)
+def test_copies_that_lose_what_is_installed(make: Callable[[], Module], duplicate: Callable[[Module], Module]) -> None:
+    """Their inner modules still have it, and would be taken for models, with the samples on axis 0: refused, until the copy is extended."""
+    problem = extended(make)
+    check_step(problem, make)
+    clear(problem.model)
+    problem.model.zero_grad()
+    problem.model = copy.deepcopy(duplicate(problem.model))
+    for extension in (BatchGrad(), DiagGGNExact()):
+        with pytest.raises(AttributeError, match=r"^(one|two) came with a copy.*extend\(model\)"), backpack(extension):
+            loss_of(problem).backward()
+    assert results(problem.model) == {}
+    assert all(p.grad is None for p in problem.model.parameters())
+    extend(problem.model)
+    check_step(problem, make)
+
+
+@pytest.mark.parametrize("make", [Turned, Stateful])
+def test_copies_of_parts(make: Callable[[], Module]) -> None:
+    """Whose class copies as others do may be called part by part, also in a copy."""
+    part, x = copy.deepcopy(extended(make).model.one), torch.randn(3, 2, dtype=torch.float64)
+    with backpack(BatchGrad()):
+        part(x).sum().backward()
+    assert torch.equal(part.weight.grad_batch, x[:, None].expand(3, 5, 2))
+
+
+def test_copy_of_a_part_of_a_traced_model() -> None:
+    part, x = copy.deepcopy(extended(traced).model.one), torch.randn(3, 2, dtype=torch.float64)
+    with pytest.raises(AttributeError, match="extend"), backpack(BatchGrad()):
+        part(x).sum().backward()
+    extend(part)
+    with backpack(BatchGrad()):
+        part(x).sum().backward()
+    assert torch.equal(part.weight.grad_batch, x[:, None].expand(3, 5, 2))
+
+
 def test_results_that_came_with_a_pickle() -> None:
     """Nothing else is known about them: they are not unscaled without a word, and do not stay on layers that are frozen now."""
     problem = extended()
@@ -181,6 +269,8 @@ def test_results_that_came_with_a_pickle() -> None:
     with backpack(SumGradSquared()):
         loss_of(problem).backward()
     assert list(values(problem.model, "sum_grad_squared")) == ["2.weight", "2.bias"]
+    with backpack(BatchGrad(), SumGradSquared()):
+        loss_of(problem).backward()
     unscale(problem.model, 2.0)
     close(2 * problem.model[2].weight.grad_batch, truth().grad_batch["2.weight"])
 

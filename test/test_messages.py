@@ -12,11 +12,19 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, unextend
 from backpack.custom_module.branching import Parallel
-from backpack.extensions import GGNMP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagHessian
+from backpack.extensions import GGNMP, HBP, KFAC, KFLR, KFRA, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
 from backpack.hessianfree.hvp import hessian_vector_product
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, BranchingError, LossNotExtendedError, LossValueError, UnsupportedError
+from backpack.utils.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BackpackError,
+    BranchingError,
+    LossNotExtendedError,
+    LossValueError,
+    UnsupportedError,
+)
 
 N = 5
 X, Y = torch.randn(N, 4), torch.arange(N) % 3
@@ -292,3 +300,19 @@ def test_names_come_in_the_order_of_the_model() -> None:
     with backpack(KFAC()), pytest.raises(LossNotExtendedError) as info:
         extend(model)(X).exp().mean().backward()
     assert list(info.value.about.values()) == [name for name, _ in model.named_parameters()]
+
+
+class Shifted(nn.Module):
+    """Element-wise, but nobody has said so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square() + x
+
+
+@pytest.mark.parametrize("make", [PCHMP, lambda: HBP("hessian", "sum", "average", "E[J^T E(H) J]")], ids=["PCHMP", "HBP"])
+def test_module_that_may_be_element_wise(make: Callable[[], BackpropExtension]) -> None:
+    """Of a module without a rule it is not said that its second derivative is dense."""
+    for layer, hint in ((Shifted(), "backpack.register(Shifted, "), (nn.Softmax(1), "1 has a dense second derivative")):
+        said = refusal(BackpackError, nn.Sequential(nn.Linear(4, 3), layer, nn.Linear(3, 3)), make())
+        assert hint in said
+        assert ("dense" in said) == isinstance(layer, nn.Softmax)

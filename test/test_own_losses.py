@@ -2,6 +2,9 @@
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -9,7 +12,8 @@ from cases_loss import LogCosh
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, check_rule, extend, extensions, register, results
+from backpack.core.derivatives import GenericLossDerivatives
 from backpack.core.recording import recorder_of
 from backpack.utils.errors import LossNotExtendedError, LossValueError, NotRecordedError, ShapeError, UnsupportedError
 
@@ -140,6 +144,62 @@ class Remembering(Scaled):
     def forward(self, logits: Tensor, target: Tensor) -> Tensor:
         self.latest = super().forward(logits, target)
         return self.latest
+
+
+class Both(NamedTuple):
+    """A loss, and a number to look at."""
+
+    loss: Tensor
+    mae: Tensor
+
+
+RETURNED: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], Tensor]]] = {
+    "mapping of one": (lambda loss, mae: {"loss": loss}, itemgetter("loss")),
+    "mapping of two": (lambda loss, mae: {"loss": loss, "mae": mae.detach()}, itemgetter("loss")),
+    "mapping with a number": (lambda loss, mae: {"mae": mae.item(), "loss": loss}, itemgetter("loss")),
+    "tuple of one": (lambda loss, mae: (loss,), itemgetter(0)),
+    "named tuple": (lambda loss, mae: Both(loss, mae.detach()), attrgetter("loss")),
+    "loss last": (lambda loss, mae: (mae.detach(), loss), itemgetter(1)),
+    "two losses": (Both, attrgetter("loss")),
+    "second of two losses": (lambda loss, mae: (mae, loss), itemgetter(1)),
+}
+
+
+def returning(name: str) -> type[nn.Module]:
+    """Return a class of losses that make more than a number."""
+
+    class Returns(nn.Module):
+        def forward(self, logits: Tensor, target: Tensor) -> Any:
+            return RETURNED[name][0](LogCosh()(logits, F.one_hot(target, C)), (logits - F.one_hot(target, C)).abs().mean())
+
+    return Returns
+
+
+@pytest.mark.parametrize("name", RETURNED)
+@pytest.mark.parametrize("scale", [1.0, 3.0])
+def test_loss_inside_of_what_is_returned(name: str, scale: float) -> None:
+    cls, get = returning(name), RETURNED[name][1]
+    register(cls, GenericLossDerivatives)
+    model, loss, x, y = make(cls())
+    ambiguous = name in ("loss last", "two losses", "second of two losses")
+    with backpack(extensions.DiagGGNExact(), extensions.DiagHessian()):
+        value = scale * get(loss(model(x), y))
+        with pytest.raises(UnsupportedError, match="Returns.*2 tensors.*the loss") if ambiguous else nullcontext():
+            value.backward()
+    if ambiguous:
+        assert results(model) == {}
+        return
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: scale * LogCosh()(logits, F.one_hot(y, C))))
+    torch.testing.assert_close(model[2].weight.diag_h, model[2].weight.diag_ggn_exact)
+    assert check_rule(cls(), torch.randn(N, C), y)
+
+
+def test_one_tensor_in_a_mapping_looks_like_a_loss() -> None:
+    """Also where nobody has said that it is one."""
+    model, loss, x, y = make(returning("mapping of one")())
+    with backpack(extensions.DiagGGNExact()):
+        loss(model(x), y)["loss"].backward()
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: LogCosh()(logits, F.one_hot(y, C))))
 
 
 def test_temporary_object_that_stores_what_it_returns() -> None:
@@ -290,6 +350,23 @@ def test_evaluating_again_changes_nothing() -> None:
     for name, buffer in loss.named_buffers():
         assert torch.equal(buffer, state[name]), name
     assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: loss(logits, y)))
+
+
+class Drawing(nn.Module):
+    """Has the same value with any random numbers, but another derivative."""
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return (F.gumbel_softmax(100 * logits.softmax(1), tau=9.0, hard=True) - F.one_hot(target, C)).square().mean()
+
+
+def test_another_derivative_is_noticed_where_the_value_is_the_same() -> None:
+    model, loss, x, y = make(Drawing())
+    with torch.no_grad():
+        model[2].bias[1] += 20
+    assert loss(model(x), y) == loss(model(x), y)
+    with backpack(extensions.DiagHessian()), pytest.raises(LossValueError, match="random"):
+        loss(model(x), y).backward()
+    assert all("diag_h" not in vars(p) for p in model.parameters())
 
 
 class Growing(nn.Module):

@@ -29,7 +29,7 @@ from backpack import backpack, extend, results
 from backpack.core import operations, walk
 from backpack.core.derivatives.registry import derivatives_for, registered
 from backpack.core.walk import Walk
-from backpack.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, SumGradSquared, Variance
+from backpack.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
 from backpack.utils.errors import OverwrittenError
 
 # --- no rule is lost --------------------------------------------------------------------------------------------------------------------------
@@ -42,8 +42,8 @@ def pieces(out: Tensor) -> Iterator[tuple[str, bool, bool]]:
         for mark in marks:
             if mark.call.derivatives is not None:
                 with patch.object(walk, "as_described", lambda *_: True):
-                    free = found.piece(node, mark.call)
-                yield repr(mark.call.module), free is not None, found.piece(node, mark.call) is not None
+                    free = found.piece(node, mark.call, mark.base)
+                yield repr(mark.call.module), free is not None, found.piece(node, mark.call, mark.base) is not None
 
 
 def arranged(x: Tensor, memory: str) -> Tensor:
@@ -137,6 +137,29 @@ def test_scaled_outputs_have_no_rule(name: str) -> None:
             handle.remove()
 
 
+RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one more axis": lambda out: out.unsqueeze(1),
+    "one more axis in front": lambda out: out.unsqueeze(0),
+    "as one axis": lambda out: out.view(-1),
+    "lengths exchanged": lambda out: out.contiguous().view(out.shape[0], -1, out.shape[1]),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_reshaped_outputs_have_no_rule(name: str) -> None:
+    """But for reshapes of each sample, which remain such."""
+    for module, inputs in runs(name, MODES[:1]):
+        out, is_reshape = module(*inputs), isinstance(module, (nn.Identity, Flatten, nn.Unflatten))
+        for reshape in RESHAPES.values() if isinstance(out, Tensor) and out.requires_grad and not is_reshape else ():
+            try:
+                changes = reshape(out).shape != out.shape
+            except (RuntimeError, IndexError):  # not possible with this output
+                continue
+            handle = extend(module).register_forward_hook(lambda _, __, out, reshape=reshape: reshape(out), prepend=True)
+            assert not changes or not any(does for where, _, does in pieces(module(*inputs)) if where == repr(module))
+            handle.remove()
+
+
 def layers(model: Module) -> list[Module]:
     return [layer for layer in model.modules() if isinstance(layer, Linear | Conv1d)]
 
@@ -167,6 +190,10 @@ def residual(_: Module, args: tuple[Tensor], out: Tensor) -> Tensor | None:
 
 def doubled_in_place(_: Module, __: tuple, out: Tensor) -> None:
     out.mul_(2)
+
+
+def reshaped(_: Module, __: tuple, out: Tensor) -> Tensor | None:
+    return {3: lambda: out.unflatten(1, (2, 4)), 4: lambda: out.flatten(1, 2)}.get(out.dim(), lambda: None)()
 
 
 def another_product(_: Module, __: tuple, out: Tensor) -> Tensor:
@@ -276,6 +303,7 @@ INTERFERENCES: dict[str, Interference] = {
     "hook with the input": hooks(residual),
     "hook with a product": hooks(another_product),
     "hook that turns": hooks(turned, everywhere=True),
+    "hook that reshapes": hooks(reshaped),
     "mode, weights": lambda _: Functions(lambda x: x, torch.tanh),
     "mode, inputs": lambda _: Functions(lambda x: 2 * x, lambda weight: weight),
     "mode, transposed": lambda _: Functions(lambda x: x, lambda weight: weight.t() if weight.shape[0] == weight.shape[-1] else weight),
@@ -380,6 +408,64 @@ def test_parametrization_removed_before_backward() -> None:
         close(parameter.diag_ggn_exact, diagonals[name])
 
 
+LAST: dict[str, Callable[[], list[Module]]] = {
+    "Softmax": lambda: [nn.Softmax(1)],
+    "LogSoftmax": lambda: [nn.LogSoftmax(1)],
+    "LayerNorm": lambda: [nn.LayerNorm(6)],
+    "PReLU": lambda: [nn.PReLU(6)],
+    "Tanh": lambda: [Tanh()],
+    "Identity": lambda: [nn.Identity()],
+    "Linear": lambda: [Linear(6, 6)],
+    "Conv1d": lambda: [nn.Unflatten(1, (2, 3)), Conv1d(2, 2, 1)],
+    "MaxPool1d": lambda: [nn.Unflatten(1, (2, 3)), nn.MaxPool1d(1)],
+    "AvgPool1d": lambda: [nn.Unflatten(1, (2, 3)), nn.AvgPool1d(3, 1, 1)],
+    "ConstantPad1d": lambda: [nn.Unflatten(1, (2, 3)), nn.ConstantPad1d((1, -1), 0.5)],
+    "Softmax2d": lambda: [nn.Unflatten(1, (2, 3, 1)), nn.Softmax2d()],
+}
+
+
+@pytest.mark.parametrize("name", LAST)
+def test_hook_that_keeps_all_entries(name: str) -> None:
+    """It may change the shape, and with it what the rule takes for the axes of the layer."""
+
+    def problem(extended: bool) -> Problem:
+        torch.manual_seed(0)
+        chosen = LAST[name]()
+        model = Sequential(Linear(4, 6), *chosen, Sigmoid(), Flatten(), Linear(6, 3)).double()
+        found = Problem(model, torch.randn(3, 4, dtype=torch.float64), [Term(MSELoss(), torch.randn(3, 3, dtype=torch.float64))])
+        for module in (model, *found.losses) if extended else ():
+            extend(module)
+        chosen[-1].register_forward_hook(lambda _, __, out: out.view(len(out), 3, 2), prepend=True)
+        return found
+
+    found, oracle = problem(extended=True), Oracle(problem(extended=False))
+    check(found, oracle)
+    loss = found.loss(found.outputs())
+    with backpack(DiagHessian()):
+        loss.backward()
+    for parameter, value in oracle.diag_h_batch.items():
+        close(found.model.get_parameter(parameter).diag_h, value.sum(0))
+
+
+@pytest.mark.parametrize("shape", [(-1,), (3, 1, -1)])
+@pytest.mark.parametrize("kind", [MSELoss, nn.CrossEntropyLoss])
+def test_hook_that_reshapes_a_loss(kind: type[Module], shape: tuple[int, ...]) -> None:
+    """Of which every entry has a weight."""
+
+    def problem(extended: bool) -> Problem:
+        torch.manual_seed(0)
+        model, loss = Linear(4, 6).double(), kind(reduction="none")
+        target = torch.randn(3, 2, 3).double() if kind is MSELoss else torch.randint(2, (3, 3))
+        weights = torch.rand(target.shape).double().view(shape)
+        found = Problem(model, torch.randn(3, 4).double(), [Term(loss, target, 0, weights)], lambda model, x: model(x).view(3, 2, 3))
+        for module in (model, loss) if extended else ():
+            extend(module)
+        loss.register_forward_hook(lambda _, __, out: out.view(shape), prepend=True)
+        return found
+
+    check(problem(extended=True), Oracle(problem(extended=False)))
+
+
 class Mine(Linear):
     """A layer of the user's own."""
 
@@ -393,6 +479,27 @@ def test_class_patched_after_its_rule_was_found() -> None:
     with patch.object(Linear, "forward", lambda self, x: F.linear(x, 2 * self.weight)):
         assert derivatives_for(layer) is derivatives_for(Linear(2, 2)) is None
     assert derivatives_for(layer) is rule
+    convolution, rule = Conv1d(2, 2, 2), derivatives_for(Conv1d)
+    with patch.object(Conv1d, "_conv_forward", lambda self, x, weight, bias: F.conv1d(x, 2 * weight)):
+        assert derivatives_for(convolution) is derivatives_for(Conv1d) is None
+    assert derivatives_for(convolution) is rule
+
+
+def causal(self: Conv1d, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.conv1d(F.pad(x, (2, 0)), weight, bias)
+
+
+def test_inner_method_that_looks_alike() -> None:
+    """Padded on one side only, a convolution has the shapes and the operations of the layer, and another Jacobian: ``.grad`` is at stake, too."""
+    torch.manual_seed(0)
+    layer, x = extend(Conv1d(8, 16, 3, padding=1)).double(), torch.randn(4, 8, 64, dtype=torch.float64)
+    layer(x)
+    with patch.object(Conv1d, "_conv_forward", causal):
+        samples = [torch.autograd.grad(layer(sample[None]).sin().sum(), layer.weight)[0] for sample in x]
+        with backpack(BatchGrad()):
+            layer(x).sin().sum().backward()
+    close(layer.weight.grad_batch, torch.stack(samples))
+    close(layer.weight.grad, sum(samples))
 
 
 def test_modes_and_classes_that_change_nothing() -> None:

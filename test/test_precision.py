@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ from test_extensions import QUANTITIES, Expect, close, collect, flat, run
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions, unscale
+from backpack.utils.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -249,3 +250,80 @@ def test_chosen_type_of_accumulated_results() -> None:
 def test_types_that_hold_no_results(dtype: object) -> None:
     with pytest.raises(TypeError, match="dtype must be a type of floating-point numbers"):
         backpack(dtype=dtype)
+
+
+class Product(nn.Module):
+    """A product with a matrix, in functional code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+NARROW = {
+    "Linear": (lambda: nn.Linear(3, 2), (3,)),
+    "Linear, positions": (lambda: nn.Linear(3, 2), (2, 3)),
+    "Linear, large": (lambda: nn.Linear(256, 128), (2, 256)),
+    "Conv1d, one position": (lambda: nn.Conv1d(3, 2, 4), (3, 4)),
+    "Conv1d, grouped": (lambda: nn.Conv1d(4, 2, 3, groups=2), (4, 4)),
+    "Conv2d, many positions": (lambda: nn.Conv2d(8, 2, 1), (8, 6, 6)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(3, 2, 1), (3, 2)),
+    "product": (Product, (3,)),
+    "product on positions": (Product, (2, 3)),
+}
+
+
+@pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast", "grad_dtype", "accumulated"])
+@pytest.mark.parametrize("case", NARROW)
+def test_variance_much_smaller_than_the_mean(case: str, how: str) -> None:
+    """What each sample contributes is exact in half precision here, their sum in ``.grad`` is not: its square must not be what is subtracted."""
+    (make, shape), size = NARROW[case], 16
+    model = make()
+    x = 8.0 + torch.arange(size * torch.Size(shape).numel()).remainder(7).remainder(2).reshape(size, *shape)
+    a = torch.zeros(size, *model(x).shape[1:])
+    a.flatten(1)[:, :2] = (6.0 + torch.arange(2 * size).remainder(3)).reshape(size, 2)
+    truth = [[] for _ in model.parameters()]
+    model.double()
+    for n in range(size):
+        gradients = torch.autograd.grad((model(x[n : n + 1].double()) * a[n : n + 1]).sum(), list(model.parameters()))
+        for found, gradient in zip(truth, gradients, strict=True):
+            found.append(gradient)
+    dtype = torch.float16 if how == "float16" else torch.bfloat16
+    model = extend(model.to(torch.float32 if how in {"autocast", "grad_dtype"} else dtype))
+    if how == "grad_dtype":
+        if not hasattr(Tensor, "grad_dtype"):
+            pytest.skip("torch keeps gradients in the type of the parameter")
+        for parameter in model.parameters():
+            parameter.grad_dtype = dtype
+    x = x.to(next(model.parameters()).dtype)
+    parts = x.split(7) if how == "accumulated" else [x]
+    with backpack(extensions.Variance(), accumulate=how == "accumulated"):
+        for part, factor in zip(parts, a.split(len(parts[0])), strict=True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+                out = model(part)
+            (out.float() * factor).sum().backward()
+    for parameter, gradients in zip(model.parameters(), truth, strict=True):
+        expected = torch.stack(gradients).var(0, correction=0)
+        assert expected.amax() > 0.1
+        assert parameter.variance.dtype == torch.float32
+        close(parameter.variance.double(), expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: nn.LayerNorm(4), lambda: nn.GroupNorm(2, 4), lambda: nn.BatchNorm1d(4).eval()], ids=["layer", "group", "batch"]
+)
+def test_hessian_of_normalizations_of_mixed_precision(make: Callable) -> None:
+    """Refused under autocast, before anything runs; the generalized Gauss-Newton is there."""
+    model, y = extend(nn.Sequential(nn.Linear(3, 4), make(), nn.Linear(4, 3))), torch.arange(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = nn.functional.cross_entropy(model(torch.randn(3, 3)).float(), y)
+    with backpack(extensions.DiagHessian()), pytest.raises(UnsupportedError, match="in other precisions than those of its tensors"):
+        loss.backward(retain_graph=True)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with backpack(extensions.DiagGGNExact(), extensions.BatchDiagGGNExact()):
+        loss.backward()
+    for parameter in model.parameters():
+        close(parameter.diag_ggn_exact, parameter.diag_ggn_exact_batch.sum(0), rtol=1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
@@ -126,9 +126,48 @@ class Cast(Model):
         return F.cross_entropy(self.scores(x.float().double()).flatten(0, 1), y.flatten())
 
 
+class TimeFirstFunctional(Model):
+    """``[N, T, 4]``, computed as ``[T, N, 4]``, without calling the first layer."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = (x.transpose(0, 1) @ self.body.weight.T + self.body.bias).tanh()
+        return F.cross_entropy(self.head(h).flatten(0, 1), y.T.flatten())
+
+
+class Learned(TimeFirst):
+    """The same of an input that has a gradient."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x.detach().requires_grad_(), y)
+
+
+class Masked(Model):
+    """``[N, T, 4]``; the loss of as many positions as there are samples, of a copy of what was given."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        chosen = torch.zeros_like(y, dtype=torch.bool)
+        chosen[0, :2] = chosen[2, 2] = True
+        return F.cross_entropy(self.head(self.body(x * 1.0).tanh()[chosen]), y[chosen])
+
+
+class Sorted(Model):
+    """``[N, 4]`` in another order."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        order = x[:, 0].argsort()
+        return F.cross_entropy(self.scores(x[order]), y[order])
+
+
+class TwoHeads(Model):
+    """``[N, T, 4]``; one layer is given a view, which tells nothing of the other, which is given a copy in another order."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.body(x[:, 0]), y[:, 0] % 3) + F.cross_entropy(self.head(x.transpose(0, 1)[..., :3] * 0.5).mean(0), y[:, 0])
+
+
 def given(cls: type[Model], samples: int, length: int) -> tuple[Model, Tensor, Tensor]:
     torch.manual_seed(0)
-    shape = (samples,) if cls in (Rows, Functional, Chunks) else (samples, length)
+    shape = (samples,) if cls in (Rows, Functional, Chunks, Sorted) else (samples, length)
     return cls().double(), torch.randn(*shape, 4, dtype=torch.float64), torch.randint(4, shape)
 
 
@@ -235,7 +274,21 @@ def test_as_many_positions_as_samples(cls: type[Model], length: int) -> None:
 
 @pytest.mark.parametrize(
     ("cls", "samples", "length"),
-    [(TimeFirst, 3, 3), (TimeFirstCopy, 3, 3), (Cast, 3, 3), (Chunks, 4, 0), (Sequences, 3, 3), (Sequences, 3, 2), (Tokens, 2, 4), (Bag, 3, 2)],
+    [
+        (TimeFirst, 3, 3),
+        (TimeFirstCopy, 3, 3),
+        (TimeFirstFunctional, 3, 3),
+        (Learned, 3, 3),
+        (Cast, 3, 3),
+        (Chunks, 4, 0),
+        (Sequences, 3, 3),
+        (Sequences, 3, 2),
+        (Tokens, 2, 4),
+        (Bag, 3, 2),
+        (Masked, 3, 5),
+        (Sorted, 4, 0),
+        (TwoHeads, 3, 3),
+    ],
 )
 @pytest.mark.parametrize("extensions", [FIRST, SECOND], ids=["first", "second"])
 def test_rows_that_may_be_something_else(cls: type[Model], samples: int, length: int, extensions: tuple) -> None:
@@ -245,3 +298,83 @@ def test_rows_that_may_be_something_else(cls: type[Model], samples: int, length:
     with pytest.raises(BackpackError), backpack(*extensions):
         model(x, y).backward()
     assert results(model) == {}
+
+
+def windows() -> Tensor:
+    return torch.randn(6, dtype=torch.float64).unfold(0, 4, 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [windows, lambda: torch.randn(4, dtype=torch.float64).expand(3, 4), lambda: torch.randn(3, 8, dtype=torch.float64).split(4, 1)[1]],
+    ids=["windows", "expanded", "columns"],
+)
+def test_inputs_that_share_memory(make: Callable[[], Tensor]) -> None:
+    """Windows of a series, one row for all samples, some columns of a table."""
+    torch.manual_seed(0)
+    model, x, y = Rows().double(), make(), torch.tensor([0, 3, 1])
+    expected = sample_gradients(model, [model(x[n : n + 1], y[n : n + 1]) for n in range(3)])
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x, y).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)
+
+
+def test_inputs_that_are_parts_of_one_tensor() -> None:
+    """Two mini-batches, and two columns, of one tensor: each has its own samples."""
+
+    class Pair(Model):
+        def forward(self, p: Tensor, q: Tensor) -> Tensor:
+            return (self.body(p) * self.head.weight[0].mul(1.0) * self.body(q)).tanh().sum()
+
+    torch.manual_seed(0)
+    for p, q in (torch.randn(6, 4, dtype=torch.float64).chunk(2), torch.randn(3, 8, dtype=torch.float64).split(4, 1)):
+        model = Pair().double()
+        expected = [torch.autograd.grad(model(p[n : n + 1], q[n : n + 1]), model.body.weight)[0] for n in range(3)]
+        extend(model)
+        with backpack(BatchGrad(exclude=["head.*"])):
+            model(p, q).backward()
+        close(model.body.weight.grad_batch, torch.stack(expected))
+
+
+def test_temperature_in_front() -> None:
+    """A first argument of length one does not make one sample of the mini-batch."""
+
+    class Scaled(Model):
+        def forward(self, beta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(beta * self.scores(x), y, reduction="sum") / 3
+
+    torch.manual_seed(0)
+    model, beta, x, y = Scaled().double(), torch.tensor([0.7], dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 3, 1])
+    expected = sample_gradients(model, [3 * model(beta, x[n : n + 1], y[n : n + 1]) for n in range(3)])
+    extend(model)
+    with backpack(BatchGrad(), Variance()):
+        model(beta, x, y).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)
+        close(parameter.variance, gradients.var(0, correction=0))
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_recurrent_layer_in_front(batch_first: bool) -> None:
+    """It is crossed node by node, but it is known where it has the samples: so their number is told from that of the classes."""
+
+    class Recurrent(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.LSTM(4, 4, batch_first=batch_first)
+
+        def forward(self, weights: Tensor, x: Tensor, y: Tensor) -> Tensor:
+            out = self.cell(x if batch_first else x.transpose(0, 1))[0]
+            return F.cross_entropy(self.scores(out.mean(1 if batch_first else 0)), y[:, 0], weights, reduction="sum") / 3
+
+    torch.manual_seed(0)
+    model, x, y = Recurrent().double(), torch.randn(3, 5, 4, dtype=torch.float64), torch.randint(4, (3, 5))
+    weights = torch.rand(4, dtype=torch.float64)
+    expected = sample_gradients(model, [3 * model(weights, x[n : n + 1], y[n : n + 1]) for n in range(3)])
+    extend(model)
+    with backpack(BatchGrad()):
+        model(weights, x, y).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)

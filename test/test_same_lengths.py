@@ -61,7 +61,7 @@ def run(made: Problem) -> None:
 def check(make: Callable[[], Module], samples: int) -> None:
     made, oracle = problem(make, samples), Oracle(problem(make, samples))
     run(made)
-    for name, parameter in made.model.named_parameters():
+    for name, parameter in ((name, parameter) for name, parameter in made.model.named_parameters() if parameter.requires_grad):
         close(parameter.grad_batch, oracle.grad_batch[name])
         close(parameter.diag_ggn_exact, sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))[name])
 
@@ -104,3 +104,144 @@ def test_two_orientations_of_a_parameter() -> None:
     close(made.model.weight.diag_ggn_exact, sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))["weight"])
     with pytest.raises(UnsupportedError, match=r"axis 0 .*axis 1.*ambiguous.*another size.*exclude"):
         run(make(True))
+
+
+class Masked(Module):
+    """A layer that is called with a mask for each sample, and returns a table that is made of parameters, beside its result, for others to use."""
+
+    def __init__(self, made: Callable[[Masked], Tensor]) -> None:
+        super().__init__()
+        self.table, self.scale, self.layer, self.made = Embedding(2 * LENGTH, 2), Parameter(torch.rand(1)), Linear(2, 2), made
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        bias = self.made(self)
+        return self.layer(torch.softmax(x @ x.mT + bias + mask, 2) @ x), bias
+
+
+class Shared(Module):
+    """Two such layers, of which the second uses the table of the first."""
+
+    def __init__(self, made: Callable[[Masked], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = Masked(made), Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.where(x[:, None, :, 0] > 1, -1.0, 0.0)
+        h, bias = self.first(x, mask)
+        return self.last(torch.softmax(h @ x.mT + bias.tanh() + mask, 2) @ h)
+
+
+MADE: dict[str, Callable[[Masked], Tensor]] = {
+    "looked up": lambda net: net.table(between_positions()).permute(2, 0, 1)[:1],
+    "looked up, scaled by a parameter": lambda net: net.scale * net.table(between_positions()).sum(2)[None],
+    "product of parameters": lambda net: torch.softmax(net.table.weight[:LENGTH] @ net.table.weight[LENGTH:].T, 1)[None],
+}
+
+
+def freeze_unused(model: Module) -> Module:
+    used = torch.autograd.grad(model(torch.randn(1, LENGTH, 2)).sum(), model.parameters(), allow_unused=True)
+    for parameter, gradient in zip(list(model.parameters()), used, strict=True):
+        parameter.requires_grad_(gradient is not None)
+    return model
+
+
+@pytest.mark.parametrize("made", MADE)
+def test_tables_that_a_module_with_data_makes_of_parameters(made: str) -> None:
+    for samples in (1, 2, 4):
+        torch.manual_seed(0)
+        check(lambda: freeze_unused(Shared(MADE[made])), samples)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda net, x: net.layer(x).mean(0).softmax(1)[:, :1],
+        lambda net, x: net.table((x[:, :, 0] > 0).long()).mean(0)[:, :1],
+        lambda net, x: net.table.weight[:LENGTH, :1] * x[..., :1].mean(0),
+    ],
+)
+def test_tables_that_are_made_of_the_mini_batch_are_refused(made: Callable[[Masked, Tensor], Tensor]) -> None:
+    class Mean(Masked):
+        def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+            bias = made(self, x)
+            return self.layer(torch.softmax(x @ x.mT + bias + mask, 2) @ x), bias.tanh()
+
+    for samples in (2, 4):
+        model = Shared(MADE["looked up"])
+        model.first = Mean(MADE["looked up"])
+        made_problem = problem(lambda model=model: model, samples)
+        with pytest.raises(MixedSamplesError, match=r"first.* is summed over the|influence"):
+            run(made_problem)
+        assert results(made_problem.model) == {}
+
+
+class Prompted(Module):
+    """Adds something to the positions of each sample."""
+
+    def __init__(self, prompt: Callable[[Prompted, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table, self.scale, self.layer, self.last = Embedding(6, 2), Parameter(torch.rand(2)), Linear(2, 2), Linear(2, 2)
+        self.moments = Moments()
+        self.register_buffer("places", torch.randn(LENGTH, 2))
+        self.prompt = prompt
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.layer(x) * self.scale + self.prompt(self, x)))
+
+
+class Moments(Module):
+    """A layer of numbers ``[R]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = Parameter(torch.rand(2))
+
+    def forward(self, t: Tensor) -> Tensor:
+        return t[:, None] * self.weight
+
+
+COPIES: dict[str, Callable[[Prompted, Tensor], Tensor]] = {
+    "looked up": lambda net, x: net.table(torch.arange(LENGTH))[None].repeat(len(x), 1, 1),
+    "looked up, with an axis in front": lambda net, x: net.table(torch.arange(LENGTH)[None]).repeat(len(x), 1, 1),
+    "looked up, other axis": lambda net, x: net.table(torch.arange(LENGTH)).unsqueeze(1).repeat(1, len(x), 1).transpose(0, 1),
+    "looked up, tile": lambda net, x: net.table(torch.arange(LENGTH)).tile(len(x), 1).view(x.shape),
+    "looked up, layer": lambda net, x: net.layer(net.table(torch.arange(LENGTH))).tanh()[None].repeat(len(x), 1, 1),
+    "buffer": lambda net, x: net.layer(net.places).sin()[None].repeat(len(x), 1, 1),
+    "buffer, each sample scaled": lambda net, x: net.layer(net.places)[None].repeat(len(x), 1, 1) * x.mean((1, 2), keepdim=True),
+    "layer of a parameter, stacked": lambda net, x: torch.stack([net.layer(net.table.weight[:LENGTH])] * len(x)),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4, 5])
+@pytest.mark.parametrize("copy", COPIES)
+def test_copies_for_all_samples(copy: str, samples: int) -> None:
+    check(lambda: freeze_unused(Prompted(COPIES[copy])), samples)
+
+
+def test_copies_of_as_many_positions_as_samples() -> None:
+    """They are exact where they cannot be the samples, else the message says what to write."""
+    made = problem(lambda: Prompted(COPIES["looked up"]), LENGTH)
+    with pytest.raises(MixedSamplesError, match=r"RepeatBackward0 .*copies what is none of samples: then write expand.*table\.weight"):
+        run(made)
+    assert results(made.model) == {}
+    check(lambda: freeze_unused(Prompted(lambda net, x: net.table(torch.arange(LENGTH))[None].expand(len(x), -1, -1))), LENGTH)
+
+
+MIXED: dict[str, Callable[[Prompted, Tensor], Tensor]] = {
+    "all samples": lambda net, x: net.layer(x).sum(0, keepdim=True).repeat(len(x), 1, 1),
+    "all samples, positions in front": lambda net, x: net.layer(x.transpose(0, 1)).amax(1)[None].repeat(len(x), 1, 1),
+    "samples one by one": lambda net, x: torch.stack([net.layer(row) for row in x]).amax(0, keepdim=True).repeat(len(x), 1, 1),
+    "classes": lambda net, x: net.table((x[:, 0, 0] > 0).long()).amax(0).repeat(len(x), LENGTH, 1),
+    "classes, row after row": lambda net, x: torch.stack([net.table(row) for row in (x[..., 0] > 0).long()]).amax(0).repeat(len(x), 1, 1),
+    "numbers": lambda net, x: net.moments(x[:, 0, 0].clone()).amax(0).repeat(len(x), LENGTH, 1),
+    "pairs": lambda net, x: (net.layer(x).repeat(len(x), 1, 1) * net.layer(x).repeat_interleave(len(x), 0)).view(len(x), len(x), LENGTH, 2).sum(1),
+}
+
+
+@pytest.mark.parametrize("samples", [2, 4, 5])
+@pytest.mark.parametrize("mixed", MIXED)
+def test_copies_of_samples_are_refused(mixed: str, samples: int) -> None:
+    made = problem(lambda: Prompted(MIXED[mixed]), samples)
+    with pytest.raises((MixedSamplesError, UnsupportedError), match=r"influence one another|ambiguous"):
+        run(made)
+    assert results(made.model) == {}

@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+from backpack.extensions.firstorder.batch_grad.batch_grad_base import BatchGradBase
+from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
+from backpack.extensions.secondorder.diag_ggn.diag_ggn_base import DiagGGNBaseModule
 from oracle import Oracle, Problem, Term
 from test_extensions import close, sum_batch
 from test_silent_errors import called_twice, shared_parameter
-from torch import Tensor, einsum, nn
+from torch import Tensor, einsum, nn, vmap
+from torch.func import vjp
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
 
 from backpack import backpack, extend, results
-from backpack.extensions import BatchGrad, DiagGGNExact, Variance
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.registry import derivatives_for
+from backpack.custom_module.permute import Permute
+from backpack.custom_module.slicing import Slicing
+from backpack.extensions import (
+    GGNMP,
+    HMP,
+    KFRA,
+    PCHMP,
+    BatchDiagGGNExact,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    SqrtGGNExact,
+    SumGradSquared,
+    Variance,
+)
 from backpack.extensions.backprop_extension import FAIL_ERROR, FAIL_SILENT, FAIL_WARN, BackpropExtension
-from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
+from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension, GradientExtension
+from backpack.extensions.firstorder.batch_grad import batch_grad_base
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.extensions.secondorder.base import ExactGGNExtension, SecondOrderBackpropExtension
+from backpack.utils.errors import OverwrittenError, UnsupportedError
 
 N = 5
 
@@ -251,6 +274,54 @@ def test_subsampling_is_the_users_business(chosen: list[int]) -> None:
     check(problem, "mine", {name: g[chosen] for name, g in truth().grad_batch.items() if "factor" not in name})
 
 
+class Doubled(Module):
+    """A layer behind an operation that keeps nothing of its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = Linear(4, 4), Tanh(), Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.layer(self.first(x) * 2))
+
+
+class InputOfTanh(ModuleExtension):
+    def backpropagate(self, ext: Any, module: Module, g_inp: tuple, g_out: tuple, bpQuantities: Any) -> Tensor:  # noqa: N803
+        return bpQuantities * (1 - module.input0.tanh() ** 2) * 2
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_tensor_that_the_librarys_rule_does_not_need(inside: bool) -> None:
+    """It is kept if the forward pass ran under the context; else the rule is told so."""
+    problem = build(Doubled)
+    handed = []
+
+    class Last(ModuleExtension):
+        def backpropagate(self, ext: Any, module: Module, g_inp: tuple, g_out: tuple, bpQuantities: Any) -> Tensor:  # noqa: N803
+            handed.append(module.input0)
+            return handed[0]
+
+    class Start(ModuleExtension):
+        def backpropagate(self, *_: Any) -> int:
+            return 1
+
+    entries = {CrossEntropyLoss: Start(), Linear: Last(), Tanh: InputOfTanh()}
+    ext = SecondOrderBackpropExtension("mine", entries)
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    model = problem.model[0]
+    expected = model.layer(model.first(problem.x) * 2)
+    with pytest.raises(AttributeError, match="retain_graph=True") if not inside else pytest.raises(AssertionError, match="arrived at 0.first"):
+        if inside:  # an operation without a module carries nothing, hence the first layer is refused
+            with backpack(ext):
+                problem.loss(problem.outputs()).backward()
+        else:
+            loss = problem.loss(problem.outputs())
+            with backpack(ext):
+                loss.backward()
+    assert torch.equal(handed[0], expected)
+
+
 def test_empty_extension() -> None:
     """Without parameters, an entry says that there is nothing to do; not even to warn."""
     problem = standard()
@@ -322,6 +393,40 @@ def test_no_entry_silent() -> None:
     problem = standard()
     run(problem, incomplete(FAIL_SILENT))  # warnings are errors
     check_others(problem)
+
+
+class WithoutCalls(Module):
+    """Uses the weight of a layer that it does not call, and the only entry of a list of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.lent = Linear(4, 4, bias=False), Linear(4, 4, bias=False)
+        self.listed = nn.ParameterList([torch.randn(4, 3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(torch.tanh(self.called(x)), self.lent.weight) @ self.listed[0]
+
+
+def test_used_without_a_call_error() -> None:
+    """No module extension is asked for the parameters: without a word, their quantities would be missing."""
+    problem = build(WithoutCalls)
+    names = r"0\.lent\.weight, 0\.listed\.0"
+    with pytest.raises(NotImplementedError, match=rf"mine.*{names}.*without a call") as refused:
+        run(problem, incomplete(FAIL_ERROR), BatchGrad())
+    assert list(refused.value.about.values()) == ["0.lent.weight", "0.listed.0"]
+    assert results(problem.model) == {}
+    run(problem, gradients(exclude=["0.lent", "0.listed"], fail_mode=FAIL_ERROR), BatchGrad())
+    check(problem, "mine", {"0.called.weight": Oracle(build(WithoutCalls)).grad_batch["0.called.weight"]})
+    check(problem, "grad_batch", Oracle(build(WithoutCalls)).grad_batch)
+
+
+def test_used_without_a_call_warning() -> None:
+    problem = build(WithoutCalls)
+    with pytest.warns(UserWarning, match=r"mine.*0\.lent\.weight, 0\.listed\.0") as warned:
+        run(problem, incomplete(FAIL_WARN))
+    assert len(warned) == 1
+    run(problem, incomplete(FAIL_SILENT))
+    check(problem, "mine", {"0.called.weight": Oracle(build(WithoutCalls)).grad_batch["0.called.weight"]})
 
 
 def test_fail_modes() -> None:
@@ -419,6 +524,136 @@ def test_check_of_hyper_parameters_comes_first() -> None:
         run(problem, gradients(module_exts={Linear: Strict()}))
 
 
+class TimeFirst(Module):
+    """Hands a layer its samples on axis 1, which is as long as axis 0, or all positions of all samples as rows."""
+
+    def __init__(self, rows: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.rows = Linear(4, 4), Linear(4, 3), rows
+
+    def forward(self, x: Tensor) -> Tensor:  # [N, N, 4] -> [N, 3]
+        inner = x.flatten(0, 1) if self.rows else x.transpose(0, 1)
+        inner = torch.tanh(self.body(inner)).reshape(inner.shape)
+        return self.head(inner.reshape(x.shape).mean(1) if self.rows else inner.mean(0))
+
+
+class BiasAlone(FirstOrderModuleExtension):
+    """Per-sample gradients of a bias, where samples are on axis 0."""
+
+    def bias(self, ext: Any, module: Module, g_inp: tuple, g_out: tuple, bpQuantities: Any) -> Tensor:  # noqa: N803
+        return g_out[0].reshape(len(g_out[0]), -1, g_out[0].shape[-1]).sum(1)
+
+
+class SumOfAll(FirstOrderModuleExtension):
+    """Needs not know where the samples are."""
+
+    any_layout = True
+
+    def bias(self, ext: Any, module: Module, g_inp: tuple, g_out: tuple, bpQuantities: Any) -> Tensor:  # noqa: N803
+        return g_out[0].flatten(0, -2).sum(0)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("own", [True, False])
+def test_samples_that_are_not_on_axis_0(rows: bool, own: bool) -> None:
+    """A module extension takes axis 0 of a layer's output for the samples: it is told, not left to err."""
+
+    def special() -> Problem:
+        problem = build(lambda: TimeFirst(rows))
+        problem.x = torch.randn(N, N, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return problem
+
+    def entry(chosen: type[ModuleExtension], **settings: Any) -> BackpropExtension:
+        if own:
+            return gradients(module_exts={Linear: chosen(["bias"])}, **settings)
+        extension = BatchGrad(**settings)
+        extension.set_module_extension(Linear, chosen(["bias"]))
+        return extension
+
+    problem, expected, field = special(), Oracle(special()), "mine" if own else "grad_batch"
+    with pytest.raises(NotImplementedError, match=r"0\.body\.bias.*BiasAlone.*samples.*axis 0.*any_layout") as refused:
+        run(problem, entry(BiasAlone))
+    assert list(refused.value.about.values()) == ["0.body.bias"]
+    assert results(problem.model) == {}
+    run(problem, entry(BiasAlone, exclude=["0.body"]))
+    close(getattr(problem.model[0].head.bias, field), expected.grad_batch["0.head.bias"])
+    run(problem, entry(SumOfAll))
+    close(getattr(problem.model[0].body.bias, field), expected.grad_batch["0.body.bias"].sum(0))
+
+
+# --- a quantity for all layers ----------------------------------------------------------------------------------------------------------------
+
+
+class Unit(GradientExtension):
+    """Per-sample gradients of length one."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__("unit")
+        self.in_place = in_place
+
+    def finish(self, state: dict, parameter: Parameter) -> Tensor:
+        gradients = state[0][0]
+        norms = gradients.flatten(1).norm(dim=1).reshape(-1, *[1] * parameter.dim())
+        return gradients.div_(norms) if self.in_place else gradients / norms
+
+
+class Trace(ExactGGNExtension):
+    """The trace of a parameter's block."""
+
+    savefield, sums_columns, in_place = "trace", True, False
+
+    def finish(self, state: dict, parameter: Parameter) -> Tensor:
+        return sum((columns.square_() if self.in_place else columns.square()).sum() for columns in state.values())
+
+
+class TraceInPlace(Trace):
+    """The same, where what is given is not needed any more."""
+
+    in_place = True
+
+
+def check_units(problem: Problem) -> None:
+    check(problem, "unit", {name: g / g.flatten(1).norm(dim=1).reshape(-1, *[1] * (g.dim() - 1)) for name, g in truth().grad_batch.items()})
+
+
+def test_finish_in_place_alone() -> None:
+    problem = standard()
+    run(problem, Unit(in_place=True), DiagGGNExact())
+    check_units(problem)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("other", [BatchGrad, BatchL2Grad, SumGradSquared, Variance])
+def test_finish_in_place_in_company(other: type[GradientExtension], first: bool) -> None:
+    """Of the gradients that one changes, others are made, before or after."""
+    problem = standard()
+    with pytest.raises(OverwrittenError, match=r"Unit\.finish.*in place"):
+        run(problem, *[Unit(in_place=True), other()][:: 1 if first else -1])
+    assert results(problem.model) == {}
+    run(problem, *[Unit(in_place=False), other()][:: 1 if first else -1])
+    check_units(problem)
+    assert len(values(problem, other.savefield)) == len(truth().grad_batch)
+
+
+@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize("other", [BatchDiagGGNExact, SqrtGGNExact])
+def test_finish_in_place_on_columns(other: type[ExactGGNExtension], memory: int | None) -> None:
+    """Also where columns are carried in blocks, and where they wait for those of another loss."""
+    for losses in (1, 2):
+        problem = standard()
+        problem.terms = problem.terms * losses
+        for module in (problem.model, *problem.losses):
+            extend(module)
+        with backpack(other(), TraceInPlace(), memory=memory), pytest.raises(OverwrittenError, match=r"TraceInPlace\.finish.*in place"):
+            problem.loss(problem.outputs()).backward()
+        assert results(problem.model) == {}
+        with backpack(other(), Trace(), memory=memory):
+            problem.loss(problem.outputs()).backward()
+        oracle = truth()
+        expected = {name: losses * g.sum() for name, g in oracle.diag_ggn_batch(oracle.hessian_exact).items()}
+        check(problem, "trace", expected)
+
+
 # --- second order -----------------------------------------------------------------------------------------------------------------------------
 
 
@@ -434,6 +669,35 @@ def test_rule_reads_the_librarys_columns() -> None:
     ext.set_module_extension(Scale, Diagonal(["factor"]))
     run(problem, ext)
     check(problem, "diag_ggn_exact", sum_batch(truth().diag_ggn_batch(truth().hessian_exact)))
+
+
+class OfBias(ModuleExtension):
+    """The output is the bias plus something else, so that what is carried there is all that is needed."""
+
+    def bias(self, ext: Any, module: Module, g_inp: tuple, g_out: tuple, carried: Any) -> Tensor:
+        if isinstance(carried, Tensor):
+            return carried
+        unit = torch.eye(module.out_features, dtype=module.output.dtype)
+        return carried(unit[:, None].expand(-1, *module.output.shape)).sum(1)
+
+
+@pytest.mark.parametrize("make, samples", [(HMP, N), (GGNMP, N), (PCHMP, N), (KFRA, 1)])
+def test_rule_reads_what_sequences_of_modules_carry(make: Callable[[], BackpropExtension], samples: int) -> None:
+    """Functions; or matrices, which are exact for one sample. The loss is a square, and nothing but the last layer lies before it."""
+    torch.manual_seed(0)
+    model, lossfunc = extend(Sequential(Linear(4, 3), Tanh(), Linear(3, 2)).double()), extend(MSELoss(reduction="sum"))
+    x, y = torch.randn(samples, 4, dtype=torch.float64), torch.randn(samples, 2, dtype=torch.float64)
+    ext = make()
+    ext.set_module_extension(Linear, OfBias(["bias"]))
+    with backpack(ext):
+        lossfunc(model(x), y).backward()
+    h = torch.tanh(model[0](x)).detach()
+    slope, residual = 1 - h**2, -2 * h * (1 - h**2) * (2 * (model(x) - y).detach() @ model[2].weight.detach())
+    jacobian = slope[:, None] * model[2].weight.detach()
+    ggn = 2 * einsum("noi,noj->ij", jacobian, jacobian)
+    extra = {HMP: residual, PCHMP: residual.clamp(min=0)}.get(make)
+    close(getattr(model[2].bias, ext.savefield), 2 * samples * torch.eye(2, dtype=torch.float64))
+    close(getattr(model[0].bias, ext.savefield), ggn if extra is None else ggn + extra.sum(0).diag())
 
 
 class Carrying(ModuleExtension):
@@ -527,6 +791,34 @@ def test_branches_are_accumulated(own: bool) -> None:
     check(problem, "own", sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)))
 
 
+def two_losses() -> Problem:
+    problem = standard(MSELoss)
+    problem.terms.append(Term(MSELoss(reduction="sum"), torch.randn(N, 3, dtype=torch.float64)))
+    return problem
+
+
+def root_of_each(module: Module, _: None) -> Tensor:
+    return root_of_squared_error(module, None) * (module.input0.numel() ** 0.5 if module.reduction == "sum" else 1)
+
+
+def test_losses_that_meet() -> None:
+    """Square roots of two Hessians are no root of their sum."""
+
+    class SideBySide(SecondOrderBackpropExtension):
+        @staticmethod
+        def accumulate_backpropagated_quantities(existing: Tensor, other: Tensor) -> Tensor:
+            return torch.cat([existing, other])
+
+    entries = own_entries() | {MSELoss: Carrying(root_of_each, [])}
+    problem = two_losses()
+    with pytest.raises(NotImplementedError, match=r"'own' carries from several losses \(MSELoss, MSELoss\).*accumulate_backpropagated_quantities"):
+        run(problem, SecondOrderBackpropExtension("own", entries))
+    assert results(problem.model) == {}
+    run(problem, SideBySide("own", entries))
+    oracle = Oracle(two_losses())
+    check(problem, "own", sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)))
+
+
 @pytest.mark.parametrize(("missing", "refusal"), [(Tanh, NotImplementedError), (Linear, NotImplementedError), (MSELoss, AssertionError)])
 def test_nothing_arrives(missing: type[Module], refusal: type[Exception]) -> None:
     problem, entries = standard(MSELoss), own_entries()
@@ -580,3 +872,192 @@ def test_modules_of_a_frozen_beginning_are_not_asked() -> None:
     run(problem, SecondOrderBackpropExtension("own", own_entries()))  # there is no entry for Sigmoid
     oracle = Oracle(frozen())
     check(problem, "own", sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)))
+
+
+# --- views ------------------------------------------------------------------------------------------------------------------------------------
+
+
+class View(Module):
+    """Layers around a view that no module makes."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor], *before: Module, last: Module | None = None) -> None:
+        super().__init__()
+        self.before, self.view, self.last = Sequential(*before), view, last or Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.view(self.before(x)))
+
+
+VIEWS: dict[str, Callable[[], list[Module]]] = {
+    "same shape": lambda: [Linear(4, 4), nn.Flatten(), Slicing((slice(None), slice(None))), Linear(8, 3)],
+    "flatten": lambda: [Linear(4, 4), nn.Flatten(), Linear(8, 3)],
+    "flatten an activation": lambda: [Linear(4, 4), Tanh(), nn.Flatten(), Linear(8, 3)],
+    "there and back": lambda: [Linear(4, 4), nn.Flatten(), nn.Unflatten(1, (2, 4)), Tanh(), nn.Flatten(), Linear(8, 3)],
+    "to no effect": lambda: [Linear(4, 4), nn.Flatten(), nn.Flatten(), Linear(8, 3)],
+    "in place": lambda: [Linear(4, 4), ReLU(inplace=True), nn.Flatten(), Linear(8, 3)],
+    "in place twice": lambda: [Linear(4, 4), ReLU(inplace=True), Linear(4, 4), ReLU(inplace=True), nn.Flatten(), Linear(8, 3)],
+    "square": lambda: [Linear(4, 2), Permute(0, 2, 1), Permute(0, 2, 1), nn.Flatten(), Linear(4, 3)],
+    "by hand, same shape": lambda: [View(lambda x: x.view(N, -1), Linear(4, 4), nn.Flatten())],
+    "by hand, there and back": lambda: [
+        View(lambda x: x.view(N, -1), Linear(4, 4), nn.Flatten(), nn.Unflatten(1, (2, 4)), nn.Flatten()),
+    ],
+}
+
+
+def with_view(layers: Callable[[], list[Module]]) -> Problem:
+    torch.manual_seed(3)
+    model, x = Sequential(*layers()).double(), torch.randn(N, 2, 4, dtype=torch.float64)
+    return Problem(model, x, [Term(MSELoss(), torch.randn(N, 3, dtype=torch.float64))])
+
+
+def pulled_back(module: Module, columns: Tensor) -> Tensor:
+    return vmap(vjp(module.forward, module.input0)[1])(columns)[0]
+
+
+class OfPositions(Carrying):
+    """Linear layers with positions between samples and features."""
+
+    def weight(self, ext: Any, module: Module, g_inp: tuple, g_out: tuple, columns: Tensor) -> Tensor:
+        return einsum("vn...o,n...i->vnoi", columns, module.input0).square().sum((0, 1))
+
+    def bias(self, ext: Any, module: Module, g_inp: tuple, g_out: tuple, columns: Tensor) -> Tensor:
+        return columns.flatten(2, -2).sum(2).square().sum((0, 1)) if columns.dim() > 3 else columns.square().sum((0, 1))  # noqa: PLR2004
+
+
+def own_with_views() -> SecondOrderBackpropExtension:
+    views = {cls: Carrying(pulled_back, []) for cls in (nn.Flatten, nn.Unflatten, Permute, Slicing, Tanh)}
+    relu = Carrying(lambda module, columns: columns * (module.output > 0), [])
+    linear = OfPositions(lambda module, columns: columns @ module.weight, ["weight", "bias"])
+    loss = Carrying(root_of_squared_error, [])
+    extension = SecondOrderBackpropExtension("own", {MSELoss: loss, Linear: linear, ReLU: relu, **views})
+    extension.accumulate_backpropagated_quantities = lambda existing, other: existing + other
+    return extension
+
+
+@pytest.mark.parametrize("layers", VIEWS.values(), ids=VIEWS)
+def test_views(layers: Callable[[], list[Module]]) -> None:
+    """What is sent to a view goes to the module that made it, not to the one that made the base of the view, too."""
+    problem = with_view(layers)
+    run(problem, own_with_views())
+    oracle = Oracle(with_view(layers))
+    check(problem, "own", sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)))
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [View(lambda x: x.flatten(1), Linear(4, 4))],
+        lambda: [View(lambda x: x.transpose(1, 2), Linear(4, 2), Permute(0, 2, 1), last=Sequential(nn.Flatten(), Linear(4, 3)))],
+    ],
+    ids=["another shape", "transposed"],
+)
+def test_view_that_no_module_has_made(layers: Callable[[], list[Module]]) -> None:
+    """Nothing is carried over a view by hand that changes the shape, or the order of the entries."""
+    problem = with_view(layers)
+    with pytest.raises(AssertionError, match=r"own.*before"):
+        run(problem, own_with_views())
+    assert results(problem.model) == {}
+
+
+def test_module_that_returns_its_input() -> None:
+    """It may have a rule, but what arrives at its output has arrived at its input then."""
+    problem, last = build(lambda: Linear(4, 3), loss=MSELoss), extend(nn.Identity())
+    extend(problem.model)
+    loss, entries = extend(problem.losses[0]), own_entries() | {nn.Identity: Carrying(lambda _, columns: columns, [])}
+    with backpack(SecondOrderBackpropExtension("own", entries)):
+        loss(last(problem.model(problem.x)), problem.terms[0].target).backward()
+    oracle = Oracle(build(lambda: Linear(4, 3), loss=MSELoss))
+    check(problem, "own", sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact)))
+
+
+# --- derivatives ------------------------------------------------------------------------------------------------------------------------------
+
+
+def at_library_rules(*layers: type[Module]) -> SecondOrderBackpropExtension:
+    """The diagonal of the generalized Gauss-Newton, carried by derivatives of the library."""
+    carrying = {cls: MatToJacMat(derivatives_for(cls())) for cls in layers}
+    linear = DiagGGNBaseModule(LinearDerivatives(), ["weight", "bias"], sum_batch=True)
+    return SecondOrderBackpropExtension("own", {MSELoss: Carrying(root_of_squared_error, []), Linear: linear, **carrying})
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Dropout, nn.AlphaDropout, ReLU, lambda: ReLU(inplace=True), lambda: nn.ReLU6(inplace=True), nn.SiLU, lambda: nn.Dropout(inplace=True)],
+)
+@pytest.mark.parametrize("train", [False, True])
+def test_derivatives_read_what_they_need(layer: Callable[[], Module], train: bool) -> None:
+    """Of modules in either mode, and of those that overwrite their input."""
+    problem = build(lambda: Linear(4, 4), layer, lambda: Linear(4, 4), lambda: ReLU(inplace=True), lambda: Linear(4, 3), loss=MSELoss)
+    problem.model.train(train)
+    extension, library = at_library_rules(ReLU, type(problem.model[1])), DiagGGNExact()
+    if train and type(problem.model[1]) is nn.AlphaDropout:
+        with pytest.raises(NotImplementedError, match="does not record which entries it dropped"):
+            run(problem, extension)
+        return
+    run(problem, extension, library)
+    check(problem, "own", values(problem, "diag_ggn_exact"))
+
+
+def test_dropout_that_was_not_recorded() -> None:
+    problem = build(lambda: Linear(4, 4), nn.Dropout, nn.Sigmoid, lambda: Linear(4, 3), loss=MSELoss)
+    extend(problem.model)
+    loss = extend(problem.losses[0])(problem.model(problem.x), problem.terms[0].target)
+    with pytest.raises(AttributeError, match="Enter the context before the forward pass"), backpack(at_library_rules(nn.Dropout, nn.Sigmoid)):
+        loss.backward()
+    assert results(problem.model) == {}
+
+
+class Exponential(Linear):
+    """A linear layer with something behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).exp()
+
+
+class OfExponential(LinearDerivatives):
+    """Reads the output, as its base does not."""
+
+    def _weight_jac_t_mat_prod(
+        self, module: Module, g_inp: tuple, g_out: tuple, mat: Tensor, sum_batch: bool = True, subsampling: Any = None
+    ) -> Tensor:
+        return super()._weight_jac_t_mat_prod(module, g_inp, g_out, mat * module.output, sum_batch, subsampling)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_derivatives_derived_from_those_of_the_library(inside: bool) -> None:
+    """They may read both input and output, whether or not the forward pass was under the context."""
+
+    def special() -> Problem:
+        return build(lambda: Exponential(4, 4), lambda: Linear(4, 3))
+
+    problem, extension = special(), BatchGrad()
+    extension.set_module_extension(Exponential, BatchGradBase(derivatives=OfExponential(), params=["weight"]))
+    loss = extend(problem.losses[0])
+    extend(problem.model)
+    context = backpack(extension)
+    with context if inside else nullcontext():
+        value = loss(problem.model(problem.x), problem.terms[0].target)
+    with context:
+        value.backward()
+    check(problem, "grad_batch", Oracle(special()).grad_batch)
+
+
+def test_output_that_is_used_and_then_overwritten() -> None:
+    """Its gradient arrives in two parts, at the view that was used and at the tensor that was overwritten."""
+
+    class Reused(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.relu, self.last = Linear(4, 4), ReLU(inplace=True), Linear(8, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            before = h.sum(1)
+            self.relu(h)
+            return self.last(torch.cat([before, h.sum(1)], 1))
+
+    model, own = extend(Reused().double()), BatchGrad()
+    own.set_module_extension(Linear, batch_grad_base.BatchGradBase(derivatives=LinearDerivatives(), params=["weight", "bias"]))
+    with pytest.raises(UnsupportedError, match="What first returns is used as it was, and overwritten afterwards"), backpack(own):
+        model(torch.randn(N, 2, 4, dtype=torch.float64)).square().sum().backward()
+    assert results(model) == {}

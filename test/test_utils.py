@@ -1,8 +1,11 @@
 """Functions on tensors: selection, views, Kronecker products, diagonals of a linear layer, and the helpers of the examples."""
 
 import gzip
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from cases import CASES
@@ -48,6 +51,19 @@ def test_subsample_nothing_is_no_copy_and_out_of_range_raises() -> None:
     assert subsample(tensor) is tensor
     with pytest.raises(IndexError):
         subsample(tensor, subsampling=[3])
+
+
+@pytest.mark.parametrize("wrong", ["", "01", b"\0", [1.7], torch.tensor([0.5])], ids=repr)
+def test_subsample_takes_integers(wrong: object) -> None:
+    with pytest.raises(ArgumentError, match="list of integers"):
+        subsample(rand(3, 2), subsampling=wrong)
+    assert torch.equal(subsample(tensor := rand(3, 2), subsampling=[np.int64(2), 0]), tensor[[2, 0]])
+
+
+@pytest.mark.parametrize("dim", [2, -3])
+def test_subsample_along_an_axis_that_exists(dim: int) -> None:
+    with pytest.raises(ArgumentError, match=f"no axis {dim}"):
+        subsample(rand(3, 2), dim, [0])
 
 
 def test_vector_to_parameter_list() -> None:
@@ -108,6 +124,20 @@ def test_inverse_kronecker_products(shift: float | list[float] | None) -> None:
         torch.testing.assert_close(torch.diag(result) if result.dim() == 1 else result, torch.linalg.inv(F))
 
 
+@pytest.mark.parametrize("make", [torch.tensor, iter, tuple, np.array], ids=["tensor", "iterator", "tuple", "array"])
+@pytest.mark.parametrize("groups", [False, True])
+def test_one_shift_a_factor_in_any_container(make: Callable[[list[float]], Any], groups: bool) -> None:
+    """As many eigenvalues as factors: a shift for each factor is none for each eigenvalue."""
+    factors, shift = [A @ A.T + 0.1 * torch.eye(2, dtype=A.dtype) for A in (rand(2, 2), rand(2, 2))], [0.5, 2.0]
+    expected = [torch.linalg.inv(F + s * torch.eye(2, dtype=F.dtype)) for F, s in zip(factors, shift, strict=True)]
+    inverses = kroneckers.inv_kfacs([factors, factors], make(shift)) if groups else [kroneckers.inv_kfacs(factors, make(shift))]
+    for inverse in inverses:
+        torch.testing.assert_close(inverse, expected)
+    torch.testing.assert_close(kroneckers.inv_kfacs(factors[:1], torch.tensor(0.5)), expected[:1])
+    with pytest.raises(AssertionError, match="2 shifts for 2"):
+        kroneckers.inv_kfacs(factors, torch.tensor([[0.5, 2.0], [0.5, 2.0]]))
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 def test_kronecker_products_of_grouped_convolutions(groups: int) -> None:
     torch.manual_seed(0)
@@ -157,6 +187,9 @@ def test_kronecker_errors() -> None:
         kroneckers.apply_kfac_mat_prod([[A, B], [B]], rand(8, 2))
     with pytest.raises(RuntimeError, match=r"\[\[2, 3\], 'list'\]"):
         kroneckers.kfacs_to_mat([A, [A, B]])
+    for use in (kroneckers.kfacs_to_mat, kroneckers.kfac_mat_prod, kroneckers.inv_kfacs):  # not the rows of one
+        with pytest.raises(RuntimeError, match=r"\[4, 4\]. Write \[factor\]"):
+            use(B)
     for empty in ([], [[]]):
         with pytest.raises(RuntimeError, match="at least one"):
             kroneckers.kfac_mat_prod(empty)

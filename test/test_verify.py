@@ -510,6 +510,24 @@ def test_missing_failing_and_unwanted_values_are_found(monkeypatch: pytest.Monke
         report.raise_if_wrong()
 
 
+@pytest.mark.parametrize("error", [RuntimeError("shapes differ\nand more"), ZeroDivisionError("shapes differ")])
+@pytest.mark.parametrize("product", [extensions.GGNMP, extensions.HMP])
+def test_error_inside_of_a_product(product: type[BackpropExtension], error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that only a product uses, after the pass: its error is no fault of autograd's, and does not leave ``verify``."""
+
+    def fail(*_: object) -> Tensor:
+        raise error
+
+    monkeypatch.setattr(SigmoidDerivatives, "_jac_mat_prod", fail)
+    report = verify(Sequential(Linear(3, 4), Sigmoid(), Linear(4, 3)), MSELoss(), randn(2, 3), randn(2, 3), [product()])
+    failed = {row.parameter: row.reason for row in report if row.verdict is FAILED}
+    assert failed == dict.fromkeys(("0.weight", "0.bias"), f"{type(error).__name__}: shapes differ")
+    assert {row.verdict for row in report if row.parameter not in failed} == {AGREES}
+    assert not report
+    with pytest.raises(WrongQuantityError, match="shapes differ"):
+        report.raise_if_wrong()
+
+
 def test_what_autograd_cannot_do() -> None:
     """Where the backward pass of a function has no derivative, or forgets one, the Jacobian is formed if it is small."""
 
@@ -733,6 +751,6 @@ def test_arguments() -> None:
     for message, arguments in wrong.items():
         with pytest.raises(ArgumentError, match=message):
             verify(*arguments)
-    for name, value in {"samples": 0, "entries": 1.5, "rtol": 0.0, "atol": -1.0, "output": 3}.items():
+    for name, value in {"samples": 0, "entries": 1.5, "rtol": 0.0, "atol": -1.0, "output": 3, "dtype": "x"}.items():
         with pytest.raises(ArgumentError, match=name):
             verify(model, lossfunc, X, y, grad, **{name: value})

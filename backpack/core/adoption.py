@@ -35,12 +35,19 @@ def adopt(walk: Walk) -> bool:
         Whether there was one that the graph may use.
 
     Raises:
-        NotRecordedError: If the graph uses a parameter of a module that is not extended, and was not given to ``unextend``.
+        NotRecordedError: If the graph uses a parameter of a module that is not extended, and was not given to ``unextend``; or if an outermost
+            module came with a copy in which the module around it may have lost its recorder, and would be taken for the model.
     """
     foreign, found = {id(leaf) for leaf in walk.leaves.values() if leaf.requires_grad and leaf not in owners and not owners.released(leaf)}, False
     for call in walk.calls:
         if not call.root or (call.recorder.bare and not foreign):  # a loss may have been deleted since
             continue
+        if call.recorder.torn:
+            raise NotRecordedError(
+                f"{call.path} came with a copy of a module whose class makes copies in its own way, as torch.fx.GraphModule does, without what "
+                "extend() has installed: only what lies inside is extended, and where the samples lie in the copy itself is not known. Write "
+                "`extend(model)` again for the module that you call, before the forward pass."
+            )
         for path, module in call.module.named_modules(prefix=call.recorder.path):
             for name, parameter in module._parameters.items():
                 if parameter is None:

@@ -8,11 +8,15 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from backpack.core.calls import ModuleCall
+from backpack.core.calls import Mark, ModuleCall
 from backpack.core.samples import Layout, along, label_tensor
 from backpack.core.slots import Slot
 from backpack.utils.nested import tensors_in
 
+_MATRIX, _SEQUENCE = 2, 3
+"""Axes of ``[N, C]``, and of ``[N, T, C]``."""
+_SPREAD = 16
+"""Times its entries that a tensor may be spread over memory for its entries to be looked up there."""
 _ATTENTION = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -51,6 +55,18 @@ def sample_axis(call: ModuleCall, index: int) -> int:
     return 0 if _batch_first(call) or index else 1
 
 
+def known_axis(call: ModuleCall) -> int | None:
+    """Say on which axis the samples lie in the input and in the output of a module of torch that is no map of single rows.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        The axis, for recurrent layers and attention; ``None`` for all others.
+    """
+    return (0 if _batch_first(call) else 1) if _least_axes(type(call.module)) == _SEQUENCE and isinstance(call.inputs[0], Slot) else None
+
+
 def lacks_batch(call: ModuleCall) -> bool:
     """Say whether a module was given a single sample, without a batch axis.
 
@@ -73,6 +89,50 @@ def lacks_batch(call: ModuleCall) -> bool:
     return len(given.shape) < rule.least_axes + more
 
 
+def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
+    """Count the samples that an outermost module returns: as many as the first of its outputs that may have samples has rows.
+
+    Args:
+        call: Its call.
+        marks: What calls left on the node of its output: a layer without a batch axis that ends there has returned one sample.
+
+    Returns:
+        Their number; ``None`` if it returns none (a loss, say), or if the rows are not the samples that it was given, but may be parts of them
+        (``[N * T, C]``, ``[T, N, C]``).
+    """
+    for index, slot in enumerate(call.outputs):
+        shape, axis = slot.shape, sample_axis(call, index)
+        if len(shape) > axis:
+            break
+    else:
+        return None
+    rows, first = shape[axis], batch_of(call)
+    if rows == first:
+        return rows
+    if not call.inputs or lacks_batch(call) or any(lacks_batch(mark.call) for mark in marks):
+        return None
+    if rows in lengths_of(call):
+        return rows
+    if shape == (1,):  # a loss
+        return None
+    if not first or rows in _others(call):
+        return rows if len(shape) == _MATRIX or first not in shape else None
+    return None if first in shape or rows % first == 0 else rows
+
+
+def turns(call: ModuleCall) -> bool:
+    """Say whether a module has exchanged axis 0 with another axis, so that its input and its output tell different samples.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        Whether it has.
+    """
+    shape, rows = next((slot.shape for slot in call.outputs if slot.shape), (0,)), rows_of(call)
+    return rows is None and len(shape) > _MATRIX and batch_of(call) in shape and shape[0] in _others(call)
+
+
 def is_single(call: ModuleCall) -> bool:
     """Say whether a module was called with one sample, and has returned one, or nothing that has samples.
 
@@ -82,7 +142,10 @@ def is_single(call: ModuleCall) -> bool:
     Returns:
         Whether it was.
     """
-    axes = [(slot.shape, sample_axis(call, index)) for index, slot in enumerate(call.outputs)] if batch_of(call) == 1 else []
+    rows = rows_of(call)
+    if rows is not None:
+        return rows == 1
+    axes = [(slot.shape, sample_axis(call, index)) for index, slot in enumerate(call.outputs)] if lengths_of(call) == {1} else []
     return bool(axes) and all(len(shape) <= axis or shape[axis] == 1 for shape, axis in axes)
 
 
@@ -97,22 +160,62 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
     Returns:
         Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
     """
-    tensor = given.value if given.kept else given.origin()
+    tensor, found = given.value if given.kept else given.origin(), None
     for source, axis in ((source, 0 if _batch_first(call) else 1) for call in calls for source in _given_to(call)):
-        if tensor is None or {tensor.layout, source.layout} != {torch.strided} or not tensor.numel():
+        if tensor is None or source.shape[axis : axis + 1] != (layout.samples,):
             continue
-        if source.shape[axis : axis + 1] != (layout.samples,) or tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+        owners = _owners(tensor, source, axis)
+        if owners is None:
+            found = False if _is_sorted(tensor, source, axis) else found
             continue
-        start = min(source.storage_offset(), tensor.storage_offset())
-        ends = (t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True)) for t in (source, tensor))
-        owners = torch.full((max(ends) - start + 1,), -1, dtype=torch.int32)  # of each place in memory
-        mine, theirs = (owners.as_strided(t.shape, t.stride(), t.storage_offset() - start) for t in (tensor, source))
-        theirs.copy_(along(torch.arange(source.shape[axis]), axis, source.dim()))
-        if tensor.dim() <= layout.axis:
-            return False
-        labels = along(label_tensor(layout.labels, owners.device), layout.axis, tensor.dim())
-        return bool(((mine == labels) | (labels < 0)).all())
-    return None
+        if tensor.dim() > layout.axis:
+            labels = along(label_tensor(layout.labels, owners.device), layout.axis, tensor.dim())
+            if ((owners == labels) | (labels < 0)).all():
+                return True
+        found = False
+    return found
+
+
+def _owners(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
+    """Find out from which samples the entries of a tensor are.
+
+    Args:
+        tensor: The tensor.
+        source: One that has samples.
+        axis: The axis on which they lie.
+
+    Returns:
+        Their numbers, in the tensor's shape; ``None`` if it is no view of the source, or entries of the source share memory.
+    """
+    if {tensor.layout, source.layout} != {torch.strided} or tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+        return None
+    if source.is_complex() and not (tensor.is_complex() or source.is_conj()):
+        source = torch.view_as_real(source)
+    start, spans = source.storage_offset(), [(t.storage_offset(), _span(t)) for t in (source, tensor)]
+    inside = spans[0][0] <= spans[1][0] and sum(spans[1]) <= sum(spans[0])
+    if source.dtype != tensor.dtype or not (tensor.numel() and inside) or spans[0][1] > _SPREAD * source.numel() or _repeats(source):
+        return None
+    numbers = along(torch.arange(source.shape[axis], dtype=torch.int32), axis, source.dim())
+    owners = torch.full((spans[0][1],), -1, dtype=torch.int32)  # of each place in memory
+    theirs, mine = (owners.as_strided(t.shape, t.stride(), t.storage_offset() - start) for t in (source, tensor))
+    theirs.copy_(numbers)
+    return mine if (theirs == numbers).all() and (mine >= 0).all() else None
+
+
+def _is_sorted(tensor: Tensor, source: Tensor, axis: int) -> bool:
+    # whether it has the same samples in another order, as far as their sums tell
+    if axis or tensor.shape != source.shape or tensor.dtype != source.dtype or source.layout != torch.strided or tensor.layout != torch.strided:
+        return False
+    mine, theirs = (t.detach().flatten(1).sum(1) if t.dim() > 1 else t.detach() for t in (tensor, source))
+    return not torch.equal(mine, theirs) and torch.equal(mine.sort().values, theirs.sort().values)
+
+
+def _span(tensor: Tensor) -> int:
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _repeats(tensor: Tensor) -> bool:
+    return any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _given_to(call: ModuleCall) -> list[Tensor]:
@@ -131,13 +234,21 @@ def lengths_of(call: ModuleCall) -> set[int]:
         The length of the axis of samples of each tensor.
     """
     first = batch_of(call)
-    nested = [tensor.shape for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(value)]
-    shapes = [slot.shape for slot in call.tensor_inputs[1:]] + nested if _batch_first(call) else []
+    shapes = [slot.shape for slot in call.tensor_inputs[1:]] + _nested(call) if _batch_first(call) else []
     return {shape[0] for shape in shapes if shape} | ({first} - {None})
 
 
+def _others(call: ModuleCall) -> set[int]:
+    return {size for shape in [slot.shape for slot in call.tensor_inputs] + _nested(call) for size in shape[1:]}
+
+
+def _nested(call: ModuleCall) -> list[torch.Size]:
+    # of tensors in mappings and lists
+    return [tensor.shape for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(value)]
+
+
 def _batch_first(call: ModuleCall) -> bool:
-    if _least_axes(type(call.module)) < 3 or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
+    if _least_axes(type(call.module)) < _SEQUENCE or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
         return True
     return next(part.batch_first for part in call.as_called.modules() if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)))
 

@@ -87,7 +87,8 @@ class ModuleCall:
         scratch: What rules compute of the recorded tensors and need again, as long as a backward pass is at the call.
         versions: How often each parameter and buffer of the module had been changed in place.
         places: Where the data of its parameters were.
-        released: Whether tensors that were kept have been given back.
+        released: Whether tensors that the rule needs have been given back.
+        stays: Whether tensors are kept when autograd gives back its own, in the pass that is running.
         seen: The positional arguments, as long as the module runs.
         origin: The checkpointed part in which the call lies.
         part: The same, as long as its tensors are yet to be computed again.
@@ -101,7 +102,7 @@ class ModuleCall:
     origin: Any = None
     versions: Sequence[int | None] = ()
     places: Sequence[int] = ()
-    released = False
+    released = stays = False
     keywords: Sequence[str] = ()
     _constants: Mapping[str, Tensor | None] = _NONE
 
@@ -125,12 +126,11 @@ class ModuleCall:
         is_loss = self.root and recorder.bare if rule is None else rule.is_loss
         temporary = is_loss and (type(module).__module__.startswith("torch.nn") or _keeps_nothing(module))
         self._module = module if temporary else ref(module)
-        if recording.keep_all:
-            self._needs = _BOTH
-        elif rule is not None:
+        if rule is not None:
             self._needs = rule.needs(module)
         else:
             self._needs = _NOTHING if module._modules and not (self.root and recorder.bare) else _BOTH
+        self._keeps = _BOTH if recording.keep_all else self._needs
         options = recorder.options
         if options is None or not options.hold(module):
             recorder.options = options = Options(module)
@@ -149,7 +149,7 @@ class ModuleCall:
             module: The module.
             args: Its arguments, in the order of the signature.
         """
-        keep = "input" in self._needs
+        keep = "input" in self._keeps
         clone = keep and vars(module).get("inplace") is True
         self.inputs, self.tensor_inputs = list(args), []
         for i, arg in enumerate(args):
@@ -194,12 +194,12 @@ class ModuleCall:
         return any([slot.edge is None for slot in self.tensor_inputs])
 
     @property
-    def mixes_types(self) -> bool:
-        """Whether input, output and parameters differ in precision, as under autocast: what was computed is not what the tensors say then."""
+    def odd_types(self) -> bool:
+        """Whether no rule holds, as they are complex, or differ in precision (autocast): what was computed is not what the tensors say then."""
         if self.released:  # refused later, where the tensors are asked for
             return False
         kind, given = self.outputs[0].dtype, self.inputs[0].dtype
-        if given != kind and given.is_floating_point:
+        if kind.is_complex or given.is_complex or (given != kind and given.is_floating_point):
             return True
         return any([p is not None and p.dtype != kind for p in self.module._parameters.values()])
 
@@ -216,7 +216,7 @@ class ModuleCall:
         """
         if self.versions:
             self.places = _places(self.module)
-        keep = "output" in self._needs
+        keep = "output" in self._keeps
         sources = [slot.edge[0] for slot in self.tensor_inputs if slot.edge is not None]
         tensors = [output] if isinstance(output, Tensor) else tensors_in(output)
         for index, tensor in enumerate(tensors):
@@ -230,14 +230,16 @@ class ModuleCall:
                 # an operation in place on a view rewrites the graph below its base: then only the base's node runs
                 node = base.grad_fn
                 node.metadata.setdefault(KEY, []).append(Mark(self, index, base.output_nr, True))
-            if self._needs and len(tensors) == 1:
+            if self._keeps and len(tensors) == 1:
                 node.register_hook(self._on_executed)
+        for slot in self.slots if self._keeps is not self._needs else ():
+            slot.kept = ("output" if slot in self.outputs else "input") in self._needs
         rule = self.derivatives
         if rule is not None and type(rule).applies is not BaseDerivatives.applies and tensors and not rule.applies(self):
             self.derivatives = RANDOM if isinstance(rule, ElementwiseDerivatives) else None
 
     def _on_executed(self, *_: Any) -> None:
-        if not torch._C._autograd._get_current_graph_task_keep_graph():
+        if not (torch._C._autograd._get_current_graph_task_keep_graph() or (self.stays and self.origin is None)):
             self.release()
         elif self.origin is not None:
             self.defer(self.origin)
@@ -291,8 +293,7 @@ class ModuleCall:
         index = 0 if name == "output" else int(name[5:])
         if index >= len(slots):
             raise AttributeError(f"{self.path} was called without {name}.")
-        slot = slots[index]
-        if not isinstance(slot, Slot):
+        if not isinstance(slot := slots[index], Slot):
             return slot
         value = slot.read(name, self)
         if value is not None and recording.connection is not None:
@@ -303,19 +304,21 @@ class ModuleCall:
         """Compute the output again, for a rule that makes it from nothing but inputs and parameters.
 
         Returns:
-            The output; ``None`` if an input was not kept, a parameter has changed, or the module has no such rule.
+            The output; ``None`` if an input is not at hand, a parameter has changed, or the module has no such rule.
         """
-        if self.derivatives is None or "input" not in self._needs or self._changed:
+        if self.derivatives is None or self.derivatives is RANDOM or self._changed:
             return None
-        inputs = [self.tensor(f"input{i}") for i in range(len(self.inputs))]
+        inputs = [self.at_hand(f"input{i}") for i in range(len(self.inputs))]
+        if any(inputs[i] is None and isinstance(slot, Slot) for i, slot in enumerate(self.inputs)):
+            return None
         module = self.as_called
         if vars(module).get("inplace") is True:
             inputs = [value.clone() if isinstance(value, Tensor) else value for value in inputs]
         with torch.set_grad_enabled(recording.connection is not None):
-            return type(module).forward(module, *inputs)
+            return tensors_in(type(module).forward(module, *inputs))[0]
 
     def recover(self, name: str) -> Any:
-        """Compute a tensor that was not kept, where that is possible.
+        """Find a tensor that was not kept with the call that made it, or compute it, where that is possible.
 
         Args:
             name: ``"output"`` or ``"input{i}"``.
@@ -328,9 +331,24 @@ class ModuleCall:
         slot = self.inputs[int(name[5:])]
         edge = slot.edge if isinstance(slot, Slot) else None
         for mark in edge[0].metadata.get(KEY, ()) if edge is not None else ():
-            if mark.nr == edge[1] and not mark.base and mark.call is not self:
-                return mark.call.replay()
+            if mark.nr == edge[1] and not mark.base and mark.call is not self and len(mark.call.outputs) == 1:
+                try:
+                    return mark.call.at_hand("output")
+                except OverwrittenError:
+                    return mark.call.replay()
         return None
+
+    def at_hand(self, name: str) -> Any:
+        """Return a recorded input or output, or recover it.
+
+        Args:
+            name: ``"output"`` or ``"input{i}"``.
+
+        Returns:
+            Detached tensor, ``None`` if it cannot be recovered; for an argument that is no tensor, its value.
+        """
+        value = self.tensor(name)
+        return self.recover(name) if value is None else value
 
     @property
     def moved(self) -> bool:

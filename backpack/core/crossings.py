@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
-from backpack.core.graph import LINEAR, call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
+from backpack.core.graph import LINEAR, PRODUCTS, call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
 from backpack.core.samples import Layout, after_sum, blocks, decode, numel, probe, split, sum_to
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
@@ -23,6 +24,8 @@ ELEMENTWISE = frozenset(
     Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp""".split()
 )
 """Operations that treat every entry alone."""
+# all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
+_OF_INPUTS = ELEMENTWISE | PRODUCTS | _STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
 _BROADCASTING = frozenset("Mul Div Add Sub Expand".split())
 # these work on the last two axes, and on each entry of the axes in front alike
@@ -32,19 +35,32 @@ _STACKED = frozenset(
 )
 
 
-def is_of_parameter(node: Node, leaves: Container[Node]) -> bool:
-    """Say whether a node makes something of a single leaf, entry by entry or by moving entries, and of nothing else, so of no data.
+def is_of_parameter(node: Node, leaves: Mapping[Node, Tensor], samples: int | None = None) -> bool:
+    """Say whether a node makes something of parameters, and of nothing else, so of no data.
 
     Args:
         node: The node.
         leaves: The leaves of the graph.
+        samples: Number of samples, if rows of a table that are looked up count as positions where there are not as many.
 
     Returns:
         Whether it does.
     """
-    while node not in leaves and len(node.next_functions) == 1 and operation(node) in ELEMENTWISE | _STATIC - {"MaskedFill"}:
-        node = node.next_functions[0][0]
-    return node in leaves
+    seen, stack = {node}, [node]
+    while stack:
+        node = stack.pop()
+        if node in leaves:
+            made = isinstance(leaves[node], Parameter)
+        elif node is not None and operation(node) == "Embedding":
+            made = samples is not None and saved(node, "indices").shape[:1] != (samples,)
+        else:
+            made = node is not None and operation(node) in _OF_INPUTS
+        if not made:
+            return False
+        new = {upstream for upstream, _ in node.next_functions} - seen
+        seen |= new
+        stack += new
+    return True
 
 
 class Way(Enum):

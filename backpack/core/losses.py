@@ -14,7 +14,7 @@ from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDeriva
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
 from backpack.core.graph import operation
 from backpack.core.slots import Slot
-from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError
+from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
 
 _OWN = OwnLossDerivatives()
 LINEAR_IN_LOG_PROBABILITIES = frozenset({"NllLoss", "NllLoss2D"})
@@ -134,9 +134,14 @@ def has_samples(call: ModuleCall, second_order: bool) -> bool:
         NotImplementedError: What the rule raises, if ``second_order``.
         ValueError: What the rule raises, if ``second_order``.
         RuntimeError: What the rule raises, if ``second_order``; for a single sample without a batch axis (``ShapeError``) in any case.
+        UnsupportedError: If the prediction is complex, if ``second_order``.
     """
     if not second_order and not call.inputs[0].shape:
         return False  # a loss of one number: the samples have been summed up before
+    if second_order and call.inputs[0].dtype.is_complex:
+        raise UnsupportedError(
+            f"{call.path} takes complex predictions, for which its curvature is not known. Give it real ones, torch.view_as_real(prediction), say."
+        )
     try:
         call.derivatives._verify_support(call)
     except (NotImplementedError, ValueError, RuntimeError) as error:

@@ -135,10 +135,10 @@ def read(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | Composite 
         walk: The graph.
 
     Returns:
-        What stands for the node and the nodes between it and the parameters that it uses; ``None`` if no rule does.
+        What stands for the node and the nodes between it and the parameters that it uses; ``None`` if no rule does, as for complex numbers.
     """
     reader = _READERS.get(operation(node))
-    return None if reader is None else reader(node, states, walk)
+    return None if reader is None or tensor_at((node, 0)).dtype.is_complex else reader(node, states, walk)
 
 
 def _unit(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, walk: Walk, turned: bool = False) -> Unit | None:

@@ -2,38 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 from weakref import ref
 
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 savefields: set[str] = set()
 """Names of all attributes under which extensions save."""
 
 
 class _Owners:
-    """Parameters of extended modules, held weakly, and their names in the module on which ``extend`` was called."""
+    """Parameters of extended modules, held weakly, and their names in the modules on which ``extend`` was called, the latest last."""
 
     def __init__(self) -> None:
         self._released: dict[int, ref] = {}
-        self._names: dict[int, tuple[ref, list[str]]] = {}
+        self._names: dict[int, tuple[ref, dict[ref | None, list[str]]]] = {}
         self._carriers: dict[int, tuple[ref, dict[str, Any]]] = {}
 
+    def _named(self, parameter: Parameter) -> dict[ref | None, list[str]]:
+        key = id(parameter)
+        if parameter not in self:
+            self._names[key] = ref(parameter, lambda _: self._names.pop(key, None)), {}
+        return self._names[key][1]
+
+    def _entries(self) -> Iterator[tuple[int, dict[ref | None, list[str]]]]:
+        # a list of keys: a collection of garbage, hence the death of a parameter, may interrupt everything else, even a copy of the dictionary
+        for key in list(self._names):
+            yield key, self._names.get(key, (None, {}))[1]
+
     def add(self, parameter: Parameter, name: str) -> None:
-        """Track a parameter.
+        """Track a parameter that an extended module has got since ``extend``.
 
         Args:
             parameter: The parameter.
-            name: Its name; messages go on using the first one.
+            name: Its name, as far as the module knows.
         """
-        key = id(parameter)
-        if parameter not in self:
-            self._names[key] = (ref(parameter, lambda _: self._names.pop(key, None)), [name])
-        elif name not in self._names[key][1]:
-            self._names[key][1].append(name)
+        self._named(parameter)[None] = [name]
+
+    def name(self, root: Module, chosen: Container[Parameter]) -> None:
+        """Track parameters, or name them anew: names that they had in the module before, or in modules inside of it, hold no more.
+
+        Args:
+            root: The module on which ``extend`` was called.
+            chosen: Which of its parameters to track.
+        """
+        names: dict[Parameter, list[str]] = {}
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            if parameter in chosen or parameter in self:
+                names.setdefault(parameter, []).append(name)
+        inside = {None, *map(ref, root.modules())}
+        for parameter, own in names.items():
+            named = self._named(parameter)
+            for place in inside & named.keys():
+                del named[place]
+            named[ref(root)] = own
+
+    def around(self, module: Module) -> list[Module]:
+        """Find the modules in which the parameters of a module have their names.
+
+        Args:
+            module: A module.
+
+        Returns:
+            Modules that contain it, on which ``extend`` was called; itself if there are none.
+        """
+        roots = {place() for _, named in self._entries() for place in list(named) if place is not None} - {None, module}
+        return [root for root in roots if any(part is module for part in root.modules())] or [module]
 
     def remove(self, parameter: Parameter) -> None:
         """Track a parameter no more, on demand.
@@ -65,18 +102,18 @@ class _Owners:
         """
         return frozenset(list(self._names))
 
-    def names(self, parameters: Iterable[Parameter]) -> dict[Parameter, list[str]]:
+    def names(self, parameters: Iterable[Parameter]) -> dict[Parameter, dict[ref | None, list[str]]]:
         """Look up what parameters are called.
 
         Args:
             parameters: The parameters.
 
         Returns:
-            Parameter to names; none where it is not tracked.
+            Parameter to names in each module on which ``extend`` was called; none where it is not tracked.
         """
-        return {parameter: list(self._names[id(parameter)][1]) if parameter in self else [] for parameter in parameters}
+        return {parameter: dict(self._named(parameter)) if parameter in self else {} for parameter in parameters}
 
-    def rename(self, names: Mapping[Parameter, list[str]]) -> None:
+    def rename(self, names: Mapping[Parameter, dict[ref | None, list[str]]]) -> None:
         """Restore what parameters are called, and which are tracked.
 
         Args:
@@ -84,8 +121,8 @@ class _Owners:
         """
         for parameter, own in names.items():
             self.remove(parameter)
-            for name in own:
-                self.add(parameter, name)
+            if own:
+                self._named(parameter).update(own)
 
     def carry(self, parameter: Parameter, field: str, note: Any) -> None:
         """Note that a parameter carries a result.
@@ -95,6 +132,7 @@ class _Owners:
             field: Name of the result.
             note: What there is to know about it.
         """
+        savefields.add(field)  # an extension may have been told to save elsewhere since it was made
         key = id(parameter)
         if key not in self._carriers:
             self._carriers[key] = ref(parameter, lambda _: self._carriers.pop(key, None)), {}
@@ -126,7 +164,7 @@ class _Owners:
         return entry is not None and entry[0]() is parameter
 
     def __getitem__(self, parameter: Parameter) -> str:
-        return self._names[id(parameter)][1][0]
+        return next(reversed(self._names[id(parameter)][1].values()))[0]
 
     def named(self, pattern: str) -> set[int]:
         """Find parameters by name.
@@ -137,10 +175,8 @@ class _Owners:
         Returns:
             Their ids.
         """
-        patterns = (pattern, f"{pattern}.*")
-        # a list of keys: a collection of garbage, hence the death of a parameter, may interrupt everything else, even a copy of the dictionary
-        entries = ((key, self._names.get(key, (None, ()))[1]) for key in list(self._names))
-        return {key for key, names in entries if any(fnmatchcase(name, some) for name in names for some in patterns)}
+        fits = re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"(\..*)?", re.DOTALL).fullmatch
+        return {key for key, named in self._entries() if any(fits(name) for own in list(named.values()) for name in own)}
 
     def in_order(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Sort parameters.
@@ -163,7 +199,7 @@ class _Owners:
         Returns:
             A pattern of all that end so; else up to three names of parameters and modules, the most similar first.
         """
-        names = {some for key in list(self._names) for some in self._names.get(key, (None, ()))[1]}
+        names = {some for _, named in self._entries() for own in list(named.values()) for some in own}
         if any(some.endswith(f".{name}") for some in names):
             return [f"*.{name}"]
         return get_close_matches(name, sorted(names | {some.rpartition(".")[0] for some in names}), cutoff=0.75)

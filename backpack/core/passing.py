@@ -77,7 +77,8 @@ class Pass(Carry):
             The value; ``None`` if there is none.
         """
         value = self._data.get(flow, {}).get(edge)
-        self._own.difference_update((flow, edge, source) for source in value or ())
+        if isinstance(value, dict):  # columns; flows of sequences of modules carry matrices, or functions
+            self._own.difference_update((flow, edge, source) for source in value)
         return value
 
     def _hook(self, run: Callable, node: Node, what: Any) -> Callable:

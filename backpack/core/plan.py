@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import lacks_batch
+from backpack.core.batches import known_axis, lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import sequence_number, shape_of
+from backpack.core.graph import operation, sequence_number, shape_of
 from backpack.core.losses import refuse_as_loss
 from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
@@ -86,8 +86,9 @@ class Plan(Tracking):
             except BackpackError as error:
                 error.about = error.about or self.walk.named(self.walk.reach[node])
                 self._note(error)
-        for doubt in self._doubts if not self._told else ():
-            self._note(doubt)
+        for start, doubt in self._doubts.items():
+            if start not in self._told:
+                self._note(doubt)
         if self._refusals:
             raise merge(self._refusals)
         if len(self.losses) > 1:
@@ -159,13 +160,15 @@ class Plan(Tracking):
         """
         for mark in reversed(marks):
             call, state = mark.call, states.get(mark.nr)
+            if node in self._guessed and isinstance(state, Layout) and state.axis == known_axis(call):
+                self._compare_with_data(node, call, state, 2)
             if lacks_batch(call):
                 if isinstance(state, Layout) and not state.of_one and (refusal := single(self.walk, node, call)):
                     self._note(refusal)
                     return True
                 continue
             rule = self._rule(call)
-            if rule is None or rule.is_loss or call.mixes_types or len(call.outputs) > 1 or call in self._claimed:
+            if rule is None or rule.is_loss or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
             given = call.inputs[0]
             if not isinstance(state, Layout) or not isinstance(given, Slot):
@@ -175,7 +178,7 @@ class Plan(Tracking):
             free = layout is not None and rule.any_batch_axis and layout.axis < axes
             if layout is None or not call.outputs[0].shape or (layout.axis != 0 and not free):
                 continue
-            piece = self.walk.piece(node, call)
+            piece = self.walk.piece(node, call, mark.base)
             if piece is None or not (piece.parameters.keys() <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
                 continue
             if rule is GENERIC and self._need is Need.CURVATURE and all(is_known(n) for n in piece.inside):
@@ -183,7 +186,7 @@ class Plan(Tracking):
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
             if len(needed) > 1 or (needed and needed[0][0] != 0):
                 continue
-            if given.edge is None and node in self._guessed:
+            if node in self._guessed and layout.samples > 1:
                 self._compare_with_data(node, call, layout, axes)
             unit = Unit(mark, piece.inside, {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits})
             unit.arrangement, unit.layout = arrangement(layout) if free else (None, settle(layout))
@@ -263,14 +266,16 @@ class Plan(Tracking):
             return
         if self._second_order:
             refuse_second_order(node, self.walk)
+        samples = self._samples_at[node]
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue
-            if crossing.way is Way.MASKED and upstream[0] in self.walk.has_data:
+            repeats, mixes = operation(node) == "Repeat", crossing.way is Way.MASKED and upstream[0] in self.walk.has_data
+            if mixes and not (repeats and not self.walk.may_be_of(samples, upstream[0])):
                 shapes = [list(shape_of((node, nr))) for nr in states]
                 how = f"{self.walk.where(node)} mixes them (outputs {shapes}, input {list(upstream[2])})"
-                self._note(mixing(self.walk, upstream[0], how))
-            self._arrive(upstream[:2], crossing.arrives or SPLIT, node, self._samples_at[node])
+                self._note(mixing(self.walk, upstream[0], how + ", or copies what is none of samples: then write expand" * repeats))
+            self._arrive(upstream[:2], crossing.arrives or SPLIT, node, samples)
 
     def _use_at_leaf(self, node: Node) -> None:
         """Count the uses of a parameter, whose leaf this is, outside all units, and refuse those that cannot be attributed."""

@@ -20,7 +20,10 @@ from backpack.core.checkpoints import pass_on
 from backpack.core.engine import intercepted, transformed
 from backpack.core.options import Options
 from backpack.core.owners import owners, savefields
+from backpack.core.slots import Slot
 from backpack.core.state import recording
+from backpack.utils.errors import NotRecordedError
+from backpack.utils.module_classification import loses_hooks
 
 
 @cache
@@ -76,17 +79,21 @@ class Recorder:
         bare: Whether it has no parameters, nor does any module inside it.
         known: Whether a pass has tracked all parameters inside it, since ``extend``, or since it came with a copy or a pickle.
         options: Those with which the module was called last.
+        around: The innermost module around it whose class makes copies by rules of its own; ``None`` for none.
+        torn: Whether it came with a copy or a pickle in which the module around it may lack its recorder.
     """
 
-    __slots__ = ("_last", "bare", "kind", "known", "options", "path")
+    __slots__ = ("_last", "around", "bare", "kind", "known", "options", "path", "torn")
 
-    def __init__(self, path: str, kind: str, bare: bool) -> None:
-        self.path, self.kind, self.bare, self.known = path, kind, bare, False
+    def __init__(self, path: str, kind: str, bare: bool, torn: bool = False) -> None:
+        self.path, self.kind, self.bare, self.torn, self.known = path, kind, bare, torn, False
         self._last: ref | None = None
         self.options: Options | None = None
+        self.around: ref | None = None
 
     def __reduce__(self) -> tuple:
-        return _again, (self.path, self.kind, self.bare, sorted(savefields))
+        around = None if self.around is None else self.around()
+        return _again, (self.path, self.kind, self.bare, sorted(savefields), self.torn or (around is not None and loses_hooks(around)))
 
     @property
     def last(self) -> ModuleCall | None:
@@ -218,9 +225,9 @@ class Recorder:
                     group.pop(key, None)
 
 
-def _again(path: str, kind: str, bare: bool, fields: list[str]) -> Recorder:
+def _again(path: str, kind: str, bare: bool, fields: list[str], torn: bool = False) -> Recorder:
     savefields.update(fields)  # a process that reads a pickle may have made no extension
-    return Recorder(path, kind, bare)
+    return Recorder(path, kind, bare, torn)
 
 
 def recorder_of(module: Module) -> Recorder | None:
@@ -256,9 +263,7 @@ class _RecordedTensor:
             recorder = recorder_of(module)
             call = None if recorder is None else recorder.last
         registered = any(self.name in module.__dict__.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
-        value = None if call is None or registered or call.released else call.tensor(self.name)
-        if value is None and call is not None and not registered and not call.released:
-            value = call.recover(self.name)
+        value = None if call is None or registered or call.released else call.at_hand(self.name)
         if value is None:
             raise AttributeError(self.name)  # Module.__getattr__ takes over
         return value
@@ -273,11 +278,24 @@ def reading(calls: dict[Module, ModuleCall]) -> Iterator[None]:
 
     Yields:
         Nothing.
+
+    Raises:
+        NotRecordedError: If one is read that is not at hand.
+        AttributeError: If something else is read that a module does not have.
     """
     before = recording.read_from
     recording.read_from = calls
     try:
         yield
+    except AttributeError as error:
+        call = calls.get(error.obj) if isinstance(error.obj, Module) else None
+        tensors = [] if call is None else ["output", *(f"input{i}" for i, slot in enumerate(call.inputs) if isinstance(slot, Slot))]
+        if error.name not in tensors or call.released:
+            raise
+        raise NotRecordedError(
+            f"{error.name} of {call.path} is not at hand: the library's rule does not need it, or it was changed in place since. "
+            "Enter the context before the forward pass: one with retain_graph=True, or with module extensions, keeps all inputs and outputs."
+        ) from error
     finally:
         recording.read_from = before
 

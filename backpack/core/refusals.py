@@ -9,9 +9,9 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import lacks_batch
+from backpack.core.batches import batch_of, lacks_batch
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import SPLIT, State
+from backpack.core.crossings import SPLIT, State, is_of_parameter
 from backpack.core.graph import compiled, operation, saved, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis, settle
@@ -157,24 +157,26 @@ def nowhere(walk: Walk, node: Node) -> UnattributedError:
     )
 
 
-def other_rows(walk: Walk, node: Node, call: ModuleCall, layout: Layout, certain: bool = True) -> UnsupportedError:
+def other_rows(walk: Walk, node: Node, what: str, samples: int, axis: int | None = None) -> UnsupportedError:
     """Refuse a model that returns its loss, where rows of a module inside could be taken for samples, but are, or may be, something else.
 
     Args:
         walk: The graph.
         node: Node of the output of a module.
-        call: Its call, with data.
-        layout: Where the samples would lie.
-        certain: Whether the data say that they are something else.
+        what: A tensor inside.
+        samples: Number of samples.
+        axis: The axis on which they would lie there, but do not; ``None`` if it is only that they may lie elsewhere.
 
     Returns:
         The error.
     """
-    found = "the model's input says otherwise" if certain else "as many entries are on another axis, too; a mini-batch of another size tells"
+    why = (
+        f"the {samples} rows of a module inside could be others: there is {what}, and several axes of it, or arguments of the model, may have samples"
+        if axis is None
+        else f"{what} was called, and the {samples} samples would lie on its axis {axis}, but the model's input says otherwise"
+    )
     return UnsupportedError(
-        f"The model returns its loss, so that samples can only be told from the modules inside: {call} was called with a tensor of shape "
-        f"{list(call.inputs[0].shape)}, and the {layout.samples} samples would lie on its axis {layout.axis}, but {found}. {_RETURN}",
-        walk.named(walk.reach[node]),
+        f"The model returns its loss, so that samples can only be told from the modules inside: {why}. {_RETURN}", walk.named(walk.reach[node])
     )
 
 
@@ -263,7 +265,7 @@ def refuse_second_order(node: Node, walk: Walk) -> None:
 def refuse_summed(walk: Walk, node: Node, mark: Mark, samples: int) -> None:
     """Refuse a module that is called with the mini-batch, but whose output is summed over samples afterwards.
 
-    A module called without the mini-batch, say with position numbers, may well be used by all samples.
+    What is made without the mini-batch, say of position numbers, may well be used by all samples.
 
     Args:
         walk: The graph.
@@ -274,10 +276,11 @@ def refuse_summed(walk: Walk, node: Node, mark: Mark, samples: int) -> None:
     Raises:
         mixing: If it is such a module.
     """
-    positions = operation(node) == "Embedding" and saved(node, "indices").shape[:1] != (samples,)  # made from the shape of a mini-batch
-    for slot in mark.call.tensor_inputs if samples > 1 and not positions else ():
+    for slot in mark.call.tensor_inputs if samples > 1 else ():
         batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
         if batched and (slot.edge is None or (slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0]))):
+            if is_of_parameter(node, walk.leaves, samples):
+                return
             how = f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
             if slot.edge is None:
                 how += (
@@ -302,6 +305,22 @@ def refuse_prediction(call: ModuleCall, shape: torch.Size, samples: int, axis: i
     raise UnsupportedError(
         f"The loss takes its samples from axis 0 of a tensor that is not laid out like the output {list(shape)} of {call} "
         f"({samples} samples on axis {axis}). Give the loss that output with the samples on axis 0, reshaped at most."
+    )
+
+
+def turned(call: ModuleCall) -> UnsupportedError:
+    """Refuse a model of which input and output tell different samples, where no loss says which they are.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        The error.
+    """
+    given, shape = list(call.tensor_inputs[0].shape), next(list(slot.shape) for slot in call.outputs if slot.shape)
+    return UnsupportedError(
+        f"{call} was given a tensor of shape {given} and returns {shape}: samples lie on axis 0 of what a model returns, which would be {shape[0]} "
+        f"there, but it was given {batch_of(call)}. Return the samples on axis 0, and exchange the axes outside of the model, if the loss needs it."
     )
 
 
@@ -353,5 +372,5 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
         warn(
             f"backward was called inside of backpack(...), but nothing was computed: none of the {walk.foreign} parameters that it reaches belongs "
             "to an extended module. Write `model = extend(model)` before the forward pass, or call backward outside of the context.",
-            stacklevel=9,  # the line that calls loss.backward()
+            stacklevel=10,  # the line that calls loss.backward()
         )

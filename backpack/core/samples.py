@@ -99,9 +99,9 @@ def probe(shape: torch.Size, layout: Layout, dtype: torch.dtype, device: torch.d
     Returns:
         ``[2 * bits, *shape]``.
     """
-    # a generator of its own: the user's random numbers must not notice
+    # a generator of its own: the user's random numbers must not notice; of complex numbers, either part may be all that arrives somewhere
     generator = torch.Generator(device).manual_seed(0)
-    u = torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype) + 0.5
+    u = (torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype) + 0.5) * (1 + 0.5j if dtype.is_complex else 1)
     bits = torch.arange(max(1, (layout.samples - 1).bit_length()), device=device)
     labels = label_tensor(layout.labels, device)
     ones = (labels >> bits[:, None]) & 1
@@ -347,12 +347,12 @@ def after_sum(layout: Layout, full: torch.Size, shape: torch.Size) -> Layout | N
         shape: The shape before broadcasting.
 
     Returns:
-        The layout; ``None`` if the sum would run over several samples.
+        The layout, without labels where no rows are summed; ``None`` if the sum would run over several samples.
     """
     axis = layout.axis - (len(full) - len(shape))
     if full == shape or (shape and axis >= 0 and shape[axis] == full[layout.axis]):
         return layout._replace(axis=axis)
-    return Layout(0, (max(layout.labels),) * (shape[0] if shape else 1), layout.samples) if layout.of_one and layout.labels else None
+    return Layout(0, (max(layout.labels, default=-1),) * (shape[0] if shape else 1), layout.samples) if layout.of_one and layout.samples else None
 
 
 def add_rows(columns: Tensor, layout: Layout) -> Tensor:

@@ -17,7 +17,11 @@ Edge = tuple[Node, int]
 
 
 class Slot:
-    """One tensor of a call: kept (detached), or only its shape, type, device and a weak reference."""
+    """One tensor of a call: kept (detached), or only its shape, type, device and a weak reference.
+
+    Attributes:
+        kept: Whether it was kept because a rule needs it; not so where somebody may want to read it.
+    """
 
     __slots__ = ("base_edge", "device", "dtype", "edge", "kept", "origin", "shape", "value", "version")
 
@@ -69,9 +73,9 @@ class Slot:
             The tensor; ``None`` if it was not kept, and nobody else holds it as it was.
 
         Raises:
-            OverwrittenError: If it was changed in place since it was recorded.
+            OverwrittenError: If a rule needs it, and it was changed in place since it was recorded.
         """
-        tensor = self.value if self.kept else self.origin()
+        tensor = self.origin() if self.value is None and not self.kept else self.value
         if tensor is None or (not self.kept and version_of(tensor) != self.version):
             return None
         if version_of(tensor) != self.version:
@@ -79,7 +83,7 @@ class Slot:
                 f"{name} of module {call.path} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
                 f"{version_of(tensor)}), but a rule needs its old value. Do the operation out of place."
             )
-        return tensor if self.kept else tensor.detach()
+        return tensor if tensor is self.value else tensor.detach()
 
     def without_graph(self) -> Slot:
         """Copy the record without saying where the tensor comes from.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from backpack.core.batches import batch_of, sample_axis
+from backpack.core.batches import rows_of, sample_axis
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
@@ -247,12 +247,13 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     return Start(call, 0, below, layout, set(), sure)
 
 
-def start_at_output(walk: Walk, mark: Mark, known: bool) -> Layout | None:
+def start_at_output(walk: Walk, node: Node, mark: Mark, known: bool) -> Layout | None:
     """Say where the samples lie in an output: on axis 0 of what outermost modules return, as a rule; inside, on that of as many rows as samples.
 
     Args:
         walk: The graph.
-        mark: What a call left on the node of the output.
+        node: Node of the output.
+        mark: What a call left there.
         known: Whether samples have arrived there from a loss: then only a model has a say.
 
     Returns:
@@ -263,7 +264,7 @@ def start_at_output(walk: Walk, mark: Mark, known: bool) -> Layout | None:
         return None
     axis = sample_axis(call, mark.index)
     size = shape[axis] if axis < len(shape) else None
-    expected = {batch_of(call)} if call.root else walk.batches or {size}
+    expected = {rows_of(call, walk.marks[node])} if call.root else walk.batches or {size}
     return first_axis(size, axis) if size is not None and size in expected else None
 
 
@@ -394,5 +395,5 @@ def _samples_at(walk: Walk, edge: Edge) -> tuple[int, int] | None:
         axis = sample_axis(call, mark.index)
         size = shape[axis] if axis < len(shape) else None
         if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or size in walk.batches):
-            return (-1, 0) if call.root and size != batch_of(call) else (size, axis)
+            return (-1, 0) if call.root and size != rows_of(call, walk.marks[edge[0]]) else (size, axis)
     return None

@@ -13,6 +13,7 @@ class _Recording(threading.local):
 
     Attributes:
         on: Whether calls are recorded at all.
+        apart: Whether calls of autograd are no passes of the user's: no quantities are computed, and none are deleted.
         keep_all: Whether calls keep all tensors, as rules of users may read any of them.
         read_from: Module to the call whose tensors it shows; ``None`` for the last ones.
         open: The calls whose forward pass has begun and not ended, and the frames of Python in which they run.
@@ -20,6 +21,7 @@ class _Recording(threading.local):
     """
 
     on = True
+    apart = False
     keep_all = False
     connection: Any = None
     read_from: dict[Module, Any] | None = None

@@ -6,20 +6,25 @@ from collections.abc import Iterable
 from functools import reduce
 from operator import or_
 
+from torch import Size
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import agrees_with_data
+from backpack.core.batches import agrees_with_data, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State, is_of_parameter
-from backpack.core.graph import is_linear, shape_of
+from backpack.core.graph import is_linear, operation, shape_of
 from backpack.core.losses import refuse_without_loss
-from backpack.core.refusals import ambiguous, mixing, other_rows, refuse_prediction, sizes, unequal
-from backpack.core.samples import Layout, settle, unite
+from backpack.core.refusals import ambiguous, mixing, other_rows, refuse_prediction, sizes, turned, unequal
+from backpack.core.samples import Layout, first_axis, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output
 from backpack.core.walk import Walk
 from backpack.utils.errors import BackpackError, LossValueError
+
+_TEMPORAL = frozenset(("CtcLoss", "CudnnCtcLoss"))
+_TIME_FIRST = 3
+"""Axes of ``[T, N, C]``."""
 
 
 class Tracking:
@@ -45,9 +50,10 @@ class Tracking:
         self._above: set[Node] = set()
         self._curved: dict[Node, Node] = {}
         self._unsure: set[Node] = set()
-        self._guessed: set[Node] = set()
+        self._guessed: dict[Node, frozenset[Node]] = {}
         self._covered: set[Node] = set()
-        self._told, self._doubts = False, []
+        self._told: set[Node] = set()
+        self._doubts: dict[Node, BackpackError] = {}
         self._refused, self._refusals = 0, []
 
     def _note(self, error: BackpackError) -> None:
@@ -71,13 +77,29 @@ class Tracking:
         """
         start = start_at(self.walk, node, marks, self._second_order, self._curved.get(node))
         if start is None:
-            return False
+            return not self._second_order and self._start_at_time(node)
         self.losses[node] = start
         self._covered |= start.inside
-        self._guessed.add(start.below[0])
+        self._guessed[start.below[0]] = frozenset((start.below[0],))
         if not start.sure:
             self._unsure.add(start.below[0])
         self._arrive(start.below, start.layout, None, start.layout.samples)
+        return True
+
+    def _start_at_time(self, node: Node) -> bool:
+        """Let samples start at the input ``[T, N, C]`` of a connectionist temporal classification, which has them on axis 1.
+
+        Args:
+            node: A node.
+
+        Returns:
+            Whether it is one.
+        """
+        below = node.next_functions[0] if operation(node) in _TEMPORAL else (None, 0)
+        shape = shape_of(below) if self.walk.reach.get(below[0]) else ()
+        if len(shape) != _TIME_FIRST:
+            return False
+        self._arrive(below, first_axis(shape[1], 1), None, shape[1])
         return True
 
     def _start_at_output(self, node: Node, mark: Mark) -> None:
@@ -88,16 +110,19 @@ class Tracking:
             mark: Its mark.
 
         Raises:
+            turned: If the model was given samples on another axis than it returns them.
             UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
         """
         call, known = mark.call, self.states.get(node, {}).get(mark.nr)
         if known is not None and not call.root:  # only a model has a say then
             return
-        start = start_at_output(self.walk, mark, known is not None)
+        if call.root and call.module._modules and known is None and turns(call):
+            raise turned(call)
+        start = start_at_output(self.walk, node, mark, known is not None)
         if call.root:
-            self._guessed.discard(node)  # its rows are the samples, however many it was given
+            self._guessed.pop(node, None)  # its rows are the samples, however many it was given
         elif start is not None:
-            self._guessed.add(node)
+            self._guessed[node] = frozenset((node,))
         if start is None:
             return
         size = start.samples
@@ -106,25 +131,41 @@ class Tracking:
                 return
             if self._second_order:
                 refuse_prediction(call, call.outputs[mark.index].shape, size, start.axis)
+            if known is not SPLIT:
+                return
         self.states.setdefault(node, {})[mark.nr] = start
         self._samples_at[node] = size
 
+    def _doubt(self, node: Node, shape: Size, samples: int) -> None:
+        """Note that samples could lie elsewhere, as far as shapes tell, if they start at a guess.
+
+        Args:
+            node: A node upstream of it.
+            shape: Shape of its output.
+            samples: Number of samples.
+        """
+        for start in self._guessed.get(node, ()):
+            self._doubts.setdefault(start, other_rows(self.walk, node, f"a tensor of shape {list(shape)}", samples))
+
     def _compare_with_data(self, node: Node, call: ModuleCall, layout: Layout, axes: int) -> None:
-        """Refuse rows that a module inside was taken to have for samples, where what it was called with says, or may say, something else.
+        """Refuse rows that were taken for samples at a guess, where what a module was called with says something else; note whether it confirms them.
 
         Args:
             node: Node of the output.
-            call: A call with data.
-            layout: Where the samples are taken to lie.
+            call: A call.
+            layout: Where the samples are taken to lie, in input and output.
             axes: Number of axes on which they may.
         """
-        outermost = [outer for outer in self.walk.calls if outer.root and outer.module._modules and not outer.is_loss]
-        agrees = agrees_with_data(outermost, call.inputs[0], layout)
-        self._told = self._told or agrees is True
-        if agrees is False:
-            self._note(other_rows(self.walk, node, call, layout))
-        elif agrees is None and layout.samples > 1 and (len(self.walk.batches) > 1 or call.outputs[0].shape[:axes].count(layout.samples) > 1):
-            self._doubts.append(other_rows(self.walk, node, call, layout, False))
+        given = call.inputs[0]
+        if given.edge is None or not self.walk.reach[given.edge[0]]:
+            agrees = agrees_with_data([outer for outer in self.walk.outermost if outer.module._modules], given, layout)
+            if agrees:
+                self._told |= self._guessed[node]
+            elif agrees is False:
+                self._note(other_rows(self.walk, node, f"{call} with a tensor of shape {list(given.shape)}", layout.samples, layout.axis))
+        chosen = -1 in layout.labels and len(layout.labels) != layout.samples  # by a mask, which may have chosen any
+        if chosen or call.outputs[0].shape[:axes].count(layout.samples) > 1 or len(self.walk.batches - {0, 1}) > 1:
+            self._doubt(node, call.outputs[0].shape, layout.samples)
 
     def _curved_at(self, node: Node) -> Node | None:
         """Ask whether a node between losses and the root is curved.
@@ -165,9 +206,11 @@ class Tracking:
         if self._samples_at.setdefault(node, samples) != samples:
             self._note(sizes(self.walk, edge, self._samples_at[node], samples))
         self.arrivals[edge] = self.arrivals.get(edge, 0) + 1
-        for group in (self._above, self._unsure, self._guessed):
+        for group in (self._above, self._unsure):
             if consumer in group:
                 group.add(node)
+        if consumer in self._guessed:
+            self._guessed[node] = self._guessed.get(node, frozenset()) | self._guessed[consumer]
         states = self.states.setdefault(node, {})
         known = states.setdefault(nr, state)
         if known is SPLIT or state is SPLIT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, is_single, lengths_of
+from backpack.core.batches import batch_of, is_single, lengths_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, is_linear, operation
@@ -67,6 +68,7 @@ class Walk:
         to_loss: Nodes upstream of which, or at which, a loss call ends.
         to_function: Nodes upstream of which there is, perhaps, a loss that was called as a function; noted for second-order quantities.
         passed: Nodes at which a loss ends that is taken for a function, as it is linear in log-probabilities.
+        consumers: Node to number of edges that lead to it.
         foreign: Number of parameters in the graph that belong to no extended module.
         double: Whether the graph contains derivatives of derivatives.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
@@ -87,7 +89,7 @@ class Walk:
         self.passed: set[Node] = set()
         self.double = self.hidden = False
         self.foreign = 0
-        self._edges_into: dict[Node, int] = {}
+        self.consumers: dict[Node, int] = {}
         self.order = self._visit(roots)
 
     def _visit(self, roots: list[Node]) -> list[Node]:
@@ -99,7 +101,7 @@ class Walk:
         Returns:
             The nodes, consumers before producers.
         """
-        order, stack, edges_into, reach = [], list(roots), self._edges_into, self.reach
+        order, stack, edges_into, reach = [], list(roots), self.consumers, self.reach
         nexts: dict[Node, list[Node]] = {}
         left_out: list[Node] = []
         while stack:
@@ -195,7 +197,8 @@ class Walk:
             if node in self.passed:
                 continue
             if mark.call.is_loss or (self.second_order and node not in self.to_loss and take_for_loss(mark.call)):
-                self.to_loss.add(node)
+                if not mark.base:  # else it ends further down
+                    self.to_loss.add(node)
             elif node not in self.has_data and mark.call.has_data:
                 self.has_data.add(node)
 
@@ -229,12 +232,35 @@ class Walk:
             stack += new
         return goal in seen
 
-    def piece(self, node: Node, call: ModuleCall) -> Piece | None:
+    def may_be_of(self, samples: int, node: Node) -> bool:
+        """Say whether data from which a node was computed may be those of samples: not if they are, say, a few numbers of positions.
+
+        Args:
+            samples: Number of samples.
+            node: The node.
+
+        Returns:
+            Whether a module there was called with a tensor of as many rows, or once a sample.
+        """
+        seen, stack, calls = {node}, [node], set()
+        while stack:
+            node = stack.pop()
+            calls.update(mark.call for mark in self.marks.get(node, ()))
+            new = {n for n, _ in node.next_functions if n in self.has_data} - seen
+            seen |= new
+            stack += new
+        times = Counter(call.module for call in calls if call.has_data)
+        given = [slot for call in calls for slot in call.tensor_inputs if slot.edge is None]
+        rows = [slot.shape[:-1] if slot.dtype.is_floating_point and len(slot.shape) > 1 else slot.shape for slot in given]
+        return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
+
+    def piece(self, node: Node, call: ModuleCall, base: bool = False) -> Piece | None:
         """Collect the nodes between a call's output and its inputs.
 
         Args:
             node: Node of the output.
             call: The call.
+            base: Whether the node is that of the tensor of which the output is a view.
 
         Returns:
             The piece; ``None`` if it is connected to anything but the inputs and own parameters, or holds other operations than the rule stands for.
@@ -274,31 +300,35 @@ class Walk:
                     stack.append(upstream)
                     edges[upstream] = 1
         for inner, count in edges.items():
-            if count != self._edges_into[inner]:
+            if count != self.consumers[inner]:
                 return None
         if len(piece.parameters) < len(own) and call.derivatives is not None:
             for name in call.derivatives.params:
                 parameter = module._parameters.get(name)
                 if parameter is not None and parameter.requires_grad and name not in piece.parameters:
                     return None  # the module had another one, or none of this name, when it ran
-        return piece if as_described(call, names) else None
+        return piece if as_described(call, node, names, base) else None
+
+    @cached_property
+    def outermost(self) -> list[ModuleCall]:
+        """Calls of outermost modules that are no losses."""
+        return [call for call in self.calls if call.root and not call.is_loss]
 
     @cached_property
     def batches(self) -> set[int]:
-        """Numbers of samples with which outermost modules may have been called."""
-        return set().union(*(lengths_of(call) for call in self.calls if call.root and not call.is_loss))
+        """Numbers of samples that outermost modules have returned; with which they may have been called, where they return none."""
+        rows = {call: rows_of(call) for call in self.outermost}
+        return set().union(*(lengths_of(call) if number is None else {number} for call, number in rows.items()))
 
     @cached_property
     def single(self) -> bool:
         """Whether the mini-batch is one sample, to which everything belongs."""
-        outermost = [call for call in self.calls if call.root and not call.is_loss]
-        return bool(outermost) and all(map(is_single, outermost))
+        return bool(self.outermost) and all(map(is_single, self.outermost))
 
     @cached_property
     def returns_loss(self) -> bool:
         """Whether no outermost module has returned as many rows as it was given samples."""
-        outermost = [call for call in self.calls if call.root and not call.is_loss]
-        return not any(batch_of(call) in slot.shape for call in outermost for slot in call.outputs)
+        return not any(rows_of(call) is not None or batch_of(call) in slot.shape for call in self.outermost for slot in call.outputs)
 
     @cached_property
     def recorded(self) -> set[int]:
@@ -322,8 +352,8 @@ class Walk:
             why = "which has no rule"
         elif call.derivatives is None:
             why = f"whose rule does not hold here, in {'training' if call.training else 'evaluation'} mode"
-        elif call.mixes_types:
-            why = "which computes in another precision than that of its parameters and input, as under autocast, where its rule does not hold"
+        elif call.odd_types:
+            why = "which computes with complex numbers, or in other precisions than those of its tensors, as under autocast: its rule does not hold"
         elif sum(slot.edge is not None for slot in call.tensor_inputs) > 1:
             why = "which has several inputs that may depend on parameters"
         elif self.piece(node, call) is None:

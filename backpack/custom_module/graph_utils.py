@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node, Proxy, Tracer
 from torch.fx.node import Target
-from torch.fx.proxy import Attribute
+from torch.fx.proxy import Attribute, TraceError
 from torch.nn import LSTM, RNN, AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, FeatureAlphaDropout, Module, Sequential
 from torch.nn import functional as F
 
@@ -28,7 +28,7 @@ from backpack.custom_module.recurrent import check_recurrent, make_rnn_backpack
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import UnsupportedError, require_module
 
 LEAVES = (ScaleModule, SumModule, Parallel, _Branch, ReduceTuple, Permute, Pad, Slicing)
 DROPOUTS: dict[Target, type[Module]] = {
@@ -67,6 +67,7 @@ def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
         UnsupportedError: If a module with parameters is called several times, if a recurrent layer cannot be split, or if the forward pass switches
             gradients or autocast for a part of it. The message names the place.
     """
+    require_module(module, "convert_module_to_backpack")
     tracer = BackpackTracer()
     if tracer.is_leaf_module(module, ""):
         module = Sequential(module)
@@ -105,7 +106,10 @@ class BackpackTracer(Tracer):
 
     def trace(self, root: Module | Callable[..., Any], concrete_args: dict[str, Any] | None = None) -> Graph:
         self._modes = _modes()
-        return super().trace(root, concrete_args)
+        try:
+            return super().trace(root, concrete_args)
+        except TraceError as error:
+            raise UnsupportedError(f"The forward pass cannot be traced: {error}. Use the model without conversion.") from error
 
     def create_node(self, kind: str, target: Target, *args: Any, **kwargs: Any) -> Node:
         if _modes() != self._modes:

@@ -69,7 +69,7 @@ def make_rnn_backpack(module: RNN | LSTM) -> Sequential:
         layer = kind(input_size, module.hidden_size, batch_first=module.batch_first, device="meta")  # no random numbers are drawn
         for name, _ in list(layer.named_parameters()):
             setattr(layer, name, getattr(module, name.replace("_l0", f"_l{i}")))
-        chain.add_module(f"{kind.__name__.lower()}_{i}", layer)
+        chain.add_module(f"lstm_{i}", layer)  # the published name, of an RNN, too: keys of saved states
         if i < module.num_layers - 1:
             chain.add_module(f"reduce_tuple_{i}", ReduceTuple(0))
             if module.dropout > 0:

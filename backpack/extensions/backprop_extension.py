@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from copy import copy
 from typing import Any, ClassVar
 from warnings import warn
@@ -13,31 +13,22 @@ from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
+from backpack.core.excluding import Excluded, as_excluded, find_excluded
 from backpack.core.flow import Flow
 from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
+from backpack.core.slots import version_of
 from backpack.extensions.combining import Combination
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
 from backpack.extensions.saved_quantities import SavedQuantities
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError, exclusion
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, FailModeError, OverwrittenError, UnsupportedError
+from backpack.utils.nested import tensors_in
+from backpack.utils.subsampling import are_indices
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
 FAIL_SILENT = "SILENT"
-
-
-Excluded = Parameter | Module | str
-"""What an extension can leave out."""
-
-
-class FailModeError(ArgumentError, AssertionError):
-    """The fail mode does not exist.
-
-    Way out: ``"ERROR"``, ``"WARNING"`` or ``"SILENT"``.
-    """
-
-    code = "fail-mode"
 
 
 class BackpropExtension(ABC):
@@ -80,8 +71,9 @@ class BackpropExtension(ABC):
             fail_mode: For modules with parameters that ``module_exts`` does not name: ``"ERROR"``, ``"WARNING"`` or ``"SILENT"``.
             subsampling: Indices of the samples to use; duplicates count as separate samples, negative ones as in Python. ``None`` for all.
             exclude: What the extension leaves out: parameters, modules (all parameters in them), or names of either in the module on which ``extend``
-                was called, in which ``*`` stands for anything. Nothing is written there, nothing is refused on their account, and where all
-                extensions leave the same parameters out, nothing is computed for them. A parameter with several owners is left out as a whole.
+                was called, the outermost one, in which ``*`` stands for anything. Nothing is written there, nothing is refused on their account, and
+                where all extensions leave the same parameters out, nothing is computed for them. A parameter with several owners is left out as a
+                whole.
 
         Raises:
             FailModeError: If the fail mode does not exist.
@@ -89,9 +81,9 @@ class BackpropExtension(ABC):
         """
         if fail_mode not in (FAIL_ERROR, FAIL_WARN, FAIL_SILENT):
             raise FailModeError(f"Unknown fail_mode {fail_mode!r}. Choose one of {[FAIL_ERROR, FAIL_WARN, FAIL_SILENT]}.")
-        if subsampling is not None and not (isinstance(subsampling, Sequence) and all(type(index) is int for index in subsampling)):
+        if subsampling is not None and not are_indices(subsampling):
             raise ArgumentError(f"{type(self).__name__}: subsampling must be a list of integer sample indices, got {subsampling!r}.")
-        self._exclude = _as_excluded(exclude, type(self).__name__)
+        self._exclude = as_excluded(exclude, type(self).__name__)
         savefields.add(savefield)
         self.savefield = savefield
         self._module_exts: dict[type[Module], ModuleExtension] = {}
@@ -137,13 +129,37 @@ class BackpropExtension(ABC):
         """Make the quantity from the linear part, added over all uses of the parameter.
 
         Args:
-            state: What the rule returned; for per-sample columns ``{source: [V, N, *parameter]}``.
+            state: What the rule returned; for per-sample columns ``{source: [V, N, *parameter]}``. Not to be changed: others may read it, too.
             parameter: The parameter.
 
         Raises:
             UnsupportedError: If the extension has no rule of its own.
         """
         raise UnsupportedError(f"{type(self).__name__} says what to do only for {[cls.__name__ for cls in self._module_exts]}.")
+
+    def finish_beside(self, state: Any, parameter: Parameter) -> Any:
+        """Make the quantity from a linear part of which other extensions make theirs, too.
+
+        Args:
+            state: What the rule returned.
+            parameter: The parameter.
+
+        Returns:
+            The quantity.
+
+        Raises:
+            OverwrittenError: If ``finish`` changes the linear part.
+        """
+        tensors = tensors_in(state)
+        before = [*map(version_of, tensors)]
+        value = self.finish(state, parameter)
+        if before != [*map(version_of, tensors)]:
+            raise OverwrittenError(
+                f"{{names}}: {type(self).__name__}.finish changes what it is given in place, of which other extensions in the context make their "
+                f"quantities, too. Let it work out of place, or on a copy, or use {type(self).__name__} alone.",
+                {parameter: owners[parameter]},
+            )
+        return value
 
     @property
     def adds_up(self) -> bool:
@@ -217,19 +233,7 @@ class BackpropExtension(ABC):
         Raises:
             ArgumentError: If a name is that of no parameter or module.
         """
-        found: set[int] = set()
-        for entry in self._exclude:
-            if isinstance(entry, str):
-                named = owners.named(entry)
-                if not named:
-                    meant = f" Did you mean {exclusion(*similar)}?" if (similar := owners.like(entry)) else ""
-                    raise ArgumentError(
-                        f"{type(self).__name__}: exclude={entry!r} names no parameter of an extended module, and no module with one.{meant}"
-                    )
-                found |= named
-            else:
-                found.update(map(id, entry.parameters() if isinstance(entry, Module) else (entry,)))
-        return frozenset(found)
+        return find_excluded(self._exclude, type(self).__name__)
 
     def leaving_out(self, parameters: Iterable[Parameter]) -> BackpropExtension:
         """Copy the extension, and leave out more.
@@ -317,15 +321,34 @@ class BackpropExtension(ABC):
         excluded = self.excluded()
         if not blocks and all(parameter is None or id(parameter) in excluded for parameter in module._parameters.values()):
             return
-        allowed = "'WARNING' or 'SILENT'" if self._fail_mode == FAIL_ERROR else "'SILENT'"
-        message = (
-            f"Extension saving to {self.savefield} does not have an extension for Module {type(module)} ({path}). "
-            f"Register one with set_module_extension(), or leave the module out with fail_mode={allowed}."
+        carries = " (which helps where no module that has one lies upstream: nothing is carried there)"
+        self._react(
+            f"Extension saving to {self.savefield} does not have an extension for Module {type(module)} ({path}). Register one with "
+            f"set_module_extension(), or leave the module out{carries if self.expects_backpropagation_quantities() else ''} with"
         )
+
+    def fail_at(self, parameters: Mapping[Parameter, str]) -> None:
+        """React to parameters that are used without a call of a module that holds them, so that no module extension is asked.
+
+        Args:
+            parameters: The parameters, with their names.
+
+        Raises:
+            UnsupportedError: In fail mode ``"ERROR"``.
+        """
+        self._react(
+            f"Extension saving to {self.savefield} is not asked for {{names}}: module extensions say what a call of a module gives, and these are "
+            "used without a call of the module that holds them. Call it, or leave them out with {exclude} or",
+            parameters,
+        )
+
+    def _react(self, template: str, about: Mapping[Parameter, str] | None = None) -> None:
+        allowed = "'WARNING' or 'SILENT'" if self._fail_mode == FAIL_ERROR else "'SILENT'"
+        error = UnsupportedError(f"{template} fail_mode={allowed}.", about)
         if self._fail_mode == FAIL_ERROR:
-            raise UnsupportedError(message)
+            raise error
         if self._fail_mode == FAIL_WARN:
-            warn(message, stacklevel=2)
+            warn(error.args[0], stacklevel=3)
 
     @abstractmethod
     def expects_backpropagation_quantities(self) -> bool:
@@ -340,7 +363,7 @@ class BackpropExtension(ABC):
         return self._subsampling
 
     def accumulate_backpropagated_quantities(self, existing: Any, other: Any) -> Any:
-        """Unite what arrives from two consumers of a tensor, in a user's extension.
+        """Unite what arrives from two consumers of a tensor, in a user's extension; of two losses only where a subclass says how.
 
         Args:
             existing: What arrived before.
@@ -370,22 +393,3 @@ class SubsamplingExtension(BackpropExtension):
             exclude: Parameters, modules or names of either that are left out, see ``BackpropExtension``.
         """
         super().__init__(self.savefield, subsampling=subsampling, exclude=exclude)
-
-
-def _as_excluded(exclude: Iterable[Excluded], name: str) -> tuple[Excluded, ...]:
-    """Check what is excluded.
-
-    Args:
-        exclude: Parameters, modules and names.
-        name: Of the extension.
-
-    Returns:
-        The same.
-
-    Raises:
-        ArgumentError: If it is something else, or a single one of them.
-    """
-    entries = () if isinstance(exclude, Excluded) or not isinstance(exclude, Iterable) else tuple(exclude)
-    if (not entries and exclude not in ((), [])) or not all(isinstance(entry, Excluded) for entry in entries):
-        raise ArgumentError(f"{name}: exclude must be a list of parameters, modules and names, got {exclude!r}. Write exclude=[model.head].")
-    return entries

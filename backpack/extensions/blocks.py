@@ -238,7 +238,7 @@ class BlockReader(Collector):
 
     def finish(self, parameter: Parameter) -> None:
         for extension, value, state in self._readings(parameter):
-            part = value if state is None else extension.finish(state, parameter) if extension.adds_up else state
+            part = value if state is None else self.finishes[extension](state, parameter) if extension.adds_up else state
             self._whole.keep(parameter, extension, part)
 
     def after_call(self, call: ModuleCall) -> None:

@@ -17,7 +17,7 @@ from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout
 from backpack.core.starts import LossNode
-from backpack.core.walk import Need
+from backpack.core.walk import GENERIC, Need
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import refuse_coupled, refuse_curved
 from backpack.extensions.loss_scale import position_weights
@@ -44,20 +44,22 @@ def too_large(side: int, copies: int, dtype: torch.dtype) -> str | None:
     return f"{f'{copies} matrices' if copies > 1 else 'a matrix'} of {side:,} x {side:,} numbers, {memory:,.1f} GiB"
 
 
-def dense_residuals(plan: Plan) -> Iterator[tuple[ModuleCall, dict[Parameter, str]]]:
-    """Find modules whose second derivative is neither zero nor diagonal, on the way to parameters.
+def dense_residuals(plan: Plan) -> Iterator[tuple[str, dict[Parameter, str]]]:
+    """Find modules whose second derivative is neither zero nor diagonal, or not known to be, on the way to parameters.
 
     Args:
         plan: The plan.
 
     Yields:
-        A call, and the parameters upstream of it with their names.
+        What the module is, and the parameters upstream of it with their names.
     """
     for unit in plan.units.values():
         rule, call = unit.call.derivatives, unit.call
         bits = 0 if unit.below is None else plan.walk.reach[unit.below[0]] & plan.concerned
         if bits and not rule.hessian_is_zero(call) and not rule.hessian_is_diagonal(call):
-            yield call, plan.walk.named(bits)
+            hint = f"if it is, register derivatives of its class: backpack.register({call.recorder.kind}, ...), with ElementwiseDerivatives"
+            what = f"and {call} is not known to be one: {hint}" if rule is GENERIC else f"but {call.path} has a dense second derivative"
+            yield what, plan.walk.named(bits)
 
 
 class ChainFlow(Flow):
@@ -152,11 +154,8 @@ class AverageFlow(ChainFlow):
                 )
         if Curvature.require_residual(self.curvature):
             refuse_curved(plan, self.quantity)
-            for call, about in dense_residuals(plan):
-                raise UnsupportedError(
-                    f"{self.quantity} of the Hessian needs element-wise modules, {call.path} has a dense second derivative. Leave out {{exclude}}.",
-                    about,
-                )
+            for what, about in dense_residuals(plan):
+                raise UnsupportedError(f"{self.quantity} of the Hessian needs element-wise modules, {what}. Leave out {{exclude}}.", about)
 
     def _refuse_large(self, plan: Plan) -> None:
         """Refuse modules and losses whose features are so many that matrices of them would not fit into memory.
@@ -229,9 +228,7 @@ class MatProdFlow(ChainFlow):
             refuse_coupled(plan, self.quantity)
             refuse_curved(plan, self.quantity)
         if Curvature.is_pch(self.curvature):
-            for call, about in dense_residuals(plan):
+            for what, about in dense_residuals(plan):
                 raise LossValueError(
-                    f"{call.path}: the positive-curvature Hessian (PCHMP) is defined for element-wise modules, this one has a dense second "
-                    "derivative. Leave out {exclude}.",
-                    about,
+                    f"The positive-curvature Hessian (PCHMP) is defined for element-wise modules, {what}. Leave out {{exclude}}.", about
                 )

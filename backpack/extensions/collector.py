@@ -18,20 +18,18 @@ from backpack.core.connect import Connection
 from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.recording import reading
-from backpack.core.samples import first_axis
-from backpack.core.slots import Edge
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
 from backpack.extensions.flows import GRADIENT, carried_for
 from backpack.extensions.hook_queue import HookQueue
+from backpack.extensions.mapped import ask
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join, joins
-from backpack.extensions.rules import FromGradient, Rule, as_published, find_faster
+from backpack.extensions.rules import FromGradient, Rule, find_faster
+from backpack.extensions.short_names import callable_if_named
 from backpack.extensions.spared import Spared
 from backpack.utils.differentiation import undifferentiable
-from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError, merge
-from backpack.utils.module_classification import is_loss
+from backpack.utils.errors import BackpackError, UnattributedError, merge
 from backpack.utils.precision import in_type
 
 
@@ -41,6 +39,7 @@ class Collector(Reader):
     Attributes:
         cut: Flows whose columns are carried in blocks.
         handles: Of hooks that wait for gradients of parameters.
+        finishes: What makes the quantity of each extension of a linear part.
     """
 
     def __init__(
@@ -72,6 +71,8 @@ class Collector(Reader):
         self._kept: dict[tuple[int, BackpropExtension], Any] = {}
         self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(GRADIENT, ()) if spares})
         self._keys = {extension: extension.rule_key() for extension in self._extensions}
+        keys = list(self._keys.values())
+        self.finishes = {ext: ext.finish_beside if keys.count(key) > 1 else ext.finish for ext, key in self._keys.items()}
         self._rules: dict[tuple[BackpropExtension, int], Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
         self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
@@ -81,7 +82,7 @@ class Collector(Reader):
         self.handles: list[RemovableHandle] = []
         self._late: list[tuple[Parameter, BackpropExtension, Any]] = []
         self._written: list[tuple[Parameter, str]] = []
-        self._hooks = None if hook is None else HookQueue(plan, hook, debug)
+        self._hooks = None if hook is None else HookQueue(plan.walk, plan, hook, debug)
         self.watches_calls = hook is not None
         samples = set(plan.batches.values()) | {start.layout.samples for start in plan.losses.values()}
         for extension in (extension for group in self._of_flow.values() for extension in group):
@@ -223,7 +224,7 @@ class Collector(Reader):
                 if extension.ordered and len(self._plan.losses) > 1:
                     self._late.append((parameter, extension, state))
                     continue
-                value = extension.finish(state, parameter)  # noqa: PLW2901
+                value = self.finishes[extension](state, parameter)  # noqa: PLW2901
             self._write(parameter, extension, value if kept is None else kept.add_(value))
         if waiting:
             # a hook of the tensor comes before all hooks of the node, which may change the gradient
@@ -293,7 +294,7 @@ class Collector(Reader):
                     value = undifferentiable(value, parameter, extension.savefield, reason)
         if self._debug:
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
-        setattr(parameter, extension.savefield, value)
+        setattr(parameter, extension.savefield, callable_if_named(parameter, extension.savefield, value))
         samples = self._plan.batches.get(parameter, 0)
         chosen = extension.get_subsampling()
         owners.carry(parameter, extension.savefield, Note(extension, samples if chosen is None else len(chosen), extra, context=self._context))
@@ -321,7 +322,7 @@ class Collector(Reader):
         for parameter, extension, state in self._late:
             some = next(iter(state.values()))
             full = {s: state[s] if s in state else some.new_zeros(v, *some.shape[1:]) for s, v in sources[extension].items()}
-            self._write(parameter, extension, extension.finish(full, parameter))
+            self._write(parameter, extension, self.finishes[extension](full, parameter))
         if self._hooks is not None:
             self._hooks.run_all()
         written = {(id(parameter), field) for parameter, field in self._written}
@@ -342,54 +343,18 @@ class Collector(Reader):
             parameter.__dict__.pop(field, None)
 
     # --------------------------------------------------------------------------------------------------------------- users
-    def at_mapped(
-        self,
-        call: ModuleCall,
-        edge: Edge,
-        extension: BackpropExtension,
-        chosen: ModuleExtension,
-        grad: Tensor | None,
-        value: Any,
-    ) -> None:
+    def at_mapped(self, call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension, grad: Tensor | None, value: Any) -> None:
         """Run a user's rule.
 
         Args:
             call: The module call.
-            edge: Edge of its output.
             extension: The extension.
             chosen: The user's rule.
             grad: Gradient with respect to the output.
             value: What the extension's flow carries there.
-
-        Raises:
-            LossNotExtendedError: If the extension carries something of its own, and it has not arrived here.
-            UnsupportedError: If samples are chosen, and do not lie on axis 0 of the output.
         """
-        module = call.module
-        carries = extension.flow is None and extension.expects_backpropagation_quantities()
-        shape = call.outputs[0].shape
-        grad = None if grad is None else grad.reshape(shape)
-        if isinstance(value, dict):
-            if extension.get_subsampling() is not None and self._plan.states[edge[0]].get(edge[1]) != first_axis(shape[0]):
-                raise UnsupportedError(f"{call.path}: {type(chosen).__name__} can have chosen samples only where these lie on axis 0 of the output.")
-            value = as_published(extension, {source: columns.reshape(columns.shape[0], *shape) for source, columns in value.items()})
-        if carries:
-            value = extension.saved_quantities.retrieve_quantity(edge, delete_old=False)
-            if value is None and not (call.is_loss or is_loss(module)):
-                raise LossNotExtendedError(
-                    f"Nothing that {extension.savefield!r} carries has arrived at {call.path}: the loss, and every operation between it and "
-                    "this module, must be an extended module with a module extension whose backpropagate returns something."
-                )
-        given = (None,) * len(call.inputs), (grad,), value
-        with reading({module: call}):
-            results = chosen.compute(extension, module, *given)
-            below = [slot for slot in call.tensor_inputs if slot.edge is not None] if carries else []
-            carried = chosen.backpropagate(extension, module, *given) if below else None
-        for slot in below if carried is not None else ():
-            for place in {slot.edge, slot.base_edge} - {None}:
-                extension.saved_quantities.save_quantity(place, carried, extension.accumulate_backpropagated_quantities)
-        for name, result in results.items():
-            parameter = getattr(module, name)
+        for name, result in ask(call, extension, chosen, grad, value).items():
+            parameter = getattr(call.module, name)
             if self._connection is not None:
                 with torch.enable_grad():
                     result = undifferentiable(result, parameter, extension.savefield, f"{type(chosen).__name__} gets no graph")  # noqa: PLW2901

@@ -42,6 +42,7 @@ class Note(NamedTuple):
         extra: See the ``Combination``; ``None`` where it was not kept.
         done: What was done to it since.
         context: Number of the context under which it was written.
+        turn: Number of the last pass that it contains, where passes accumulate.
     """
 
     extension: Any
@@ -49,6 +50,7 @@ class Note(NamedTuple):
     extra: Any = None
     done: frozenset[str] = frozenset()
     context: int = 0
+    turn: int = 0
 
 
 class Part(NamedTuple):

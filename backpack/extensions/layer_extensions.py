@@ -1,7 +1,7 @@
 """Module extensions for single layers, made by a rule: ``SqrtGGNReLU``, ``BatchGradLinear``, ``DiagGGNCrossEntropyLoss``, ...
 
-Attributes of this module are called like a family of quantities followed by a module class that has derivatives; they are constructed without
-arguments.
+Attributes of this module are called like a family of quantities followed by a module class that has derivatives, or by the class of these
+(``BatchGradBatchNormNd``); they are constructed without arguments.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def __getattr__(name: str) -> type[ModuleExtension]:
     Raises:
         AttributeError: If the name is no such name.
     """
-    rules = {module_class.__name__: rule for module_class, rule in reversed(registered().items())}  # the library's own come first
+    known = dict(reversed(registered().items()))  # the library's own come first
+    rules = {type(rule).__name__.removesuffix("Derivatives"): rule for rule in known.values()}  # ``BatchNormNd``, for example
+    rules |= {module_class.__name__: rule for module_class, rule in known.items()}
     for family, (base, make) in FAMILIES.items():
         rule = rules.get(name.removeprefix(family)) if name.startswith(family) else None
         if rule is not None:

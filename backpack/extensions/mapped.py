@@ -1,17 +1,26 @@
-"""Which calls of modules the rules of users stand for."""
+"""Which calls of modules the rules of users stand for, and what they are asked there."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
 from backpack.core.calls import Mark, ModuleCall
+from backpack.core.graph import shape_of
+from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.core.recording import reading
+from backpack.core.samples import Layout, first_axis, seen_through_reshape, settle
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import UnsupportedError
+from backpack.extensions.rules import as_published
+from backpack.extensions.saved_quantities import makers
+from backpack.utils.errors import LossNotExtendedError, UnsupportedError
+from backpack.utils.module_classification import is_loss
 
 
 def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[Node, Mark, BackpropExtension, ModuleExtension]]:
@@ -25,8 +34,9 @@ def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[No
         (node of the output, mark, extension, module extension).
 
     Raises:
-        UnsupportedError: If a parameter is used more than once under a user's rule, a module has several outputs, or what a user says to be
-            carried is at odds with a flow of the library.
+        UnsupportedError: If a parameter is used more than once under a user's rule, or without a call; if a module has several outputs, one that is
+            overwritten after it was used, or its samples somewhere else than the rule takes them to be; or if what a user says to be carried is at
+            odds with a flow of the library.
     """
     places: dict[ModuleCall, dict[bool, tuple[Node, Mark]]] = {}
     for node, marks in plan.walk.marks.items():
@@ -35,24 +45,40 @@ def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[No
     found = []
     taken: set[tuple[BackpropExtension, Parameter]] = set()
     failed: set[tuple[BackpropExtension, Module]] = set()
+    asked: dict[BackpropExtension, set[Parameter | None]] = {extension: set() for extension in extensions if extension.flow is None}
     for call, place in places.items():
         # after an operation in place on an output that is a view, only the node of its base is left in the graph
         node, mark = place[min(place)]
         for extension in extensions:
             chosen = extension.module_extension(call.module)
+            if extension in asked:
+                asked[extension].update(call.module._parameters.values())
             if chosen is not None:
                 _refuse_unheard(call, extension, chosen)
+                if len(place) > 1 and plan.walk.consumers[place[True][0]] > 1:
+                    raise UnsupportedError(
+                        f"What {call.path} returns is used as it was, and overwritten afterwards, so that its gradient comes in two parts, of which "
+                        f"{type(chosen).__name__} would be given one. Do the operation out of place, or use the library's own rule."
+                    )
                 found.append((node, mark, extension, chosen))
-                for name, parameter in _parameters(call, extension, chosen):
+                wanted = chosen.wanted(extension, call.module)
+                if not wanted and not call.is_loss:
+                    _refuse_rows(plan, node, mark, extension, chosen, None)
+                for name, parameter in wanted.items():
                     if (extension, parameter) in taken or plan.uses.get(parameter, 1) > 1:
                         raise UnsupportedError(
                             f"{call.path}.{name} is used more than once, but {type(chosen).__name__} says only what one use contributes "
                             f"to {extension.savefield!r}. Use the library's own rule, or a copy of the parameter for each use."
                         )
+                    _refuse_rows(plan, node, mark, extension, chosen, parameter)
                     taken.add((extension, parameter))
             elif extension.flow is None and (extension, call.module) not in failed and not call.is_loss:
                 failed.add((extension, call.module))
                 extension.fail(call.module, call.path)
+    for extension, heard in asked.items():
+        out = extension.excluded()
+        if unheard := owners.in_order(p for p in plan.uses if p not in heard and id(p) not in out):
+            extension.fail_at({p: owners[p] for p in unheard})
     return found
 
 
@@ -78,6 +104,82 @@ def _refuse_unheard(call: ModuleCall, extension: BackpropExtension, chosen: Modu
         )
 
 
-def _parameters(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension) -> list[tuple[str, Parameter]]:
-    named = [(name, getattr(call.module, name, None)) for name in chosen.params]
-    return [(name, p) for name, p in named if p is not None and id(p) not in extension.excluded()]
+def _refuse_rows(plan: Plan, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension, parameter: Parameter | None) -> None:
+    """Refuse to hand a module extension an output whose samples are somewhere else than where it takes them to be.
+
+    Args:
+        plan: The plan.
+        node: Node of the output.
+        mark: The mark of the call there.
+        extension: The extension.
+        chosen: What a user has said for the class of the module.
+        parameter: The parameter; ``None`` if it makes nothing of any.
+
+    Raises:
+        UnsupportedError: If sample ``n`` is not at index ``n`` of axis 0.
+    """
+    columns = extension.flow is not None and not extension.flow.is_gradient
+    if (chosen.any_layout or parameter is None) and not (columns and extension.get_subsampling() is not None):
+        return
+    layout, shape = plan.states.get(node, {}).get(mark.nr), mark.call.outputs[0].shape
+    if isinstance(layout, Layout) and mark.base:
+        layout = seen_through_reshape(layout, shape_of((node, mark.nr)), shape)
+    if not (isinstance(layout, Layout) and settle(layout) == first_axis(layout.samples)):
+        about = {} if parameter is None or parameter not in owners else {parameter: owners[parameter]}
+        raise UnsupportedError(
+            f"{'{names}: ' if about else ''}{type(chosen).__name__} makes {extension.savefield!r} of a call in which the samples of the mini-batch "
+            f"are not, or not known to be, those of axis 0: {mark.call} returned {list(shape)}. Put the samples on axis 0, use the library's own rule"
+            f"{', or leave out {exclude}' if about else ''}. Or, if the module extension needs not know where samples are, nor gets columns of "
+            "chosen ones, say so: any_layout = True.",
+            about,
+        )
+
+
+def ask(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension, grad: Tensor | None, value: Any) -> dict[str, Any]:
+    """Run a user's rule at a call, and hand on what it carries.
+
+    Args:
+        call: The module call.
+        extension: The extension.
+        chosen: The user's rule.
+        grad: Gradient with respect to the output.
+        value: What the extension's flow carries there.
+
+    Returns:
+        Name of the parameter to quantity.
+
+    Raises:
+        LossNotExtendedError: If the extension carries something of its own, and it has not arrived here.
+        UnsupportedError: If something of two losses meets, and the extension has not said how it is united.
+    """
+    module, saved, shape = call.module, extension.saved_quantities, call.outputs[0].shape
+    carries = extension.flow is None and extension.expects_backpropagation_quantities()
+    grad = None if grad is None else grad.reshape(shape)
+    if isinstance(value, dict):
+        columns = {source: mat.reshape(mat.shape[0], *shape) for source, mat in value.items()}
+        value = as_published(extension, columns)
+    if carries:
+        value = saved.retrieve_quantity(call, delete_old=False)
+        if value is None and not (call.is_loss or is_loss(module)):
+            raise LossNotExtendedError(
+                f"Nothing that {extension.savefield!r} carries has arrived at {call.path}: the loss, and every operation between it and "
+                "this module, must be an extended module with a module extension whose backpropagate returns something."
+            )
+    given = (None,) * len(call.inputs), (grad,), value
+    with reading({module: call}):
+        results = chosen.compute(extension, module, *given)
+        below = carries and any(slot.edge is not None for slot in call.tensor_inputs)
+        carried = chosen.backpropagate(extension, module, *given) if below else None
+    losses, unite = saved.losses.get(call, frozenset([call])), extension.accumulate_backpropagated_quantities
+    for maker in makers(call) if carried is not None else ():
+        if saved.losses.setdefault(maker, losses) != losses:
+            if type(extension).accumulate_backpropagated_quantities is BackpropExtension.accumulate_backpropagated_quantities:
+                named = ", ".join(sorted(loss.path for loss in saved.losses[maker] | losses))
+                raise UnsupportedError(
+                    f"What {extension.savefield!r} carries from several losses ({named}) meets at an input of {call.path}. It is not "
+                    f"known to add up: square roots stand side by side. Let {type(extension).__name__} define "
+                    "accumulate_backpropagated_quantities(existing, other), or call backward for each loss."
+                )
+            saved.losses[maker] |= losses
+        saved.save_quantity(maker, carried, unite)
+    return results

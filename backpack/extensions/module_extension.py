@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count, takewhile
-from typing import Any
+from typing import Any, ClassVar
 from warnings import warn
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack.utils.errors import LossNotExtendedError, UnsupportedError
 from backpack.utils.module_classification import is_loss
@@ -25,8 +25,14 @@ class ModuleExtension:
 
     whose result is saved on the parameter. ``module.input0``, ... and ``module.output`` are the tensors of this execution, ``g_out[0]`` is the
     gradient with respect to the output, ``bpQuantities`` what the extension's flow carries there (``None`` for first-order extensions; columns
-    ``[V, *output]`` for those of the generalized Gauss-Newton).
+    ``[V, *output]`` for those of the generalized Gauss-Newton; a matrix ``[D, D]`` over the ``D`` features of a sample for ``KFRA``; for ``HMP``,
+    ``GGNMP`` and ``PCHMP`` a function that multiplies ``[V, *output]``).
+
+    Attributes:
+        any_layout: Whether the methods also hold where the samples are not on axis 0 of the output, one a row. Else such calls are refused.
     """
+
+    any_layout: ClassVar[bool] = False
 
     def __init__(self, params: Sequence[str] | None = None) -> None:
         """Name the parameters.
@@ -108,6 +114,18 @@ class ModuleExtension:
             Parameter name to quantity.
         """
         self.check_hyperparameters_module_extension(extension, module, g_inp, g_out)
-        parameters, excluded = {name: getattr(module, name, None) for name in self.params}, extension.excluded()
-        wanted = [name for name, p in parameters.items() if p is not None and p.requires_grad and id(p) not in excluded]
+        wanted = self.wanted(extension, module)
         return {name: getattr(self, name)(extension, module, g_inp, g_out, bp_quantities) for name in wanted}
+
+    def wanted(self, extension: Any, module: Module) -> dict[str, Parameter]:
+        """Find the parameters that get a quantity.
+
+        Args:
+            extension: The extension.
+            module: The module.
+
+        Returns:
+            Name to parameter, for each one that exists, is trainable and is not excluded.
+        """
+        parameters, excluded = {name: getattr(module, name, None) for name in self.params}, extension.excluded()
+        return {name: p for name, p in parameters.items() if p is not None and p.requires_grad and id(p) not in excluded}

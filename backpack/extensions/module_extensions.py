@@ -32,14 +32,14 @@ from backpack.extensions.rules import signed_matrices
 from backpack.extensions.secondorder.hbp import HBP
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, LossHessianStrategy
 from backpack.extensions.signed_flow import SignedSqrtFlow
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import BackpackError, UnsupportedError
 from backpack.utils.subsampling import subsample
 
 Names = Sequence[str] | None
 
 
 class _Execution:
-    """The record of an execution as derivatives read it, which need not be those of the registry: of what they do not keep, only the shape."""
+    """The record of an execution as derivatives read it, which need not be those of the registry; of what they do not need, maybe only the shape."""
 
     def __init__(self, call: ModuleCall, derivatives: BaseDerivatives) -> None:
         self._call, self.derivatives = call, derivatives
@@ -53,13 +53,34 @@ class _Execution:
         return _Execution(self._call.without_graph(), self.derivatives)
 
     def __getattr__(self, name: str) -> Any:
-        if name.rstrip("0123456789") not in {"input", "output"}:
+        kind = name.rstrip("0123456789")
+        if kind not in {"input", "output"}:
             return getattr(self._call, name)
         slots = self._call.outputs if name == "output" else self._call.inputs[int(name[5:]) :]
-        if slots and isinstance(slots[0], Slot) and name.rstrip("0123456789") not in self.derivatives.keeps:
-            return slots[0].like()
-        with reading({self._call.module: self._call}):
-            return getattr(self._call.module, name)
+        slot = slots[0] if slots and isinstance(slots[0], Slot) else None
+        needed = slot is None or kind in self.derivatives.needs(self._call)
+        try:
+            if needed or not _says_what_it_needs(type(self.derivatives)):
+                with reading({self._call.module: self._call}):
+                    return getattr(self._call.module, name)
+            value = self._call.tensor(name)  # if it is at hand: a dropout that takes part reads more than one that does not
+        except (AttributeError, BackpackError):
+            if needed:
+                raise
+            value = None
+        return slot.like() if value is None else value
+
+
+def _says_what_it_needs(cls: type[BaseDerivatives]) -> bool:
+    """Tell whether ``keeps`` is about a class itself: what users derive from a class of the library may read more than that does.
+
+    Args:
+        cls: Class of derivatives.
+
+    Returns:
+        Whether it is.
+    """
+    return cls.__module__.startswith("backpack.") or "keeps" in vars(cls) or "needs" in vars(cls)
 
 
 def _execution(module: Module, derivatives: BaseDerivatives) -> Any:

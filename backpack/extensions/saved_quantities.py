@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any
 
+from backpack.core.calls import KEY, ModuleCall
+from backpack.core.operations import NAMES
+
 
 class SavedQuantities:
-    """Quantities, each under the key of the tensor that they belong to."""
+    """Quantities, each under the key of what they belong to: in a pass, the call that made the tensor; by hand, the memory of the tensor.
+
+    Attributes:
+        losses: Key to the calls of losses from which the quantity comes, in a pass under ``backpack``.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
+        self.losses: dict[Hashable, frozenset] = {}
         self._saved_quantities: dict[Hashable, Any] = {}
 
     def save_quantity(self, key: Hashable, quantity: Any, accumulation_function: Callable[[Any, Any], Any]) -> None:
@@ -40,3 +48,27 @@ class SavedQuantities:
     def clear(self) -> None:
         """Forget everything."""
         self._saved_quantities.clear()
+        self.losses.clear()
+
+
+def makers(call: ModuleCall) -> list[ModuleCall]:
+    """List the calls that made the inputs of a call, to which it hands on what is carried.
+
+    Each makes a tensor of its own, although many may be views with the same base. Operations that keep all entries in their order may lie in between,
+    where the shape is the same again.
+
+    Args:
+        call: The call.
+
+    Returns:
+        The calls, those of one input after those of another. A call that has returned its input is told by what has used that, and tells nobody.
+    """
+    found: list[ModuleCall] = []
+    for slot in call.tensor_inputs:
+        edge, makers = slot.edge, []
+        while edge is not None and edge[0] is not None and not makers:
+            makers = [mark for mark in edge[0].metadata.get(KEY, ()) if mark.nr == edge[1] and not mark.base]
+            edge = None if NAMES[type(edge[0]).__name__] else edge[0].next_functions[0]
+        calls = [mark.call for mark in makers if mark.call.outputs[mark.index].shape == slot.shape]
+        found += [] if call in calls else calls
+    return found

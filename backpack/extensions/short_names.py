@@ -1,33 +1,72 @@
 """``param.var`` and ``param.diag_ggn``: second names under which two results can be read, as in early code of this field.
 
-They are read where the result is stored, so that nothing is kept twice. ``param.var`` stays the method of tensors where no variance was computed.
+They are read where the result is stored, so that nothing is kept twice. ``param.var()`` stays the method of tensors all the same.
 """
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
+from weakref import ref
 
+from torch import Tensor
 from torch.nn import Parameter
+
+from backpack.core.owners import owners
+
+
+class _AlsoMethod(Tensor):
+    """A result that is read under the name of a method of its parameter, too, and is called as such: ``weight.var`` and ``weight.var(0)``."""
+
+    __torch_function__ = Parameter.__torch_function__  # what is computed of it is an ordinary tensor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return Tensor.var(self._parameter(), *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return repr(self.as_subclass(Tensor))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def callable_if_named(parameter: Parameter, field: str, value: Any) -> Any:
+    """Let a result be called that hides a method of its parameter.
+
+    Args:
+        parameter: The parameter, which is not kept alive.
+        field: Name of the result.
+        value: The result.
+
+    Returns:
+        The same; the variance as a tensor on the same memory that can be called.
+    """
+    if field == "variance" and type(value) is Tensor:
+        value = value.as_subclass(_AlsoMethod)
+        value._parameter = ref(parameter)
+    return value
 
 
 class _ShortName:
-    """Reads the first field that a parameter carries; whatever else has the name is found as before."""
+    """Reads the field that the last context has written, the first of several; whatever else has the name is found as before."""
 
     def __init__(self, name: str, fields: tuple[str, ...]) -> None:
         self._name, self._fields = name, fields
         self._otherwise = getattr(Parameter, name, None)
 
     def __get__(self, parameter: Parameter | None, cls: type) -> Any:
-        if parameter is None:
-            if self._otherwise is None:
-                raise AttributeError(self._name)
-            return self._otherwise
-        for field in self._fields:
-            if field in vars(parameter):
-                return vars(parameter)[field]
+        carried = () if parameter is None else [field for field in self._fields if field in vars(parameter)]
+        if carried:
+            notes = owners.notes(parameter)
+            field = max(carried, key=lambda field: getattr(notes.get(field), "context", 0))
+            value = vars(parameter)[field] = callable_if_named(parameter, field, vars(parameter)[field])  # it may have come with a copy
+            return value
         if self._otherwise is None:
-            raise AttributeError(f"The parameter carries none of {list(self._fields)}.")
-        return self._otherwise.__get__(parameter, cls)
+            raise AttributeError(self._name if parameter is None else f"The parameter carries none of {list(self._fields)}.")
+        return self._otherwise if parameter is None else self._otherwise.__get__(parameter, cls)
 
 
 def install() -> None:

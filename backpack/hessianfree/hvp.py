@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from backpack.hessianfree.lop import Tensors, as_list, pull_back, refuse_missing_terms
+from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_missing_terms
 from backpack.utils.differentiation import nodes_below
 from backpack.utils.errors import ArgumentError
 
@@ -37,12 +37,12 @@ def hessian_vector_product(
     Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
     """
     params, v = as_list(params), as_list(v)
-    _check_shapes("v", v, params)
+    check_shapes("v", v, "params", params)
     if f.numel() != 1:
         raise ArgumentError(f"f must be a scalar, got shape {list(f.shape)}.")
     if grad_params is not None:
         grad_params = as_list(grad_params)
-        _check_shapes("grad_params", grad_params, params)
+        check_shapes("grad_params", grad_params, "params", params)
     if grad_params is None or not all(gradient.requires_grad for gradient in grad_params) or _has_custom_function(f):
         # an incoming gradient that takes part in the graph, so that no function marked as once_differentiable goes unnoticed
         grad_params = pull_back(f, params, torch.ones_like(f, requires_grad=True), retain_graph=True, detach=False)
@@ -56,9 +56,3 @@ def hessian_vector_product(
 
 def _has_custom_function(f: Tensor) -> bool:
     return any(isinstance(node, BackwardCFunction) for node in nodes_below([f]))
-
-
-def _check_shapes(name: str, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    got, expected = ([list(tensor.shape) for tensor in ts] for ts in (tensors, params))
-    if got != expected:
-        raise ArgumentError(f"{name} must have the shapes of params, {expected}, got {got}.")

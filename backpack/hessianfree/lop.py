@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from backpack.core.state import recording
 from backpack.utils.differentiation import lacks_terms
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import ArgumentError, UnsupportedError
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -26,9 +27,16 @@ def L_op(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool = True
     Returns:
         One tensor per input, of its shape; zeros where no output depends on the input.
 
+    Raises:
+        ArgumentError: If the number or the shapes of ``ws`` do not fit ``ys``.
+
     If the outputs are gradients that went through a custom function marked as ``once_differentiable``, terms would be missing: refused.
     """
-    refuse_missing_terms(as_list(ys))
+    ys, xs = as_list(ys), as_list(xs)
+    if ws is not None:
+        ws = as_list(ws)
+        check_shapes("ws", ws, "ys", ys)
+    refuse_missing_terms(ys)
     return pull_back(ys, xs, ws, retain_graph, detach)
 
 
@@ -45,7 +53,11 @@ def pull_back(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool, 
     Returns:
         See ``L_op``.
     """
-    return torch.autograd.grad(ys, xs, grad_outputs=ws, create_graph=not detach, retain_graph=retain_graph, allow_unused=True, materialize_grads=True)
+    before, recording.apart = recording.apart, True  # inside of a context, too, this is no pass over a loss
+    try:
+        return torch.autograd.grad(ys, xs, ws, create_graph=not detach, retain_graph=retain_graph, allow_unused=True, materialize_grads=True)
+    finally:
+        recording.apart = before
 
 
 def refuse_missing_terms(ys: Sequence[Tensor]) -> None:
@@ -77,4 +89,36 @@ def as_list(tensors: Tensors) -> list[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
-transposed_jacobian_vector_product = L_op
+def check_shapes(name: str, vectors: Sequence[Tensor | None], fitting: str, tensors: Sequence[Tensor]) -> None:
+    """Refuse vectors that do not fit tensors.
+
+    Args:
+        name: Name of the vectors.
+        vectors: The vectors; torch decides where ``None`` may stand for one.
+        fitting: Name of the tensors.
+        tensors: The tensors.
+
+    Raises:
+        ArgumentError: If their number or shapes differ.
+    """
+    got, expected = [None if v is None else list(v.shape) for v in vectors], [list(tensor.shape) for tensor in tensors]
+    if len(got) != len(expected) or any(shape not in (None, wanted) for shape, wanted in zip(got, expected, strict=True)):
+        raise ArgumentError(f"{name} must have the shapes of {fitting}, {expected}, got {got}.")
+
+
+def transposed_jacobian_vector_product(
+    f: Tensors, x: Tensors, v: Tensors | None, retain_graph: bool = True, detach: bool = True
+) -> tuple[Tensor, ...]:
+    """Multiply with the transposed Jacobian: another name of ``L_op``.
+
+    Args:
+        f: Outputs.
+        x: Inputs.
+        v: Vectors, of the shapes of ``f``.
+        retain_graph: See ``L_op``.
+        detach: See ``L_op``.
+
+    Returns:
+        See ``L_op``.
+    """
+    return L_op(f, x, v, retain_graph, detach)

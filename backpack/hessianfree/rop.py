@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack.hessianfree.lop import Tensors, as_list, pull_back, refuse_missing_terms
+from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_missing_terms
 
 
 def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:
@@ -24,13 +24,30 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
     Returns:
         One tensor per output, of its shape; zeros where the output depends on no input.
 
+    Raises:
+        ArgumentError: If the number or the shapes of ``vs`` do not fit ``xs``.
+
     Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
     """
-    outputs = as_list(ys)
+    outputs, xs, vs = as_list(ys), as_list(xs), as_list(vs)
+    check_shapes("vs", vs, "xs", xs)
     ws = [torch.zeros_like(y, requires_grad=True) for y in outputs]
     gs = pull_back(outputs, xs, ws, retain_graph=retain_graph, detach=False)
     refuse_missing_terms([*gs, *outputs])
     return pull_back(gs, ws, vs, retain_graph=True, detach=detach)
 
 
-jacobian_vector_product = R_op
+def jacobian_vector_product(f: Tensors, x: Tensors, v: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:
+    """Multiply with the Jacobian: another name of ``R_op``.
+
+    Args:
+        f: Outputs.
+        x: Inputs.
+        v: Vectors, of the shapes of ``x``.
+        retain_graph: See ``R_op``.
+        detach: See ``R_op``.
+
+    Returns:
+        See ``R_op``.
+    """
+    return R_op(f, x, v, retain_graph, detach)

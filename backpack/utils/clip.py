@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
+from backpack.core.owners import owners
 from backpack.utils.errors import ArgumentError
 from backpack.utils.precision import wide
 
@@ -25,23 +28,11 @@ def clip_factors(model: Module, max_norm: float) -> Tensor:
         ``[[N]]``.
 
     Raises:
-        ArgumentError: If the bound is not positive, or a parameter with a gradient carries neither, so that it would be left out of the norm.
+        ArgumentError: If the bound is not positive, or a parameter with a gradient carries neither, or one of an earlier context than others, so
+            that it would be left out of the norm.
     """
-    if not max_norm > 0:
-        raise ArgumentError(f"max_norm must be positive, got {max_norm!r}.")
-    squares = []
-    for name, parameter in model.named_parameters():
-        carried = vars(parameter)
-        if "batch_l2" in carried:
-            squares.append(carried["batch_l2"])
-        elif "grad_batch" in carried:
-            gradients = wide(carried["grad_batch"])
-            squares.append(gradients.reshape(len(gradients), parameter.numel()).square().sum(1))
-        elif parameter.grad is not None:
-            raise ArgumentError(f"{name} has a gradient, but neither batch_l2 nor grad_batch: backpack(BatchL2Grad()) computes the former.")
-    if not squares:
-        raise ArgumentError("No parameter carries batch_l2 or grad_batch: run a backward pass inside backpack(BatchL2Grad()).")
-    return (max_norm / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
+    found = _of_last_context(model, max_norm)
+    return _factors(max_norm, [parameter.batch_l2 if "batch_l2" in fields else _squares(parameter) for _, parameter, fields in found])
 
 
 def clip_per_sample(model: Module, max_norm: float) -> Tensor:
@@ -57,11 +48,61 @@ def clip_per_sample(model: Module, max_norm: float) -> Tensor:
     Raises:
         ArgumentError: As ``clip_factors``, or if a parameter does not carry ``grad_batch``.
     """
-    factors = clip_factors(model, max_norm)
-    parameters = [(name, p) for name, p in model.named_parameters() if {"batch_l2", "grad_batch"} & vars(p).keys()]
-    for name, parameter in parameters:
-        if "grad_batch" not in vars(parameter):
-            raise ArgumentError(f"{name} carries no grad_batch: write backpack(BatchGrad()), or use clip_factors() and a second backward pass.")
-    for _, parameter in parameters:
-        parameter.grad = torch.einsum("n,n...->...", factors.to(parameter.dtype), parameter.grad_batch)
+    found = _of_last_context(model, max_norm)
+    for name, _, fields in found:
+        if "grad_batch" not in fields:
+            raise ArgumentError(
+                f"{name} carries no grad_batch of the last context: write backpack(BatchGrad()), or use clip_factors() and a second backward pass."
+            )
+    factors = _factors(max_norm, [_squares(parameter) for _, parameter, _ in found])
+    for _, parameter, _ in found:
+        gradients = parameter.grad_batch
+        parameter.grad = torch.einsum("n,n...->...", factors.to(gradients.dtype), gradients).to(parameter.dtype)
     return factors
+
+
+def _of_last_context(model: Module, max_norm: float) -> list[tuple[str, Parameter, set[str]]]:
+    """Find what the last context has written; what an earlier one has left is about another mini-batch.
+
+    Args:
+        model: The model.
+        max_norm: The bound.
+
+    Returns:
+        Name, parameter, and those of the two fields that it carries; no parameters without.
+
+    Raises:
+        ArgumentError: See ``clip_factors``.
+    """
+    if not max_norm > 0:
+        raise ArgumentError(f"max_norm must be positive, got {max_norm!r}.")
+    contexts: dict[Parameter, dict[str, float]] = {}
+    for parameter in model.parameters():
+        notes = owners.notes(parameter)
+        carried = {"batch_l2", "grad_batch"} & vars(parameter).keys()
+        contexts[parameter] = {field: getattr(notes[field], "context", 0) if field in notes else inf for field in carried}  # inf: the user's own
+    last = max((number for numbers in contexts.values() for number in numbers.values() if number < inf), default=0)
+    found = []
+    for name, parameter in model.named_parameters():
+        fields = {field for field, number in contexts[parameter].items() if number >= last}
+        if fields:
+            found.append((name, parameter, fields))
+        elif parameter.grad is not None:
+            if contexts[parameter]:
+                raise ArgumentError(
+                    f"{name} has a gradient, but its batch_l2, or grad_batch, is of an earlier context than that of others. Compute those of all "
+                    "parameters in one context; of those that take no part any more, set .grad to None."
+                )
+            raise ArgumentError(f"{name} has a gradient, but neither batch_l2 nor grad_batch: backpack(BatchL2Grad()) computes the former.")
+    if not found:
+        raise ArgumentError("No parameter carries batch_l2 or grad_batch: run a backward pass inside backpack(BatchL2Grad()).")
+    return found
+
+
+def _squares(parameter: Parameter) -> Tensor:
+    gradients = wide(parameter.grad_batch)
+    return gradients.reshape(len(gradients), parameter.numel()).square().sum(1)
+
+
+def _factors(max_norm: float, squares: list[Tensor]) -> Tensor:
+    return (max_norm / torch.stack(squares).sum(0).sqrt()).clamp(max=1)

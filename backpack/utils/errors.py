@@ -63,6 +63,15 @@ class ArgumentTypeError(ArgumentError, TypeError):
     code = "argument-type"
 
 
+class FailModeError(ArgumentError, AssertionError):
+    """The fail mode does not exist.
+
+    Way out: ``"ERROR"``, ``"WARNING"`` or ``"SILENT"``.
+    """
+
+    code = "fail-mode"
+
+
 class ShapeError(BackpackError, RuntimeError):
     """A tensor has not the shape that a product needs.
 
@@ -79,7 +88,8 @@ class UnsupportedError(BackpackError, NotImplementedError):
 
     It is raised before anything runs, for all parameters and reasons at once; ``error.about`` maps the parameters to their names, ``error.parts``
     holds one error a reason. Common cases: Kronecker factors of a weight that is no matrix of a linear map, or that is used in two orientations;
-    the Hessian's diagonal behind a function whose second derivative is not known; complex parameters; gradient penalties; sharded models.
+    the Hessian's diagonal behind a function whose second derivative is not known; complex parameters and predictions; gradient penalties;
+    sharded models.
 
     Way out: leave the parameters out, as in the message (``exclude=``), and keep the rest. Or take a quantity that exists: a diagonal instead
     of factors, the generalized Gauss-Newton instead of the Hessian, a product of ``backpack.hessianfree``, which exists always. Or write
@@ -130,10 +140,11 @@ class NotRecordedError(BackpackError, AttributeError):
     """An extended module or its parameters took part in a graph, but its forward pass was not recorded.
 
     Cause: the forward pass ran before ``extend``, under ``disable()`` or under ``no_grad()``; the model is not extended, but the loss is; the
-    module was deleted in between; or an earlier backward pass over the same graph has given back what was recorded.
+    module was deleted in between; or an earlier backward pass over the same graph has given back what was recorded. Or an extension hook or a module
+    extension reads a ``module.input0`` or ``module.output`` that was not kept.
 
     Way out: ``model = extend(model)`` first, then the forward pass; keep a reference to the model; ``retain_graph=True`` for all passes over a
-    graph but the last.
+    graph but the last. Tensors for reading: ``backpack(..., retain_graph=True)`` around the forward pass.
     """
 
     code = "not-recorded"
@@ -167,7 +178,7 @@ class LossValueError(BackpackError, ValueError):
 
 
 class OverwrittenError(BackpackError, RuntimeError):
-    """A tensor that a rule needs was changed in place after the forward pass of its module.
+    """A tensor that a rule needs was changed in place after the forward pass of its module, or in ``finish`` of an extension beside others.
 
     Way out: do the operation that the message is about out of place. For products with curvature matrices: multiply before the optimizer's step,
     since they are those of the parameters of the forward pass.
@@ -221,6 +232,20 @@ def merge(errors: Iterable[BackpackError]) -> BackpackError:
     whole = type(parts[0])("\n".join([f"Refused for {len(parts)} reasons.{way_out}", *(f"- {part}" for part in parts)]), about)
     whole.parts = parts
     return whole
+
+
+def require_module(value: object, function: str) -> None:
+    """Refuse anything but a module.
+
+    Args:
+        value: What was given.
+        function: Name of the function that it was given to.
+
+    Raises:
+        ArgumentTypeError: If it is no module.
+    """
+    if not isinstance(value, Module):
+        raise ArgumentTypeError(f"{function}() needs a torch.nn.Module, got {value!r} of type {type(value).__name__}.")
 
 
 def batch_norm_raise_error_if_train(module: Module, raise_error: bool = True) -> None:

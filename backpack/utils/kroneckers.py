@@ -8,6 +8,7 @@ never formed. A list of such lists, as a grouped convolution has it, stands for 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from functools import reduce
 from math import prod
 from string import ascii_letters
@@ -18,7 +19,7 @@ from torch import Tensor
 from backpack.utils.errors import ArgumentError, ShapeError
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
 
-Shift = float | Sequence[float] | None
+Shift = float | Iterable[float] | None
 Factors = Iterable[Tensor] | Iterable[Sequence[Tensor]]
 MAX_INVERSE_EIGENVALUE = 1e8
 
@@ -121,7 +122,7 @@ def kfacs_to_mat(factors: Factors) -> Tensor:
     Returns:
         The matrix ``[R1 R2 ..., C1 C2 ...]``; with groups, such matrices along the diagonal.
     """
-    factors = list(factors)
+    factors = _listed(factors)
     if _has_groups(factors):
         return torch.block_diag(*map(kfacs_to_mat, factors))
     return reduce(torch.kron, (factor.diag() if is_vector(factor) else factor for factor in _checked(factors)))
@@ -156,7 +157,7 @@ def kfac_mat_prod(factors: Factors) -> Callable[[Tensor], Tensor]:
         Function that maps ``[C1 C2 ..., K]`` to ``[R1 R2 ..., K]``, and a vector ``[C1 C2 ...]`` to a vector ``[R1 R2 ...]``; with groups, their
         rows follow one another. It raises ``ShapeError`` for other shapes.
     """
-    factors = list(factors)
+    factors = _listed(factors)
     if _has_groups(factors):
         return _of_groups([_checked(group) for group in factors])
     factors = _checked(factors)
@@ -233,7 +234,7 @@ def inv_kfacs(factors: Factors, shift: Shift = None) -> list[Tensor] | list[list
 
     Args:
         factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``; or one list of them for each group.
-        shift: Added to the diagonal of every factor (a number), of each factor (a list or tuple with one number per factor), or of none
+        shift: Added to the diagonal of every factor (a number), of each factor (a list, or a tensor, with one number per factor), or of none
             (``None``). All groups get the same.
 
     Returns:
@@ -241,16 +242,18 @@ def inv_kfacs(factors: Factors, shift: Shift = None) -> list[Tensor] | list[list
 
     Raises:
         ShapeError: If a factor is not square.
-        ShiftError: If the number of shifts is not the number of factors.
+        ShiftError: If the number of shifts is not the number of factors, or one of them is no number.
     """
-    factors = list(factors)
+    factors = _listed(factors)
+    with suppress(TypeError):  # a single number
+        shift = list(shift)
     if _has_groups(factors):
         return [inv_kfacs(group, shift) for group in factors]
     factors = _checked(factors)
-    if not isinstance(shift, list | tuple):
+    if not isinstance(shift, list):
         shift = [0.0 if shift is None else shift] * len(factors)
-    if len(shift) != len(factors):
-        raise ShiftError(f"Got {len(shift)} shifts for {len(factors)} Kronecker factors; give one number for all, or one per factor.")
+    if len(shift) != len(factors) or any(getattr(value, "ndim", 0) for value in shift):
+        raise ShiftError(f"Got {len(shift)} shifts for {len(factors)} Kronecker factors, {shift}; give one number for all, or one per factor.")
     return [_invert(factor, value) for factor, value in zip(factors, shift, strict=True)]
 
 
@@ -261,6 +264,12 @@ def _invert(factor: Tensor, shift: float) -> Tensor:
         raise ShapeError(f"Only symmetric Kronecker factors can be inverted, got shape {list(factor.shape)}.")
     eigenvalues, eigenvectors = torch.linalg.eigh(factor)
     return torch.einsum("ij,j,kj->ik", eigenvectors, _invert(eigenvalues, shift), eigenvectors)
+
+
+def _listed(factors: Factors) -> list:
+    if isinstance(factors, Tensor) and factors.dim() < 3:
+        raise ShapeError(f"Expected a list of Kronecker factors, got a tensor of shape {list(factors.shape)}. Write [factor].")
+    return list(factors)
 
 
 def _has_groups(factors: list) -> bool:

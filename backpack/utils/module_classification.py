@@ -44,3 +44,34 @@ def is_no_op(module: Module) -> bool:
         Whether it is such a container.
     """
     return isinstance(module, Sequential | _Branch | Parallel | ReduceTuple | GraphModule)
+
+
+_COPYING = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+
+
+def copies_itself(module: Module) -> bool:
+    """Tell whether copies and pickles of a module are made by rules of its class, and not by those of all objects, or of torch's layers.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Whether they are; for example those of a ``torch.fx.GraphModule``.
+    """
+    own = [cls for cls in type(module).__mro__ if not cls.__module__.startswith(("builtins", "torch.nn."))]
+    return any(name in vars(cls) for cls in own for name in _COPYING)
+
+
+def loses_hooks(module: Module) -> bool:
+    """Tell whether copies and pickles of a module that copies itself may lack its hooks.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Whether they may; not so where its class only says what the state of a module is, and that contains the hooks.
+    """
+    cls = type(module)
+    if hasattr(cls, "__deepcopy__") or cls.__reduce__ is not object.__reduce__ or cls.__reduce_ex__ is not object.__reduce_ex__:
+        return True
+    return "_forward_hooks" not in module.__getstate__()

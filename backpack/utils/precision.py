@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backpack.utils.errors import ArgumentTypeError
+
 _WIDE = (torch.float32, torch.float64)
 _UNCHANGED = nullcontext()
 
@@ -52,3 +54,16 @@ def without_autocast() -> AbstractContextManager:
     for kind in kinds:
         stack.enter_context(torch.autocast(kind, enabled=False))
     return stack
+
+
+def require_type(dtype: object) -> None:
+    """Refuse what is no type of floating-point numbers.
+
+    Args:
+        dtype: What was given as one; ``None`` is allowed.
+
+    Raises:
+        ArgumentTypeError: If it is something else.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentTypeError(f"dtype must be a type of floating-point numbers, torch.float64, say, got {dtype!r}.")

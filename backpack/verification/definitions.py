@@ -17,6 +17,7 @@ from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
+from backpack.utils.errors import BackpackError
 from backpack.verification.draws import draw
 from backpack.verification.layers import Layer, Layers
 from backpack.verification.reference import Incomparable, Reference
@@ -46,6 +47,10 @@ Compared = Iterator[Numbers]
 
 class Malformed(Exception):  # noqa: N818  it is a verdict
     """A value has not the type or the shape of its definition."""
+
+
+class Raised(Exception):  # noqa: N818  it is a verdict
+    """A value that is a function raises an error that is no refusal."""
 
 
 @dataclass
@@ -195,7 +200,13 @@ def _product(at: Comparison, name: str, value: Any, expected: Callable[[Referenc
     if not callable(value):
         raise Malformed(f"a {type(value).__name__} instead of a function")
     vector = torch.randn_like(parameter)
-    yield Numbers(_entries_of(at, name, value(vector)), expected(at.reference)(name, vector))
+    try:
+        actual = value(vector)
+    except BackpackError:
+        raise
+    except Exception as error:
+        raise Raised(f"{type(error).__name__}: {error}") from error
+    yield Numbers(_entries_of(at, name, actual), expected(at.reference)(name, vector))
 
 
 def _no_definition(at: Comparison, name: str, value: Any) -> Compared:

@@ -14,9 +14,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack.backward import backpack
 from backpack.extending import clear
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError, require_module
+from backpack.utils.precision import require_type
 from backpack.verification.copies import Copies
-from backpack.verification.definitions import DEFINITIONS, Comparison, Malformed, Numbers
+from backpack.verification.definitions import DEFINITIONS, Comparison, Malformed, Numbers, Raised
 from backpack.verification.layers import Layers
 from backpack.verification.reference import Incomparable, Reference
 from backpack.verification.report import Report, Row, Verdict
@@ -77,6 +78,7 @@ def verify(
     """
     active = list(extensions) if isinstance(extensions, Iterable) else [extensions]
     _check(model, lossfunc, output, active, samples, entries, rtol, atol)
+    require_type(dtype)
     copies = Copies(model, lossfunc, X, y, output, seed, dtype)
     generator = Generator().manual_seed(seed)
     with copies.isolated():
@@ -114,8 +116,7 @@ def _check(model: Any, lossfunc: Any, output: Any, extensions: list[Any], sample
         ArgumentError: If a value cannot be used.
         ArgumentTypeError: If a type cannot be used.
     """
-    if not isinstance(model, Module):
-        raise ArgumentTypeError(f"verify() needs a torch.nn.Module, got {model!r} of type {type(model).__name__}.")
+    require_module(model, "verify")
     for name, function in (("lossfunc", lossfunc), ("output", output)):
         if function is not None and (not callable(function) or isinstance(function, type)):
             raise ArgumentTypeError(f"verify() needs a function or a module as {name}, got {function!r}.")
@@ -166,6 +167,8 @@ def _judge(at: Comparison, copies: Copies, rtol: float | None, atol: float | Non
             numbers[name] = _numbers(at, name, values, excluded)
         except Malformed as difference:
             row = row._replace(verdict=Verdict.WRONG, error=inf, reason=str(difference))
+        except Raised as error:
+            row = row._replace(verdict=Verdict.FAILED, reason=str(error).splitlines()[0])
         except BackpackError as error:
             row = row._replace(verdict=Verdict.REFUSED, reason=str(error).splitlines()[0])
         except (Incomparable, RuntimeError) as reason:  # autograd cannot differentiate everything twice

@@ -201,6 +201,18 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
             for v in blocks(rows.shape[0], size * len(columns), LARGE):
                 yield v, n, _products(rows[v, n], columns)
 
+    def sum_of_products(self, module: Module, mat: Tensor) -> Tensor:
+        """Sum per-sample products with the weight over samples, in ``float32`` at least, where autograd's sum is rounded to half precision.
+
+        Args:
+            module: The layer with its recorded input.
+            mat: A single column ``[[1, *output]]``.
+
+        Returns:
+            ``[[*weight]]``.
+        """
+        return self.weight_from_matrix(module, _summed_products(wide(self.rows(module, mat)), wide(self.columns(module))))[0]
+
     def input_moment(self, module: Module, scale: float = 1.0) -> Tensor:
         """Sum the outer products of the columns of the input with themselves, over samples and positions.
 

@@ -194,9 +194,9 @@ def _blocks(layer: AffineDerivatives, module: Module, mat: Tensor, sums: dict[st
     if sums is None or "weight" in sums:
         yield from layer.weight_blocks(module, mat)
         return
-    total = None
+    total, kept = None, torch.promote_types(mat.dtype, torch.float32)
     for v, n, products in layer.weight_blocks(module, mat):
-        each = _each(products) or (products.sum((0, 1), keepdim=True),)
+        each = _each(products) or (products.sum((0, 1), keepdim=True, dtype=kept),)
         for product in each:
             if total is None:  # a view would keep the block
                 total = wide(product.clone() if len(each) > 1 else product)

@@ -23,8 +23,9 @@ from warnings import warn
 from torch import Size, Tensor
 from torch.nn import Module
 
+from backpack.core.derivatives.records import shapes_of
 from backpack.core.derivatives.shape_check import apply_checked, subsampled
-from backpack.utils.errors import LossValueError, ShapeError, UnsupportedError
+from backpack.utils.errors import ArgumentError, LossValueError, ShapeError, UnsupportedError
 
 Grads = tuple[Tensor | None, ...] | None
 Samples = Sequence[int] | None
@@ -79,7 +80,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
             ``[[V, *output]]`` from ``mat`` ``[[V, *input0]]``.
         """
         product = partial(self._jac_mat_prod, module, g_inp, g_out)
-        return apply_checked(product, mat, module.input0.shape, module.output.shape, self._title("jac_mat_prod", module))
+        return apply_checked(product, mat, *shapes_of(module), self._title("jac_mat_prod", module))
 
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         raise self._missing("_jac_mat_prod", module)
@@ -91,7 +92,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
             ``[[V, *input0]]`` from ``mat`` ``[[V, *output]]``.
         """
         product = partial(self._jac_t_mat_prod, module, g_inp, g_out, subsampling=subsampling)
-        takes, gives = subsampled(module.output.shape, subsampling), subsampled(module.input0.shape, subsampling)
+        gives, takes = (subsampled(shape, subsampling) for shape in shapes_of(module))
         return apply_checked(product, mat, takes, gives, self._title("jac_t_mat_prod", module))
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
@@ -234,7 +235,7 @@ class BaseParameterDerivatives(BaseDerivatives):
             ``[[V, *output]]`` from ``mat`` ``[[V, *weight]]``.
         """
         product = partial(self._weight_jac_mat_prod, module, g_inp, g_out)
-        return apply_checked(product, mat, module.weight.shape, module.output.shape, self._title("weight_jac_mat_prod", module))
+        return apply_checked(product, mat, self._parameter(module, "weight").shape, module.output.shape, self._title("weight_jac_mat_prod", module))
 
     def _weight_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         raise self._missing("_weight_jac_mat_prod", module)
@@ -246,13 +247,16 @@ class BaseParameterDerivatives(BaseDerivatives):
             ``[[V, *output]]`` from ``mat`` ``[[V, *bias]]``.
         """
         product = partial(self._bias_jac_mat_prod, module, g_inp, g_out)
-        return apply_checked(product, mat, module.bias.shape, module.output.shape, self._title("bias_jac_mat_prod", module))
+        return apply_checked(product, mat, self._parameter(module, "bias").shape, module.output.shape, self._title("bias_jac_mat_prod", module))
 
     def _bias_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         raise self._missing("_bias_jac_mat_prod", module)
 
     def _parameter(self, module: Module, name: str) -> Tensor:
-        return getattr(module, name)
+        parameter = getattr(module, name, None)
+        if not isinstance(parameter, Tensor):
+            raise ArgumentError(f"{type(self).__name__}: {module} has no parameter {name!r}.")
+        return parameter
 
 
 class BaseLossDerivatives(BaseDerivatives):

@@ -20,7 +20,7 @@ from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.derivatives.loss_generic import sample_hessians
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.columns import unit_columns
-from backpack.utils.errors import BackpackError, UnsupportedError
+from backpack.utils.errors import ArgumentError, BackpackError, UnsupportedError, require_module
 from backpack.utils.nested import tensors_in
 
 _COLUMNS = 2
@@ -53,14 +53,18 @@ def check_rule(module: Module, *inputs: Any) -> list[str]:
         Names of the products that were compared, and for each parameter whether the output is linear in it, as quantities of the Hessian require.
 
     Raises:
+        ArgumentError: If there is nothing to run the module on.
         UnsupportedError: If there is no rule for the class, or it does not apply to this execution. A wrong product raises ``RuleError``, which
-            is an ``AssertionError`` and names the first one, with shapes and the size of the error.
+            is an ``AssertionError`` and names the first one, with shapes and the size of the error. Also if there is nothing to compare.
 
     Example:
         >>> @register(MyLayer)
         ... class MyDerivatives(ElementwiseDerivatives): ...
         >>> check_rule(MyLayer(), torch.randn(4, 3))
     """
+    require_module(module, "check_rule")
+    if not inputs or not isinstance(inputs[0], Tensor) or not inputs[0].numel():
+        raise ArgumentError(f"check_rule() needs a tensor with some samples as first input of the module, got {inputs[:1]}.")
     rule = derivatives_for(module)
     if rule is None:
         raise UnsupportedError(f"No rule is registered for {type(module).__name__}, or for a base class whose forward it keeps.")
@@ -77,6 +81,12 @@ def check_rule(module: Module, *inputs: Any) -> list[str]:
             _compare_loss(comparing, rule, seen, full)
         else:
             _compare_module(comparing, rule, seen, full)
+    if not comparing.compared:
+        kinds = ", ".join(str(value.dtype).removeprefix("torch.") for value in inputs if isinstance(value, Tensor))
+        raise UnsupportedError(
+            f"Nothing of {type(rule).__name__} could be compared for {module} on inputs of type {kinds}: it has no product that exists there. Are "
+            "their names right (_jac_t_mat_prod, say), and does the module take numbers that can be differentiated?"
+        )
     return comparing.done
 
 
@@ -101,10 +111,18 @@ class _Execution:
 
 
 class _Comparing:
-    """Compares results, one after the other, and remembers their names."""
+    """Compares results, one after the other, and remembers their names, and whether there were any."""
 
     def __init__(self, title: str) -> None:
-        self.title, self.done = title, []
+        self.title, self.done, self.compared, self._watched = title, [], False, []
+
+    def watch(self, *tensors: Any) -> None:
+        """Take note of tensors that no product may change.
+
+        Args:
+            *tensors: The tensors; anything else is passed over.
+        """
+        self._watched += [(tensor, tensor.clone()) for tensor in tensors if isinstance(tensor, Tensor)]
 
     def __call__(self, name: str, said: Callable[[], Tensor], true: Tensor, allowed: Tensor | float = 0.0) -> None:
         """Compare a result; nothing happens where the rule does not have it.
@@ -125,6 +143,8 @@ class _Comparing:
             return
         except Exception as error:
             raise RuleError(f"{title} raised {type(error).__name__}: {error} (a tensor that `keeps` does not name has no entries)") from error
+        if not all(torch.equal(tensor, before) for tensor, before in self._watched):
+            raise RuleError(f"{title} changes in place what it is given, which others read, too. Work out of place.")
         if result.is_meta or result.shape != true.shape:
             hint = "depends on a tensor that `keeps` does not name" if result.is_meta else f"should have shape {list(true.shape)}"
             raise RuleError(f"{title} has shape {list(result.shape)}; it {hint}.")
@@ -134,6 +154,7 @@ class _Comparing:
                 f"{title} is wrong: error {error.max().item():.3g} in a result of shape {list(result.shape)} with largest entry {largest:.3g}."
             )
         self.done.append(name)
+        self.compared = True
 
 
 def _flat(columns: Tensor) -> Tensor:
@@ -160,10 +181,12 @@ def _compare_module(compare: _Comparing, rule: BaseDerivatives, seen: Any, full:
     x, y = full.input0, full.output
     chosen = [len(y) - 1, 0, len(y) - 1]
     mat, some = randn(_COLUMNS, *y.shape, dtype=y.dtype), randn(_COLUMNS, len(chosen), *y.shape[1:], dtype=y.dtype)
+    compare.watch(*full.inputs, y, mat, some)
     if x.is_floating_point():
         like_input = randn(_COLUMNS, *x.shape, dtype=x.dtype)
         jac = _flat(_GENERIC.jac_t_mat_prod(full, None, None, unit_columns(y.shape, y)))
         square = randn(len(jac), len(jac), dtype=y.dtype)
+        compare.watch(like_input, square)
 
         def jac_t(columns: Tensor, samples: list[int]) -> Tensor:
             return einsum("oni,vno->vni", jac[:, samples], _flat(columns)).reshape(*columns.shape[:2], *x.shape[1:])
@@ -195,6 +218,30 @@ def _compare_module(compare: _Comparing, rule: BaseDerivatives, seen: Any, full:
         if name == "weight" and isinstance(rule, AffineDerivatives):
             true = _GENERIC.param_mjp(name, full, None, None, mat)
             compare("columns and rows", lambda: AffineDerivatives._weight_jac_t_mat_prod(rule, seen, None, None, mat), true)
+            _compare_views(compare, rule, seen, chosen)
+
+
+def _compare_views(compare: _Comparing, rule: AffineDerivatives, seen: Any, chosen: list[int]) -> None:
+    """Compare what an affine layer says of its input and its weight beside products.
+
+    Args:
+        compare: Compares.
+        rule: The rule.
+        seen: The execution as the rule sees it.
+        chosen: Samples.
+    """
+    columns = rule.columns(seen)
+    for samples in (chosen, slice(1, None)):
+        compare(f"columns of {'a slice' if isinstance(samples, slice) else 'chosen samples'}", partial(rule.columns, seen, samples), columns[samples])
+    compare("input_moment", lambda: rule.input_moment(seen, 0.5), einsum("ngkl,ngml->gkm", columns, columns) / 2)
+    if rule.vectors(seen) is not None:
+        compare("vectors", lambda: rule.vectors(seen)[:, None, :, None], columns)
+    outputs = seen.module.weight.numel() // columns.shape[1] // columns.shape[2]
+    counted = torch.arange(outputs, dtype=columns.dtype)[:, None].expand(columns.shape[1], -1, columns.shape[2])  # the number of the output
+    weight = rule.weight_from_matrix(seen, counted)
+    if weight.dim() == 2:
+        true = weight[:1] if rule.transposed else weight[:, :1]
+        compare(f"transposed={rule.transposed}", lambda: weight, true.expand_as(weight))
 
 
 def _compare_residual(compare: _Comparing, rule: BaseDerivatives, seen: Any, full: Any, like_input: Tensor) -> None:
@@ -236,6 +283,13 @@ def _compare_loss(compare: _Comparing, rule: BaseLossDerivatives, seen: Any, ful
 
     compare("hessian_is_psd", lambda: hessian + (eye(hessian.shape[1]) * _deficit(hessian) if rule.hessian_is_psd() else 0), hessian)
     compare("sqrt_hessian", lambda: outer(rule.sqrt_hessian(seen, None, None)), hessian)
+    compare.watch(*full.inputs, mat)
+
+    def signed(columns: Tensor, signs: Tensor | None) -> Tensor:
+        return outer(columns) if signs is None else einsum("vni,vnj,vn->nij", _flat(columns), _flat(columns), signs)
+
+    compare("signed_sqrt_hessian", lambda: signed(*rule._signed_sqrt_hessian(seen, None, None)), hessian)
+    compare("signed_sqrt_hessian with few columns", lambda: signed(*rule._least_sqrt_hessian(seen, None, signed=True)), hessian)
     compare("sqrt_hessian with few columns", lambda: outer(rule._least_sqrt_hessian(seen, None, signed=False)[0]), hessian)
     compare("sqrt_hessian with subsampling", lambda: outer(rule.sqrt_hessian(seen, None, None, chosen)), hessian[chosen])
     with suppress(UnsupportedError):

@@ -9,7 +9,7 @@ from torch.nn import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, Fea
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.registry import register
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import NotRecordedError, UnsupportedError
 from backpack.utils.subsampling import subsample
 
 
@@ -33,6 +33,10 @@ class DropoutDerivatives(ElementwiseDerivatives):
         output = subsample(module.output, subsampling=subsampling)
         if self.applies(module):
             return torch.ones_like(output)
+        if output.is_meta:
+            raise NotRecordedError(
+                f"Which entries {module} dropped is read off its output, which is not at hand. Enter the context before the forward pass."
+            )
         return (output != 0).to(output.dtype) / (1 - module.p) if module.p < 1 else torch.zeros_like(output)
 
     def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:

@@ -23,7 +23,7 @@ from backpack.core.derivatives.shape_check import apply_checked
 from backpack.utils.columns import unit_columns
 from backpack.utils.differentiation import lacks_terms
 from backpack.utils.errors import UnsupportedError
-from backpack.utils.module_state import kept_state
+from backpack.utils.module_state import kept_random_state, kept_state
 from backpack.utils.subsampling import subsample
 
 
@@ -113,7 +113,6 @@ class _Replay:
             raise UnsupportedError(f"Input and output of {type(self.module).__name__} were not kept, so that it cannot run again.")
         self.axes = [0 if split else None for split in is_split]
         self.param_axis = None if shared else 0
-        self._devices = [self.output.device] if self.output.is_cuda else []
         if param_str is None:
             self.at = self.inputs[0]
         else:
@@ -159,10 +158,17 @@ class _Replay:
         param, inputs = (None, [variable, *self.inputs[1:]]) if is_input else (variable, self.inputs)
         try:
             # this attention kernel is the one that can be differentiated twice; the user's random numbers must not notice this run
-            with sdpa_kernel(SDPBackend.MATH), torch.random.fork_rng(self._devices):
-                return _each(one, (None if is_input else self.param_axis, *self.axes), param, *inputs)
+            with sdpa_kernel(SDPBackend.MATH), kept_random_state(self.output) as drawn:
+                output = _each(one, (None if is_input else self.param_axis, *self.axes), param, *inputs)
+                random = drawn()
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise UnsupportedError(f"{type(self.module).__name__} cannot run on a single sample ({error}). {_ADVICE}") from error
+        if random:
+            raise UnsupportedError(
+                f"{type(self.module).__name__} draws random numbers, which are others when it runs again on one sample at a time: it is another "
+                f"function then, even where its output is the same. {_ADVICE}"
+            )
+        return output
 
     def _call(self, param: Tensor | None, batch: list[Any]) -> Tensor:
         with kept_state(self.module):
@@ -184,7 +190,7 @@ class _Replay:
             return output
 
         # vmap may lose the mark, and what is marked passes for a constant
-        with torch.random.fork_rng(self._devices):
+        with kept_random_state(self.output):
             vjp(see, self.at)
 
     def _compare(self, output: Tensor) -> None:
@@ -195,7 +201,7 @@ class _Replay:
                 return
         raise UnsupportedError(
             f"{type(self.module).__name__} gave the output {list(self.output.shape)} on the mini-batch, but gives another one "
-            f"{list(output.shape)} when it runs again on one sample at a time: it mixes samples, draws random numbers or was changed since. {_ADVICE}"
+            f"{list(output.shape)} when it runs again on one sample at a time: it mixes samples or was changed since. {_ADVICE}"
         )
 
 

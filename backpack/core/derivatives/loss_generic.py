@@ -23,7 +23,8 @@ from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import lacks_terms, undifferentiable
 from backpack.utils.eigen import eigh
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
-from backpack.utils.module_state import kept_state
+from backpack.utils.module_state import kept_random_state, kept_state
+from backpack.utils.nested import tensors_in
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
@@ -159,7 +160,8 @@ class NoSampleAxisDerivatives(GenericLossDerivatives):
     def _verify_support(self, module: Module) -> None:
         raise UnsupportedError(
             f"{module} takes its samples from axis 1 of its input [T, N, C], so that second-order quantities, which start at axis 0 of a "
-            "loss's input, are not defined. First-order quantities are, or write a loss of your own whose input is [N, T, C]."
+            "loss's input, are not defined. First-order quantities are. For others, write a loss of your own whose input is [N, T, C], in "
+            "operations that can be differentiated twice: torch's own ctc_loss cannot."
         )
 
 
@@ -290,12 +292,22 @@ def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor 
 def _evaluate(module: Module, point: Tensor) -> Tensor:
     args, named = call_arguments(module, [point, *inputs_of(module, first=1)])
     loss = module_of(module)
-    with kept_state(loss), torch.random.fork_rng([point.device] if point.is_cuda else []):
+    with kept_state(loss), kept_random_state(point) as drawn:
         # The forward method, not the call: the hooks that record a forward pass are not for this one.
-        output = loss.forward(*args, **named)
-    value, recorded = output.detach(), module.output.detach()
+        returned = tensors_in(loss.forward(*args, **named))
+        again = tensors_in(loss.forward(*args, **named)) if drawn() else []
+    if len(returned) > 1 and [i for i, tensor in enumerate(returned) if tensor.requires_grad] != [0]:
+        raise UnsupportedError(
+            f"{module} returns {len(returned)} tensors, and which of them is the loss is not known: it must be the first one, and the only one that "
+            "depends on the prediction. Detach the others, or return the loss alone."
+        )
+    output, recorded = returned[0], tensors_in(module.output)[0].detach()
+    value = output.detach()
     coarse = max(value.dtype, recorded.dtype, key=lambda dtype: torch.finfo(dtype).eps)
     same = value.shape == recorded.shape
+    if same and output.requires_grad and again:  # with other random numbers, the same value may have another derivative
+        first, second = (grad(output.sum(), point, retain_graph=True, materialize_grads=True)[0] for output in (output, again[0]))
+        same = torch.allclose(first, second, rtol=0.0, atol=_tolerance(first, first.dtype), equal_nan=True)
     if not (same and torch.allclose(value, recorded.to(value.dtype), rtol=0.0, atol=_tolerance(recorded, coarse), equal_nan=True)):
         raise LossValueError(
             f"{module} gives another value when it is evaluated again on the same input, so that its Hessian is not the one of the "

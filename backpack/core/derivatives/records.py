@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from itertools import count, takewhile
 from typing import Any
 
+from torch import Size
 from torch.nn import Module
+
+from backpack.utils.errors import NotRecordedError
 
 _ABSENT = object()
 
@@ -52,3 +55,24 @@ def inputs_of(record: Any, first: int = 0) -> list[Any]:
         Tensors, and other arguments as they were given.
     """
     return list(takewhile(lambda value: value is not _ABSENT, (getattr(record, f"input{i}", _ABSENT) for i in count(first))))
+
+
+def shapes_of(record: Any) -> tuple[Size, Size]:
+    """Return the shapes of the first input and of the output.
+
+    Args:
+        record: The module with its recorded tensors, or the record of one execution.
+
+    Returns:
+        Both shapes.
+
+    Raises:
+        NotRecordedError: If the module carries no tensors.
+    """
+    try:
+        return record.input0.shape, record.output.shape
+    except AttributeError as error:
+        raise NotRecordedError(
+            f"{record} carries no input0 and output. Extend it before its forward pass, and keep what that returns. A layer that returns its input "
+            "as it is (Flatten of [N, D], Dropout in evaluation mode) is not recorded: its products are those of the identity."
+        ) from error

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from inspect import getattr_static
+from operator import attrgetter
+from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, overload
 
 from torch.nn import Module
@@ -16,18 +18,20 @@ Rule = TypeVar("Rule", bound=type[BaseDerivatives])
 
 
 class Found(NamedTuple):
-    """What was found for a class of modules, as long as its ``forward`` is the same: the rule, and the class that it was registered for.
+    """What was found for a class of modules, as long as its methods are the same: the rule, and the class that it was registered for.
 
     There is no such class where the rule asks the module's own ``forward``.
     """
 
-    forward: Callable
+    read: Callable[[type[Module]], Any]
+    methods: Any
     rule: BaseDerivatives | None
     base: type[Module] | None
 
 
 _RULES: dict[type[Module], tuple[BaseDerivatives, dict[str, Any]]] = {}
 _FOUND: dict[tuple[type[Module], bool], Found] = {}
+_PLAIN = (FunctionType, classmethod, staticmethod, property)
 _NOT_COMPUTING = frozenset(
     """reset_parameters reset_running_stats from_pretrained convert_sync_batchnorm _check_input_dim _check_non_zero_input_channels
     _fill_padding_idx_with_zero""".split()
@@ -116,19 +120,23 @@ def find(module: Module | type[Module]) -> Found:
         module_class = type(module)
         replaced = not module.__dict__.keys().isdisjoint(_methods(module_class))
     found = _FOUND.get((module_class, replaced))
-    if found is None or found.forward is not module_class.forward:
+    if found is None or found.read(module_class) != found.methods:
         found = _FOUND[module_class, replaced] = _search(module_class, replaced)
     return found
 
 
 def _search(module_class: type[Module], replaced: bool) -> Found:
-    for base in module_class.__mro__:
-        rule, methods = _RULES.get(base, (None, {}))
-        if rule is not None and not replaced and all(getattr_static(module_class, name) is method for name, method in methods.items()):
-            return Found(module_class.forward, rule, base)
-        if rule is not None and rule.any_forward:
-            return Found(module_class.forward, rule, None)
-    return Found(module_class.forward, None, None)
+    candidates = [(base, *_RULES[base]) for base in module_class.__mro__ if base in _RULES]
+    # a descriptor of another kind may give something new each time, or nothing, when the class is asked
+    plain = {name for _, _, methods in candidates for name, method in methods.items() if isinstance(method, _PLAIN)}
+    read = attrgetter(*plain | {"forward"})
+    now = read(module_class)
+    for base, rule, methods in candidates:
+        if not replaced and all(getattr_static(module_class, name) is method for name, method in methods.items()):
+            return Found(read, now, rule, base)
+        if rule.any_forward:
+            return Found(read, now, rule, None)
+    return Found(read, now, None, None)
 
 
 @cache

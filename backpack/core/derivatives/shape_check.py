@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from backpack.utils.errors import ShapeError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, ShapeError
+from backpack.utils.subsampling import are_indices
 
 
 def check_shape(mat: Tensor, like: Tensor | Sequence[int], diff: int = 1, what: str = "the matrix") -> None:
@@ -42,7 +43,12 @@ def apply_checked(product: Callable[[Tensor], Tensor], mat: Tensor, takes: Seque
 
     Returns:
         Matrix ``[[V, *gives]]``, or vector ``[[*gives]]`` if ``mat`` was one. A mismatch raises ``ShapeError``.
+
+    Raises:
+        ArgumentTypeError: If the argument is no tensor.
     """
+    if not isinstance(mat, Tensor):
+        raise ArgumentTypeError(f"The argument of {name} must be a tensor [V, {', '.join(map(str, takes))}], got {type(mat).__name__}.")
     if mat.dim() == len(takes):
         return apply_checked(product, mat.unsqueeze(0), takes, gives, name).squeeze(0)
     check_shape(mat, takes, what=f"The argument of {name} (or one such vector without V)")
@@ -60,5 +66,12 @@ def subsampled(shape: Sequence[int], subsampling: Sequence[int] | None) -> tuple
 
     Returns:
         ``(len(subsampling), ...)``, or ``shape`` itself.
+
+    Raises:
+        ArgumentError: If these are no indices of samples.
     """
-    return tuple(shape) if subsampling is None else (len(subsampling), *shape[1:])
+    if subsampling is None:
+        return tuple(shape)
+    if not are_indices(subsampling) or any(not -shape[0] <= index < shape[0] for index in subsampling):
+        raise ArgumentError(f"subsampling must be a list of indices of {shape[0]} samples, got {subsampling!r}.")
+    return len(subsampling), *shape[1:]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
+from torch.autograd import Function as AutogradFunction
 from torch.nn import Parameter
 
 from backpack.core.derivatives.generic import GenericDerivatives
@@ -14,19 +16,47 @@ from backpack.core.derivatives.shape_check import apply_checked
 from backpack.core.flow import Flow, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.core.state import recording
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.chains import MatProdFlow
 from backpack.extensions.combining import Function
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
+from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+
+
+class _Symmetric(AutogradFunction):
+    """A product with a symmetric matrix, which is constant: it is its own derivative, and its own transposed."""
+
+    @staticmethod
+    def forward(mat: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        return product(mat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.product = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Symmetric.apply(grad, ctx.product), None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], mat: Tensor, product: Callable[[Tensor], Tensor]) -> tuple[Tensor, int]:
+        mat = mat.movedim(in_dims[0], 0)
+        return _Symmetric.apply(mat.flatten(0, 1), product).unflatten(0, mat.shape[:2]), 0
+
+    @staticmethod
+    def jvp(ctx: Any, mat: Tensor, _: None) -> Tensor:
+        return _Symmetric.apply(mat, ctx.product)
 
 
 class CurvatureMatrixProduct(SecondOrderBackpropExtension):
     """Saves a function that multiplies ``[V, *parameter]`` (or a bare ``[*parameter]``) with a diagonal block of a curvature matrix.
 
     The function reads the recorded tensors of the modules, which therefore live as long as it does, and their parameters: it refuses to go on when
-    these have changed since the forward pass. Sequences of modules only.
+    these have changed since the forward pass. It can be differentiated with respect to what it multiplies; the matrix is constant. Sequences of
+    modules only.
     """
 
     combination = Function()
@@ -77,7 +107,8 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
             return rule._param_mjp(name, call, None, (grad,), columns)
 
         shape, dtype, device = tuple(parameter.shape), parameter.dtype, parameter.device
-        title = f"{self.savefield} of {call.path}.{name}"
+        anchor = ref(parameter) if recording.connection is not None else None  # weak: the parameter carries the function
+        title, reason = f"{self.savefield} of {call.path}.{name}", f"{type(self).__name__} is none of those that can be"
 
         def checked(mat: Tensor) -> Tensor:
             if not isinstance(mat, Tensor) or mat.dtype != dtype or mat.device != device:
@@ -85,6 +116,8 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
                 axes = ", ".join(map(str, shape))
                 error = ArgumentError if isinstance(mat, Tensor) else ArgumentTypeError
                 raise error(f"{title} multiplies tensors [V, {axes}] or [{axes}] of {dtype} on {device}, got {got}.")
-            return apply_checked(product, mat, shape, shape, title)
+            result = apply_checked(lambda columns: _Symmetric.apply(columns, product), mat, shape, shape, title)
+            at = None if anchor is None else anchor()
+            return result if at is None else undifferentiable(result, at, title, reason)
 
         return checked

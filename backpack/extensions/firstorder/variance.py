@@ -38,10 +38,28 @@ faster(Variance, AffineDerivatives, "bias")(finish_at_once)
 
 
 @faster(Variance, AffineDerivatives, "weight")
-def _weight(extension: Variance, use: Use, name: str) -> FromGradient:
-    samples = max(use.layout.samples, 1)
-    squares = sum_of_squares(use.call.derivatives, use.call, use.value[0], sums=use.sums, scale=1 / samples, notes=use.notes)
-    return FromGradient(lambda grad: Noted(_variance(squares, grad, samples), lambda: wide(grad)))
+def _weight(extension: Variance, use: Use, name: str) -> FromGradient | Noted:
+    layer, call, mat, samples = use.call.derivatives, use.call, use.value[0], max(use.layout.samples, 1)
+    rounded = _rounds_gradient(mat, use.parameters[name])
+    sums = {} if rounded and use.sums is None else use.sums
+    squares = sum_of_squares(layer, call, mat, sums=sums, scale=1 / samples, notes=use.notes)
+    if not rounded:
+        return FromGradient(lambda grad: Noted(_variance(squares, grad, samples), lambda: wide(grad)))
+    total = wide(sums["weight"]) if "weight" in sums else layer.sum_of_products(call, mat)
+    return Noted(_variance(squares, total, samples), lambda: total)
+
+
+def _rounds_gradient(mat: Tensor, parameter: Parameter) -> bool:
+    """Say whether autograd keeps fewer digits of the gradient than squares have: of the difference to their mean, nothing may be left then.
+
+    Args:
+        mat: Gradient at the output of the layer.
+        parameter: The parameter.
+
+    Returns:
+        Whether it does.
+    """
+    return {mat.dtype, parameter.dtype, getattr(parameter, "grad_dtype", None) or parameter.dtype} != {torch.promote_types(mat.dtype, torch.float32)}
 
 
 @faster(Variance, LookupDerivatives, "weight")

@@ -29,11 +29,19 @@ from backpack.extensions.kronecker import KroneckerRule, KroneckerState, OutputS
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, checked_draws
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
-from backpack.extensions.sides import sides_of
+from backpack.extensions.sides import Sides, sides, sides_of
 from backpack.utils.errors import ArgumentError, UnsupportedError, merge
 from backpack.utils.precision import wide
 
 FactorList = list[Any]
+
+
+def _too_large(parameter: Parameter, use: Sides) -> str | None:
+    squares = [use.outputs[::-1]] if use.inputs is None or len(use.inputs) < 3 else [use.outputs[::-1], (use.inputs[-1], use.inputs[0])]
+    large = next(filter(None, (too_large(side, groups, parameter.dtype) for side, groups in squares)), None)
+    if large is None:
+        return None
+    return f"a Kronecker factor of {{names}} {list(parameter.shape)} would be {large}: more than {LARGEST:,} numbers are not formed"
 
 
 class HBP(SecondOrderBackpropExtension):
@@ -120,8 +128,6 @@ class HBP(SecondOrderBackpropExtension):
         loose = {id(parameter) for parameter in plan.loose}
         for parameter, uses in sides_of(plan, self.averages_inputs).items():
             shape = list(parameter.shape)
-            inputs = [(use.inputs[-1], use.inputs[0]) for use in uses[:1] if use.inputs is not None and len(use.inputs) == 3]
-            sizes = [too_large(side, groups, parameter.dtype) for side, groups in (uses[0].outputs[::-1], *inputs)]
             if id(parameter) in loose and sum(size > 1 for size in shape) > 1:
                 why = f"{{names}} of shape {shape} is used by an operation or a layer without a rule for Kronecker factors"
             elif len({(use.inputs, use.layout) for use in uses}) > 1:
@@ -129,21 +135,22 @@ class HBP(SecondOrderBackpropExtension):
                     "{names} is used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
                     "or transposed), so that its Kronecker factors are not defined"
                 )
-            elif large := next(filter(None, sizes), None):
-                why = f"a Kronecker factor of {{names}} {shape} would be {large}: more than {LARGEST:,} numbers are not formed"
-            else:
+            elif (why := _too_large(parameter, uses[0])) is None:
                 continue
-            way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclude}."
-            yield UnsupportedError(f"{self.savefield}: {why}. {way_out}", {parameter: owners[parameter]})
+            yield self._without(parameter, why)
+
+    def _without(self, parameter: Parameter, why: str) -> UnsupportedError:
+        way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclude}."
+        return UnsupportedError(f"{self.savefield}: {why}. {way_out}", {parameter: owners[parameter]})
 
     def _without_averages(self, plan: Plan) -> Iterator[UnsupportedError]:
-        """Refuse modules other than affine ones without extra axes and groups.
+        """Refuse modules other than affine ones without extra axes and groups, and factors that are too large.
 
         Args:
             plan: The plan.
 
         Yields:
-            One error a module.
+            One error a module, or a parameter.
         """
         for unit in plan.units.values():
             rule, call = unit.call.derivatives, unit.call
@@ -157,6 +164,9 @@ class HBP(SecondOrderBackpropExtension):
                     "KFAC, or leave it out: {exclude}.",
                     about,
                 )
+            for name, parameter in unit.parameters.items() if fits else ():
+                if parameter in about and (why := _too_large(parameter, sides(unit, name, parameter))) is not None:
+                    yield self._without(parameter, why)
 
     def beside(self, kept: KroneckerState | None, state: KroneckerState) -> KroneckerState:
         moment = state.outputs.moment()

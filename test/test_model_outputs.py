@@ -1,0 +1,229 @@
+"""Where samples start: on axis 0 of what a model returns, whatever it is given, unless these rows are parts of the samples that it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_extensions import close
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, results
+from backpack.extensions import BatchGrad
+from backpack.utils.errors import UnsupportedError
+
+
+class Layers(nn.Module):
+    """Scores of two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x).tanh())
+
+
+class Time(Layers):
+    """``[T, N, 3]`` to ``[N, 2]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(x).mean(0)
+
+
+class Bags(Layers):
+    """``[rows, 3]`` to ``[bags, 2]``."""
+
+    def forward(self, x: Tensor, bag: Tensor) -> Tensor:
+        return torch.zeros(3, 2, dtype=x.dtype).index_add(0, bag, self.scores(x))
+
+
+class Opaque(Layers):
+    """An object with ``[N, T, 3]`` to ``[N, 2]``."""
+
+    def forward(self, data: Any) -> Tensor:
+        return self.scores(data.x.transpose(0, 1)).mean(0)
+
+
+class Trunk(Layers):
+    """``[P, 4]`` points, and ``[N, 3]``, to ``[N, P]``."""
+
+    def forward(self, points: Tensor, x: Tensor) -> Tensor:
+        return self.body(x).tanh() @ points.T
+
+
+class Positions(Layers):
+    """A mapping with ``[N, T, 3]`` to ``[N, T, 2]``."""
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.scores(batch["x"])
+
+
+class Codes(Layers):
+    """``[N, T, 3]`` to ``[N, 2]``, and something with the samples on another axis, from which it is made."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.body(x.transpose(0, 1)).tanh()
+        return self.head(z.mean(0)), z
+
+
+class Encoder(Layers):
+    """``[N, T, 3]`` to ``[T, N, 4]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x.transpose(0, 1)).tanh()
+
+
+class Decoder(Layers):
+    """``[T, N, 4]`` to ``[N, 2]``."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        return self.head(z.mean(0))
+
+
+class Case(NamedTuple):
+    """The loss of chosen samples, in double precision."""
+
+    modules: list[nn.Module]
+    loss: Callable[[list[int]], Tensor]
+    samples: int = 3
+
+
+def by_hand(out: Tensor) -> Tensor:
+    return (out**4).sum()
+
+
+def entropy(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="sum")
+
+
+def time_first(functional: bool) -> Case:
+    model, x, y = Time(), torch.randn(2, 3, 3), torch.tensor([0, 1, 1])  # as many steps as classes
+    return Case([model], lambda chosen: entropy(model(x[:, chosen]), y[chosen]) if functional else by_hand(model(x[:, chosen])))
+
+
+def bags() -> Case:
+    model, x, bag = Bags(), torch.randn(6, 3), torch.tensor([0, 0, 1, 1, 1, 2])
+    return Case([model], lambda chosen: by_hand(model(*(t[torch.isin(bag, torch.tensor(chosen))] for t in (x, bag)))))
+
+
+def opaque() -> Case:
+    model, x = Opaque(), torch.randn(3, 4, 3)
+    return Case([model], lambda chosen: by_hand(model(SimpleNamespace(x=x[chosen]))))
+
+
+def points_first() -> Case:
+    model, points, x = Trunk(), torch.randn(7, 4), torch.randn(3, 3)
+    return Case([model], lambda chosen: by_hand(model(points, x[chosen])))
+
+
+def masked(samples: int, keep: list[tuple[int, int]] | None = None) -> Case:
+    model, x, y = Positions(), torch.randn(samples, 5, 3), torch.randint(2, (samples, 5))
+    mask = torch.tensor([[keep is None or (n, t) in keep for t in range(5)] for n in range(samples)])
+    return Case([model], lambda chosen: entropy(model({"x": x[chosen]})[mask[chosen]], y[chosen][mask[chosen]]), samples)
+
+
+def codes(length: int) -> Case:
+    model, x, y = Codes(), torch.randn(3, length, 3), torch.tensor([0, 1, 1])
+    return Case([model], lambda chosen: entropy(model(x[chosen])[0], y[chosen]))
+
+
+def coded(length: int) -> Case:
+    encoder, decoder, x, y = Encoder(), Decoder(), torch.randn(3, length, 3), torch.tensor([0, 1, 1])
+    return Case([encoder, decoder], lambda chosen: entropy(decoder(encoder(x[chosen])), y[chosen]))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "time first": lambda: time_first(False),
+    "time first, as many steps as classes": lambda: time_first(True),
+    "bags": bags,
+    "object": opaque,
+    "points first": points_first,
+    "mapping, one sample": lambda: masked(1),
+    "mapping, rows": lambda: masked(3),
+    "mapping, mask": lambda: masked(3, [(0, 0), (0, 1), (2, 2)]),
+    "codes": lambda: codes(4),
+    "codes, as many": lambda: codes(3),
+    "two models": lambda: coded(4),
+    "two models, as many": lambda: coded(3),
+}
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_samples_are_rows_of_the_output(name: str) -> None:
+    """They are neither rows of modules inside, nor as many as the first argument has."""
+    made = CASES[name]()
+    parameters = [p for module in made.modules for p in module.parameters()]
+    losses = [made.loss([n]) for n in range(made.samples)]
+    alone = [torch.autograd.grad(loss, parameters, allow_unused=True) for loss in losses]
+    for module in made.modules:
+        extend(module)
+    with backpack(BatchGrad()):
+        made.loss(list(range(made.samples))).backward()
+    for i, parameter in enumerate(parameters):
+        if alone[0][i] is not None:
+            close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
+@pytest.mark.parametrize("length", [3, 4])
+@pytest.mark.parametrize("module", [False, True])
+def test_connectionist_temporal_classification(length: int, module: bool) -> None:
+    """It takes ``[T, N, C]``, and tells by that where the samples of such an output lie."""
+
+    class Model(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.scores(x).transpose(0, 1).log_softmax(2)
+
+    torch.manual_seed(0)
+    model, x, y = Model(), torch.randn(3, length, 3), torch.ones(3, 1, dtype=torch.long)
+    lossfunc = nn.CTCLoss(reduction="sum") if module else partial(F.ctc_loss, reduction="sum")
+
+    def loss(chosen: list[int]) -> Tensor:
+        return lossfunc(model(x[chosen]), y[chosen], torch.tensor([length] * len(chosen)), torch.tensor([1] * len(chosen)))
+
+    alone = [torch.autograd.grad(loss([n]), tuple(model.parameters())) for n in range(3)]
+    extend(model)
+    lossfunc = extend(lossfunc) if module else lossfunc
+    with backpack(BatchGrad()):
+        loss([0, 1, 2]).backward()
+    for i, parameter in enumerate(model.parameters()):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
+def test_input_and_output_with_other_axes_in_front() -> None:
+    """Which of both has the samples in front cannot be told; the other order of the output is the way out."""
+    x, y = torch.randn(3, 5, 3), torch.randint(2, (3, 5))
+
+    class Model(Layers):
+        turned = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.scores(x)
+            return out.transpose(0, 1) if self.turned else out
+
+    model = extend(Model())
+    with (
+        pytest.raises(UnsupportedError, match=r"was given a tensor of shape \[3, 5, 3\] and returns \[5, 3, 2\].*Return the samples"),
+        backpack(BatchGrad()),
+    ):
+        entropy(model(x).flatten(0, 1), y.t().flatten()).backward()
+    assert results(model) == {}
+    model.turned = False
+    alone = [torch.autograd.grad(entropy(model(x[n : n + 1])[0], y[n]), tuple(model.parameters())) for n in range(3)]
+    with backpack(BatchGrad()):
+        entropy(model(x).transpose(0, 1).flatten(0, 1), y.t().flatten()).backward()
+    for i, parameter in enumerate(model.parameters()):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
