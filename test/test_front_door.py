@@ -1563,6 +1563,7 @@ def test_context_refuses_fields_that_are_no_free_names(field: Any) -> None:
     for extension in (HMP(field), renamed):
         with pytest.raises(ValueError, match=f"{type(extension).__name__}.*savefield={field!r}"):
             backpack(Variance(), extension)
+    copy.deepcopy(extend(Linear(1, 1)))  # the names of all fields go with copies
 
 
 def test_field_chosen_after_construction() -> None:

@@ -84,7 +84,8 @@ class BackpropExtension(ABC):
         if subsampling is not None and not are_indices(subsampling):
             raise ArgumentError(f"{type(self).__name__}: subsampling must be a list of integer sample indices, got {subsampling!r}.")
         self._exclude = as_excluded(exclude, type(self).__name__)
-        savefields.add(savefield)
+        if isinstance(savefield, str):  # others are refused by the context
+            savefields.add(savefield)
         self.savefield = savefield
         self._module_exts: dict[type[Module], ModuleExtension] = {}
         for module_cls, extension in (module_exts or {}).items():
