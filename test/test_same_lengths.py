@@ -11,6 +11,7 @@ from oracle import Oracle, Problem, Term
 from test_extensions import close, sum_batch
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module, MSELoss, Parameter
+from torch.nn import functional as F
 
 from backpack import backpack, extend, results
 from backpack.extensions import BatchGrad, DiagGGNExact
@@ -245,3 +246,65 @@ def test_copies_of_samples_are_refused(mixed: str, samples: int) -> None:
     with pytest.raises((MixedSamplesError, UnsupportedError), match=r"influence one another|ambiguous"):
         run(made)
     assert results(made.model) == {}
+
+
+def numbers_of(x: Tensor) -> Tensor:
+    return (10 * x[..., 0]).long() % 6
+
+
+def inside(made: Callable[[Prompted, Tensor], Tensor]) -> Callable[[Prompted, Tensor], Tensor]:
+    """Compute in a module inside."""
+
+    class Inside(Module):
+        def __init__(self, net: Prompted) -> None:
+            super().__init__()
+            self.table, self.layer, self.scale = net.table, net.layer, net.scale
+
+        def forward(self, x: Tensor) -> Tensor:
+            return made(self, x).tanh()
+
+    return lambda net, x: net._modules.setdefault("inside", extend(Inside(net)))(x)
+
+
+TABLES: dict[str, Callable[[Prompted, Tensor], Tensor]] = {
+    "counted": lambda net, x: net.table(torch.arange(6)).view(2, LENGTH, 2).sum(0),
+    "counted, with an axis in front": lambda net, x: net.table(torch.arange(5, -1, -1)[None])[0, :LENGTH],
+    "counted in two dimensions": lambda net, x: net.layer(net.table(torch.arange(4)[:, None] + torch.tensor([0, 2])).sum(1))[1:],
+    "the same": lambda net, x: F.embedding(torch.ones(6, dtype=torch.long), net.table.weight)[:LENGTH],
+    "distances": lambda net, x: net.table((torch.arange(6)[:, None] - torch.arange(6)).abs().clamp(max=4)).sum(1)[1:4],
+    "distances, of fewer": lambda net, x: net.table((torch.arange(6)[:, None] - torch.arange(4)).relu()).tanh().sum(1)[:LENGTH],
+}
+
+
+@pytest.mark.parametrize("around", [inside, lambda made: made])
+@pytest.mark.parametrize("made", TABLES)
+def test_multiples_of_the_samples_as_positions(made: str, around: Callable) -> None:
+    for samples in (1, 2, 3, 5):
+        check(lambda samples=samples: freeze_unused(Prompted(around(TABLES[made]))), samples)
+
+
+SUMMED: dict[str, Callable[[Prompted, Tensor], Tensor]] = {
+    "looked up, positions in front": lambda net, x: net.table(numbers_of(x).T).sum(1),
+    "looked up, flat": lambda net, x: net.table(numbers_of(x).reshape(-1)).view(x.shape).sum(0),
+    "looked up, flat, positions in front": lambda net, x: net.layer(net.table(numbers_of(x).T.reshape(-1)).view(LENGTH, -1, 2).amax(1)),
+    "function, positions in front": lambda net, x: F.embedding(numbers_of(x).T, net.table.weight).mean(1),
+    "layer, positions in front": lambda net, x: net.layer(x.transpose(0, 1)).sum(1),
+    "layer, positions in front, copied": lambda net, x: net.layer(x.transpose(0, 1).contiguous()).amax(1),
+    "layer, flat": lambda net, x: net.layer(x.view(-1, 2)).view(x.shape).sum(0),
+    "layer, one of the samples": lambda net, x: net.layer(x[1]),
+    "function": lambda net, x: F.linear(x, net.layer.weight).sum(0),
+    "function, flat": lambda net, x: F.linear(x.view(-1, 2), net.layer.weight).view(x.shape).tanh().sum(0),
+    "product": lambda net, x: (x * net.scale).amax(0),
+    "product, positions in front": lambda net, x: (x.transpose(0, 1) * net.scale).sum(1),
+}
+
+
+@pytest.mark.parametrize("around", [inside, lambda made: made])
+@pytest.mark.parametrize("summed", SUMMED)
+def test_sums_over_samples_are_refused(summed: str, around: Callable) -> None:
+    """Behind layers, tables and functions of views of what the model was given, with the samples on any axis."""
+    for samples in (2, 3, 4):
+        made = problem(lambda: Prompted(around(SUMMED[summed])), samples)
+        with pytest.raises(MixedSamplesError, match=rf"is summed over the {samples} samples"):
+            run(made)
+        assert results(made.model) == {}

@@ -176,6 +176,21 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
     return found
 
 
+def addresses(calls: Iterable[ModuleCall], samples: int) -> set[int]:
+    """Find where outermost modules were given samples.
+
+    Args:
+        calls: Their calls.
+        samples: Number of samples.
+
+    Returns:
+        Addresses of the memory of tensors with as many rows; of those that somebody holds, and in which the samples do not share one row.
+    """
+    given = [(tensor, 0 if _batch_first(call) else 1) for call in calls for tensor in _given_to(call) if tensor.layout == torch.strided]
+    own = [t for t, axis in given if not t.is_nested and t.shape[axis : axis + 1] == (samples,) and t.stride(axis)]
+    return {tensor.untyped_storage().data_ptr() for tensor in own} - {0}
+
+
 def _owners(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
     """Find out from which samples the entries of a tensor are.
 

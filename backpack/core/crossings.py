@@ -41,7 +41,7 @@ def is_of_parameter(node: Node, leaves: Mapping[Node, Tensor], samples: int | No
     Args:
         node: The node.
         leaves: The leaves of the graph.
-        samples: Number of samples, if rows of a table that are looked up count as positions where there are not as many.
+        samples: Number of samples, if rows of a table that are looked up by positions count.
 
     Returns:
         Whether it does.
@@ -52,7 +52,7 @@ def is_of_parameter(node: Node, leaves: Mapping[Node, Tensor], samples: int | No
         if node in leaves:
             made = isinstance(leaves[node], Parameter)
         elif node is not None and operation(node) == "Embedding":
-            made = samples is not None and saved(node, "indices").shape[:1] != (samples,)
+            made = samples is not None and looks_up_positions(node, samples)
         else:
             made = node is not None and operation(node) in _OF_INPUTS
         if not made:
@@ -61,6 +61,28 @@ def is_of_parameter(node: Node, leaves: Mapping[Node, Tensor], samples: int | No
         seen |= new
         stack += new
     return True
+
+
+def looks_up_positions(node: Node, samples: int) -> bool:
+    """Say whether a node looks up rows of a table by numbers of positions, which all samples share, and not by data.
+
+    Args:
+        node: Node of an embedding.
+        samples: Number of samples.
+
+    Returns:
+        Whether the indices cannot be those of samples, as no axis has a multiple of their number, or are evenly spaced, or depend, as buckets of
+        distances do, on the difference of two positions.
+    """
+    indices = saved(node, "indices")
+    if indices.dim() > 1 and len(indices) == samples:
+        return False
+    indices = indices.squeeze()
+    if all(size % samples for size in indices.shape):
+        return True
+    steps = [indices.diff(dim=axis) for axis in range(indices.dim())]
+    even = all((step == step.flatten()[:1]).all() for step in steps)
+    return even or (indices.dim() == 2 and torch.equal(indices[1:, 1:], indices[:-1, :-1]))
 
 
 class Way(Enum):

@@ -119,8 +119,8 @@ class Plan(Tracking):
             return
         if node in self._passed:  # autograd's gradient there is that of a product which has been read, too
             states.update(dict.fromkeys(states, SPLIT))
-        for mark in marks if SPLIT in states.values() else ():
-            refuse_summed(self.walk, node, mark, self._samples_at[node])
+        if SPLIT in states.values():
+            refuse_summed(self.walk, node, marks, self._samples_at[node])
         if node in self._unsure:
             refuse_other_rows(self.walk, node, states.values())
             if any(not mark.base for mark in marks):

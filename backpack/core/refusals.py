@@ -11,8 +11,8 @@ from torch.nn import Parameter
 
 from backpack.core.batches import batch_of, lacks_batch
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import SPLIT, State, is_of_parameter
-from backpack.core.graph import compiled, operation, saved, shape_of
+from backpack.core.crossings import SPLIT, State, is_of_parameter, looks_up_positions
+from backpack.core.graph import compiled, operation, saved, saved_tensors, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis, settle
 from backpack.core.slots import Edge
@@ -262,32 +262,40 @@ def refuse_second_order(node: Node, walk: Walk) -> None:
         )
 
 
-def refuse_summed(walk: Walk, node: Node, mark: Mark, samples: int) -> None:
-    """Refuse a module that is called with the mini-batch, but whose output is summed over samples afterwards.
+def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -> None:
+    """Refuse what was computed from the mini-batch, but is summed over samples afterwards.
 
     What is made without the mini-batch, say of position numbers, may well be used by all samples.
 
     Args:
         walk: The graph.
-        node: Node that made the output.
-        mark: Its mark.
+        node: A node of which the output is summed over samples.
+        marks: What calls left there.
         samples: Size of the mini-batch.
 
     Raises:
-        mixing: If it is such a module.
+        mixing: If it was computed from the mini-batch, as far as calls of modules, and views of what the model was given, tell.
     """
-    for slot in mark.call.tensor_inputs if samples > 1 else ():
-        batched = slot.shape[:1] == (samples,) and (slot.dtype.is_floating_point or len(slot.shape) > 1)
-        if batched and (slot.edge is None or (slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0]))):
-            if is_of_parameter(node, walk.leaves, samples):
-                return
-            how = f"what {mark.call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
-            if slot.edge is None:
+    if samples == 1:
+        return
+    for call, slot in ((mark.call, slot) for mark in marks for slot in mark.call.tensor_inputs):
+        rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
+        given = walk.given(slot.value if slot.kept else slot.origin(), samples)
+        if slot.edge is None:
+            batched = samples in rows[:2] and rows[0] != 1
+        else:
+            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0])
+        if (given or batched) and not is_of_parameter(node, walk.leaves, samples):
+            how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
+            if slot.edge is None and not given:
                 how += (
-                    f", and where that comes from is not recorded (if its axis 0 holds {samples} positions instead, use a mini-batch of another "
-                    f"size, or let the model call it with a tensor of shape {[1, *slot.shape]})"
+                    f", and where that comes from is not recorded (if its axis {rows.index(samples)} holds {samples} positions instead, use a "
+                    f"mini-batch of another size, or let the model call it with a tensor of shape {[1, *slot.shape]})"
                 )
             raise mixing(walk, node, how)
+    data = any(walk.given(tensor, samples) for tensor in saved_tensors(node))
+    if data or (operation(node) == "Embedding" and not looks_up_positions(node, samples)):
+        raise mixing(walk, node, f"what {node.name()} computes of data that the model was given is summed over the {samples} samples")
 
 
 def refuse_prediction(call: ModuleCall, shape: torch.Size, samples: int, axis: int) -> None:
