@@ -176,19 +176,30 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
     return found
 
 
-def addresses(calls: Iterable[ModuleCall], samples: int) -> set[int]:
-    """Find where outermost modules were given samples.
+def places_of_samples(calls: Iterable[ModuleCall], samples: int) -> set[int]:
+    """Find where the samples lie that outermost modules were given.
 
     Args:
         calls: Their calls.
         samples: Number of samples.
 
     Returns:
-        Addresses of the memory of tensors with as many rows; of those that somebody holds, and in which the samples do not share one row.
+        Addresses of the memory of tensors with as many rows; of those that somebody holds, and of which the rows do not share memory.
     """
-    given = [(tensor, 0 if _batch_first(call) else 1) for call in calls for tensor in _given_to(call) if tensor.layout == torch.strided]
-    own = [t for t, axis in given if not t.is_nested and t.shape[axis : axis + 1] == (samples,) and t.stride(axis)]
-    return {tensor.untyped_storage().data_ptr() for tensor in own} - {0}
+    given = [(tensor, 0 if _batch_first(call) else 1) for call in calls for tensor in _given_to(call) if place_of(tensor)]
+    return {place_of(t) for t, axis in given if t.shape[axis : axis + 1] == (samples,) and t.stride(axis)}
+
+
+def place_of(tensor: Tensor | None) -> int:
+    """Return the address of a tensor's memory, which it shares with its views.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The address; 0 if it has none, or is no array of numbers.
+    """
+    return 0 if tensor is None or tensor.is_nested or tensor.layout != torch.strided else tensor.untyped_storage().data_ptr()
 
 
 def _owners(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
@@ -202,7 +213,7 @@ def _owners(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
     Returns:
         Their numbers, in the tensor's shape; ``None`` if it is no view of the source, or entries of the source share memory.
     """
-    if {tensor.layout, source.layout} != {torch.strided} or tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+    if not place_of(tensor) or place_of(tensor) != place_of(source):
         return None
     if source.is_complex() and not (tensor.is_complex() or source.is_conj()):
         source = torch.view_as_real(source)

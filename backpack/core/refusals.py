@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, lacks_batch
+from backpack.core.batches import batch_of, lacks_batch, place_of, places_of_samples
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State, is_of_parameter, looks_up_positions
 from backpack.core.graph import compiled, operation, saved, saved_tensors, shape_of
@@ -278,9 +278,10 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
     """
     if samples == 1:
         return
+    places = places_of_samples(walk.outermost, samples)
     for call, slot in ((mark.call, slot) for mark in marks for slot in mark.call.tensor_inputs):
         rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
-        given = walk.given(slot.value if slot.kept else slot.origin(), samples)
+        given = place_of(slot.value if slot.kept else slot.origin()) in places
         if slot.edge is None:
             batched = samples in rows[:2] and rows[0] != 1
         else:
@@ -293,7 +294,7 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
                     f"mini-batch of another size, or let the model call it with a tensor of shape {[1, *slot.shape]})"
                 )
             raise mixing(walk, node, how)
-    data = any(walk.given(tensor, samples) for tensor in saved_tensors(node))
+    data = any(place_of(tensor) in places for tensor in saved_tensors(node))
     if data or (operation(node) == "Embedding" and not looks_up_positions(node, samples)):
         raise mixing(walk, node, f"what {node.name()} computes of data that the model was given is summed over the {samples} samples")
 

@@ -7,12 +7,11 @@ from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import addresses, batch_of, is_single, lengths_of, rows_of
+from backpack.core.batches import batch_of, is_single, lengths_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, is_linear, operation
@@ -91,7 +90,6 @@ class Walk:
         self.double = self.hidden = False
         self.foreign = 0
         self.consumers: dict[Node, int] = {}
-        self._addresses: dict[int, set[int]] = {}
         self.order = self._visit(roots)
 
     def _visit(self, roots: list[Node]) -> list[Node]:
@@ -331,21 +329,6 @@ class Walk:
     def returns_loss(self) -> bool:
         """Whether no outermost module has returned as many rows as it was given samples."""
         return not any(rows_of(call) is not None or batch_of(call) in slot.shape for call in self.outermost for slot in call.outputs)
-
-    def given(self, tensor: Tensor | None, samples: int) -> bool:
-        """Say whether a tensor lies in the memory of what an outermost module was given for all samples.
-
-        Args:
-            tensor: The tensor.
-            samples: Number of samples.
-
-        Returns:
-            Whether it does; not so for ``None``.
-        """
-        if samples not in self._addresses:
-            self._addresses[samples] = addresses(self.outermost, samples)
-        found = self._addresses[samples]
-        return bool(found) and tensor is not None and tensor.layout == torch.strided and tensor.untyped_storage().data_ptr() in found
 
     @cached_property
     def recorded(self) -> set[int]:
