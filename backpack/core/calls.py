@@ -46,9 +46,8 @@ def _versions(parameters: Mapping[str, Tensor | None], constants: Mapping[str, T
 
 
 def _keeps_nothing(module: Module) -> bool:
-    if module._modules:  # they run inside, and the record begins before
-        return False
-    return all([name in _ANY_MODULE or isinstance(value, (int, float, str, NoneType)) for name, value in vars(module).items()])
+    # modules run inside, and the record begins before
+    return not module._modules and all([name in _ANY_MODULE or isinstance(v, (int, float, str, NoneType)) for name, v in vars(module).items()])
 
 
 def _places(module: Module) -> list[int]:

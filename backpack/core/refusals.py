@@ -276,7 +276,7 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
     Raises:
         mixing: If it was computed from the mini-batch, as far as calls of modules, and views of what the model was given, tell.
     """
-    if samples == 1:
+    if samples <= 1:
         return
     places = places_of_samples(walk.outermost, samples)
     for call, slot in ((mark.call, slot) for mark in marks for slot in mark.call.tensor_inputs):
