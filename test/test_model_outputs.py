@@ -216,7 +216,7 @@ def test_input_and_output_with_other_axes_in_front() -> None:
 
     model = extend(Model())
     with (
-        pytest.raises(UnsupportedError, match=r"was given a tensor of shape \[3, 5, 3\] and returns \[5, 3, 2\].*Return the samples"),
+        pytest.raises(UnsupportedError, match=r"was given a tensor of shape \[3, 5, 3\] and returns \[5, 3, 2\].*Give it the samples"),
         backpack(BatchGrad()),
     ):
         entropy(model(x).flatten(0, 1), y.t().flatten()).backward()

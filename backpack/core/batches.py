@@ -111,26 +111,32 @@ def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
         return rows
     if not call.inputs or lacks_batch(call) or any(lacks_batch(mark.call) for mark in marks):
         return None
+    second = shape[1:2] == (first,) and len(shape) > _MATRIX
     if rows in lengths_of(call):
-        return rows
+        return None if second and rows in call.tensor_inputs[0].shape[1:] else rows
     if shape == (1,):  # a loss
         return None
     if not first or rows in _others(call):
-        return rows if len(shape) == _MATRIX or first not in shape else None
+        return rows if (first != 1 if len(shape) == _MATRIX else first not in shape) else None
     return None if first in shape or rows % first == 0 else rows
 
 
 def turns(call: ModuleCall) -> bool:
-    """Say whether a module has exchanged axis 0 with another axis, so that its input and its output tell different samples.
+    """Say whether a module may have exchanged axis 0 with another axis, so that its input and its output tell different samples.
 
     Args:
         call: Its call.
 
     Returns:
-        Whether it has.
+        Whether it may: if both lengths occur in both; if it returns one row, of as many entries as it was given samples; if it returns a row for each
+        step of each sample.
     """
-    shape, rows = next((slot.shape for slot in call.outputs if slot.shape), (0,)), rows_of(call)
-    return rows is None and len(shape) > _MATRIX and batch_of(call) in shape and shape[0] in _others(call)
+    shape, first = next((slot.shape for slot in call.outputs if slot.shape), (0,)), batch_of(call)
+    if rows_of(call) is not None or not first:
+        return False
+    if len(shape) <= _MATRIX:
+        return len(shape) == _MATRIX and shape[0] % first == 0 and shape[0] // first in _others(call)
+    return first in shape and (shape[0] in _others(call) | {1} or (first > 1 and shape[1] != first))
 
 
 def is_single(call: ModuleCall) -> bool:
@@ -176,30 +182,28 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
     return found
 
 
-def places_of_samples(calls: Iterable[ModuleCall], samples: int) -> set[int]:
-    """Find where the samples lie that outermost modules were given.
-
-    Args:
-        calls: Their calls.
-        samples: Number of samples.
-
-    Returns:
-        Addresses of the memory of tensors with as many rows; of those that somebody holds, and of which the rows do not share memory.
-    """
-    given = [(tensor, 0 if _batch_first(call) else 1) for call in calls for tensor in _given_to(call) if place_of(tensor)]
-    return {place_of(t) for t, axis in given if t.shape[axis : axis + 1] == (samples,) and t.stride(axis)}
-
-
-def place_of(tensor: Tensor | None) -> int:
-    """Return the address of a tensor's memory, which it shares with its views.
+def holds_samples(tensor: Tensor | None, calls: Iterable[ModuleCall], samples: int) -> bool:
+    """Say whether a tensor holds what an outermost module was given for several samples.
 
     Args:
         tensor: The tensor.
+        calls: Calls of outermost modules.
+        samples: Number of samples.
 
     Returns:
-        The address; 0 if it has none, or is no array of numbers.
+        Whether it is a view of the first tensor with as many rows, or has the same integers, in any order; as long as somebody holds that.
     """
-    return 0 if tensor is None or tensor.is_nested or tensor.layout != torch.strided else tensor.untyped_storage().data_ptr()
+    if tensor is None or tensor.is_nested or tensor.requires_grad:
+        return False
+    for call in calls:
+        axis = 0 if _batch_first(call) else 1
+        source = next((given for given in _given_to(call) if given.shape[axis : axis + 1] == (samples,)), None)
+        owners = None if source is None else _owners(tensor, source, axis)
+        if owners is not None and (owners != owners.flatten()[0]).any():
+            return True
+        if source is not None and owners is None and tensor.dtype == source.dtype == torch.long and tensor.numel() == source.numel():
+            return torch.equal(tensor.flatten().sort().values, source.flatten().sort().values)
+    return False
 
 
 def _owners(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
@@ -213,7 +217,7 @@ def _owners(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
     Returns:
         Their numbers, in the tensor's shape; ``None`` if it is no view of the source, or entries of the source share memory.
     """
-    if not place_of(tensor) or place_of(tensor) != place_of(source):
+    if {tensor.layout, source.layout} != {torch.strided} or tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
         return None
     if source.is_complex() and not (tensor.is_complex() or source.is_conj()):
         source = torch.view_as_real(source)

@@ -26,6 +26,7 @@ ELEMENTWISE = frozenset(
 """Operations that treat every entry alone."""
 # all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
 _OF_INPUTS = ELEMENTWISE | PRODUCTS | _STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
+_MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel"}
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
 _BROADCASTING = frozenset("Mul Div Add Sub Expand".split())
 # these work on the last two axes, and on each entry of the axes in front alike
@@ -41,48 +42,76 @@ def is_of_parameter(node: Node, leaves: Mapping[Node, Tensor], samples: int | No
     Args:
         node: The node.
         leaves: The leaves of the graph.
-        samples: Number of samples, if rows of a table that are looked up by positions count.
+        samples: Number of samples, if constants and rows of a table count, too, as long as there are not as many.
 
     Returns:
         Whether it does.
     """
-    seen, stack = {node}, [node]
-    while stack:
-        node = stack.pop()
+    stack, pure, few = [node], True, samples is not None
+    given: dict[Node | None, bool] = {None: True}  # whether something else takes part
+    while stack and (pure or few):
+        node = stack[-1]
+        upstream = [] if node in leaves else [n for n, _ in node.next_functions]
+        waits = [n for n in upstream if n not in given]
+        stack += waits
+        if waits:
+            continue
+        stack.pop()
         if node in leaves:
-            made = isinstance(leaves[node], Parameter)
-        elif node is not None and operation(node) == "Embedding":
-            made = samples is not None and looks_up_positions(node, samples)
+            given[node] = False
+            if not isinstance(leaves[node], Parameter):
+                return False
+        elif operation(node) == "Embedding":
+            given[node] = samples is None or samples in rows_looked_up(node)
+            pure, few = pure and not given[node], few and not given[node]
         else:
-            made = node is not None and operation(node) in _OF_INPUTS
-        if not made:
-            return False
-        new = {upstream for upstream, _ in node.next_functions} - seen
-        seen |= new
-        stack += new
-    return True
+            given[node] = operation(node) not in _OF_INPUTS or any(given[n] for n in upstream)
+            pure, few = pure and not given[node], few and not (given[node] and samples in rows_made(node))
+    return pure or few
 
 
-def looks_up_positions(node: Node, samples: int) -> bool:
-    """Say whether a node looks up rows of a table by numbers of positions, which all samples share, and not by data.
+def rows_made(node: Node) -> torch.Size:
+    """Return the lengths of the axes of what a node makes on which samples lie, usually.
+
+    Args:
+        node: The node.
+
+    Returns:
+        The first two; without that of features.
+    """
+    shape = shape_of((node, 0))
+    return shape[:-1][:2] or shape
+
+
+def rows_looked_up(node: Node) -> torch.Size:
+    """Return the lengths of the axes of indices on which samples lie, usually.
 
     Args:
         node: Node of an embedding.
+
+    Returns:
+        The first two; none for a single axis of positions, or with an axis of length one in front.
+    """
+    shape = saved(node, "indices").shape
+    return shape[:2] if len(shape) > 1 and shape[0] != 1 else shape[:0]
+
+
+def brings_rows(node: Node, samples: int) -> bool:
+    """Say whether a node may bring in data of samples, as far as shapes tell.
+
+    Args:
+        node: The node.
         samples: Number of samples.
 
     Returns:
-        Whether the indices cannot be those of samples, as no axis has a multiple of their number, or are evenly spaced, or depend, as buckets of
-        distances do, on the difference of two positions.
+        Whether some input depends on nothing in the graph, and what the node makes has as many rows as there are samples, and another shape than
+        its other inputs.
     """
-    indices = saved(node, "indices")
-    if indices.dim() > 1 and len(indices) == samples:
+    if operation(node) == "Embedding":
+        return samples in rows_looked_up(node)
+    if all(n is not None for n, _ in node.next_functions) or samples not in rows_made(node):
         return False
-    indices = indices.squeeze()
-    if all(size % samples for size in indices.shape):
-        return True
-    steps = [indices.diff(dim=axis) for axis in range(indices.dim())]
-    even = all((step == step.flatten()[:1]).all() for step in steps)
-    return even or (indices.dim() == 2 and torch.equal(indices[1:, 1:], indices[:-1, :-1]))
+    return operation(node) in _MATRIX_PRODUCTS or all(n is None or shape_of((n, nr)) != shape_of((node, 0)) for n, nr in node.next_functions)
 
 
 class Way(Enum):

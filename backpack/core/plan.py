@@ -270,10 +270,10 @@ class Plan(Tracking):
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue
-            repeats, mixes = operation(node) == "Repeat", crossing.way is Way.MASKED and upstream[0] in self.walk.has_data
-            if mixes and not (repeats and not self.walk.may_be_of(samples, upstream[0])):
+            if crossing.way is Way.MASKED and samples > 1 and self.walk.may_be_of(samples, upstream[0]):
                 shapes = [list(shape_of((node, nr))) for nr in states]
                 how = f"{self.walk.where(node)} mixes them (outputs {shapes}, input {list(upstream[2])})"
+                repeats = operation(node) == "Repeat"
                 self._note(mixing(self.walk, upstream[0], how + ", or copies what is none of samples: then write expand" * repeats))
             self._arrive(upstream[:2], crossing.arrives or SPLIT, node, samples)
 

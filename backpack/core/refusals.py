@@ -9,9 +9,9 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, lacks_batch, place_of, places_of_samples
+from backpack.core.batches import batch_of, holds_samples, lacks_batch
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import SPLIT, State, is_of_parameter, looks_up_positions
+from backpack.core.crossings import SPLIT, State, is_of_parameter, rows_looked_up
 from backpack.core.graph import compiled, operation, saved, saved_tensors, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis, settle
@@ -278,25 +278,36 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
     """
     if samples <= 1:
         return
-    places = places_of_samples(walk.outermost, samples)
     for call, slot in ((mark.call, slot) for mark in marks for slot in mark.call.tensor_inputs):
         rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
-        given = place_of(slot.value if slot.kept else slot.origin()) in places
+        known = holds_samples(slot.value if slot.kept else slot.origin(), walk.outermost, samples)
         if slot.edge is None:
             batched = samples in rows[:2] and rows[0] != 1
         else:
             batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0])
-        if (given or batched) and not is_of_parameter(node, walk.leaves, samples):
+        if (known or batched) and not is_of_parameter(node, walk.leaves, samples):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
-            if slot.edge is None and not given:
-                how += (
-                    f", and where that comes from is not recorded (if its axis {rows.index(samples)} holds {samples} positions instead, use a "
-                    f"mini-batch of another size, or let the model call it with a tensor of shape {[1, *slot.shape]})"
-                )
-            raise mixing(walk, node, how)
-    data = any(place_of(tensor) in places for tensor in saved_tensors(node))
-    if data or (operation(node) == "Embedding" and not looks_up_positions(node, samples)):
-        raise mixing(walk, node, f"what {node.name()} computes of data that the model was given is summed over the {samples} samples")
+            raise mixing(walk, node, how + ("" if known or slot.edge is not None else unknown_rows(slot.shape, rows.index(samples))))
+    rows = rows_looked_up(node) if operation(node) == "Embedding" else ()
+    if samples in rows or any(holds_samples(tensor, walk.outermost, samples) for tensor in saved_tensors(node)):
+        how = f"what {node.name()} computes of data is summed over the {samples} samples"
+        raise mixing(walk, node, how + (unknown_rows(saved(node, "indices").shape, rows.index(samples)) if samples in rows else ""))
+
+
+def unknown_rows(shape: torch.Size, axis: int) -> str:
+    """Say what to do where rows could be samples.
+
+    Args:
+        shape: Shape of a tensor that was not made of parameters.
+        axis: An axis with as many rows as there are samples.
+
+    Returns:
+        The end of a sentence.
+    """
+    return (
+        f", and where that comes from is not recorded (if its axis {axis} holds {shape[axis]} positions instead, use a mini-batch of another size, "
+        f"or let the model use a tensor of shape {[1, *shape]})"
+    )
 
 
 def refuse_prediction(call: ModuleCall, shape: torch.Size, samples: int, axis: int) -> None:
@@ -329,7 +340,8 @@ def turned(call: ModuleCall) -> UnsupportedError:
     given, shape = list(call.tensor_inputs[0].shape), next(list(slot.shape) for slot in call.outputs if slot.shape)
     return UnsupportedError(
         f"{call} was given a tensor of shape {given} and returns {shape}: samples lie on axis 0 of what a model returns, which would be {shape[0]} "
-        f"there, but it was given {batch_of(call)}. Return the samples on axis 0, and exchange the axes outside of the model, if the loss needs it."
+        f"there, but it was given {batch_of(call)}. Give it the samples on axis 0, and return them there; exchange axes outside of the model, if the "
+        "loss needs it."
     )
 
 

@@ -198,9 +198,10 @@ def unite(one: Layout, other: Layout) -> Layout | None:
     Returns:
         What both know; ``None`` if they contradict each other.
     """
-    if one == other or one.samples == other.samples == 1:
+    one, other = (one, other) if max(one.labels, default=-1) >= 0 else (other, one)
+    if one == other or one.samples == other.samples == 1 or max(other.labels, default=-1) < 0:
         return one
-    if one._replace(labels=one.labels + other.labels).of_one:
+    if one.axis != other.axis and one._replace(labels=one.labels + other.labels).of_one:
         return Layout(one.axis, (max(one.labels + other.labels, default=-1),) * len(one.labels), one.samples)
     if (one.axis, one.samples) != (other.axis, other.samples) or any(
         a != b and -1 not in (a, b) for a, b in zip(one.labels, other.labels, strict=True)

@@ -13,6 +13,7 @@ from torch.nn import Parameter
 
 from backpack.core.batches import batch_of, is_single, lengths_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
+from backpack.core.crossings import brings_rows
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, is_linear, operation
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
@@ -240,13 +241,18 @@ class Walk:
             node: The node.
 
         Returns:
-            Whether a module there was called with a tensor of as many rows, or once a sample.
+            Whether a module there was called with a tensor of as many rows, or once a sample; or a function with data of as many rows.
         """
         seen, stack, calls = {node}, [node], set()
         while stack:
             node = stack.pop()
-            calls.update(mark.call for mark in self.marks.get(node, ()))
-            new = {n for n, _ in node.next_functions if n in self.has_data} - seen
+            ended = [mark.call for mark in self.marks.get(node, ())]
+            calls.update(ended)
+            if not ended and brings_rows(node, samples):
+                return True
+            layer = next((call for call in ended if not call.module._modules), None)  # its inputs tell, whatever its nodes make of them
+            upstream = node.next_functions if layer is None else [slot.edge for slot in layer.tensor_inputs if slot.edge is not None]
+            new = {n for n, _ in upstream if n is not None and self.reach[n]} - seen
             seen |= new
             stack += new
         times = Counter(call.module for call in calls if call.has_data)

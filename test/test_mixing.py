@@ -1,0 +1,122 @@
+"""Which functions of a mini-batch treat its samples alone: those that do are exact, those that mix them are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from oracle import Oracle, Problem, Term
+from test_extensions import close, sum_batch
+from torch import Tensor, cat, nn, stack
+from torch.nn import functional as F
+
+from backpack import backpack, extend, results
+from backpack.extensions import BatchGrad, DiagGGNExact
+from backpack.utils.errors import MixedSamplesError
+
+LENGTH, TOKENS = 3, 9
+Function = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A function of a mini-batch, with layers, bare parameters and constants at hand."""
+
+    def __init__(self, made: Function) -> None:
+        super().__init__()
+        self.made, self.layer, self.other, self.table = made, nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(TOKENS, 2)
+        self.norm, self.weight, self.vector = nn.BatchNorm1d(2, affine=False), nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2))
+        self.register_buffer("grid", torch.randn(7, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.made(self, x)
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def problem(made: Function, samples: int, tokens: bool) -> Problem:
+    torch.manual_seed(0)
+    x = torch.randint(TOKENS, (samples, LENGTH)) if tokens else torch.randn(samples, LENGTH, 2)
+    model = Net(made)
+    out = model(x)
+    used = torch.autograd.grad(out.sum(), list(model.parameters()), allow_unused=True)
+    for parameter, gradient in zip(list(model.parameters()), used, strict=True):
+        parameter.requires_grad_(gradient is not None)
+    return Problem(model, x, [Term(nn.MSELoss(), torch.randn_like(out))])
+
+
+def run(made: Problem) -> None:
+    extend(made.model)
+    extend(made.losses[0])
+    with backpack(BatchGrad(), DiagGGNExact()):
+        made.loss(made.outputs()).backward()
+
+
+def experts(net: Net, x: Tensor) -> Tensor:
+    """The last of three experts may get no row."""
+    out = torch.zeros_like(x[:, 0])
+    for e, layer in enumerate((net.layer, net.other, net.layer)):
+        chosen = (torch.arange(len(x)) % 2 == e).nonzero().flatten()
+        out = out.index_add(0, chosen, layer(x[chosen, 0]))
+    return out
+
+
+ALONE: dict[str, Function] = {
+    "rows of a loop": lambda net, x: stack([(row @ net.weight).tanh().sum(0) for row in x]),
+    "rows of a loop, minus their mean": lambda net, x: stack([h - h.mean() for h in (row @ net.weight for row in x)]),
+    "rows of a loop, attention": lambda net, x: stack([torch.softmax(row @ net.weight @ row.T, 1) @ row for row in x]),
+    "parts of one sample": lambda net, x: cat([part @ net.weight / (part @ net.weight).norm() for part in x.split(1)]),
+    "points behind a layer": lambda net, x: net.layer(x[:, 0]) @ net.other(net.grid).T,
+    "points behind a matrix": lambda net, x: net.layer(x[:, 0]) @ (net.grid @ net.weight).T,
+    "attention to points": lambda net, x: torch.softmax(net.layer(x) @ net.layer(net.grid).T, 2) @ net.other(net.grid),
+    "words": lambda net, x: net.layer(x) @ net.table(torch.arange(TOKENS - 1)).T,
+    "weights made of coordinates": lambda net, x: F.linear(x, net.layer(net.grid) * 0.5),
+    "graph of nodes": lambda net, x: torch.softmax(net.layer(net.grid[:LENGTH]) @ net.weight @ net.grid[:LENGTH].T, 1) @ net.other(x),
+    "centers in the memory of the data": lambda net, x: (
+        (net.layer(x)[:, :, None] - net._parameters.setdefault("centers", nn.Parameter(x[0]))).square().sum(3)
+    ),
+    "an expert without rows": experts,
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_samples_alone(name: str) -> None:
+    for samples in (1, 2, 4, 5):
+        made, oracle = problem(ALONE[name], samples, False), Oracle(problem(ALONE[name], samples, False))
+        run(made)
+        ggn = sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))
+        for parameter_name, parameter in made.model.named_parameters():
+            if parameter.requires_grad:
+                close(parameter.grad_batch, oracle.grad_batch[parameter_name])
+                close(parameter.diag_ggn_exact, ggn[parameter_name])
+
+
+MIXED: dict[str, Function] = {
+    "batch norm behind a sum": lambda net, x: net.norm((x + net.vector)[:, 0]),
+    "batch norm behind a matrix": lambda net, x: net.norm((2 * x[:, 0]) @ net.weight),
+    "batch norm behind a convolution": lambda net, x: net.norm(F.conv1d(F.pad(x.mT, (1, 1)), net.weight[..., None])),
+    "function of batch statistics": lambda net, x: F.batch_norm(F.linear(F.normalize(x[:, 0]), net.weight), None, None, training=True),
+    "softmax over samples": lambda net, x: (x + net.vector).softmax(0),
+    "keys of all samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[:, 1]).T, 1) @ x[:, 0],
+}
+MIXED_TOKENS: dict[str, Function] = {
+    "flat": lambda net, x: net.table(x) + net.table(x.reshape(-1)).view(*x.shape, 2).sum(0),
+    "flat, positions in front": lambda net, x: net.table(x) + net.table(x.T.reshape(-1)).view(LENGTH, -1, 2).amax(1),
+    "positions in front": lambda net, x: net.table(x) + F.embedding(x.T, net.table.weight).mean(1),
+    "bag": lambda net, x: net.table(x) + F.embedding_bag(x.T.reshape(-1), net.table.weight, torch.arange(0, x.numel(), len(x)), mode="sum"),
+    "chosen rows": lambda net, x: net.table(x) + net.table.weight[x.T.reshape(-1)].view(LENGTH, -1, 2).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", [*MIXED, *MIXED_TOKENS])
+def test_mixed_samples(name: str) -> None:
+    for samples in (2, 4, 5):
+        made = problem({**MIXED, **MIXED_TOKENS}[name], samples, name in MIXED_TOKENS)
+        with pytest.raises(MixedSamplesError, match=r"mixes them|is summed over the"):
+            run(made)
+        assert results(made.model) == {}
