@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from enum import Enum
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.graph import LINEAR, PRODUCTS, call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
-from backpack.core.samples import Layout, after_sum, blocks, decode, numel, probe, split, sum_to
+from backpack.core.samples import Layout, after_sum, blocks, decode, probe, split, sum_to
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
 _STATIC = LINEAR - frozenset(
@@ -210,7 +211,7 @@ class Gap:
             For each next edge ``[V, N, *shape]``, or ``None``.
         """
         samples = next(layout.samples for layout in self.states.values())
-        size = sum(numel(c.shape) for c in given.values())
+        size = sum(prod(c.shape) for c in given.values())
         rows = [self.call_split({nr: split(c, self.states[nr], block) for nr, c in given.items()}) for block in blocks(samples, size)]
         return [None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*rows, strict=True)]
 

@@ -17,7 +17,7 @@ from torch.func import vjp, vmap
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.graph import shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
-from backpack.core.samples import Layout, along, first_axis, label_tensor, numel, settle
+from backpack.core.samples import Layout, along, first_axis, label_tensor, settle
 from backpack.utils.eigen import eigh
 from backpack.utils.precision import wide
 
@@ -99,11 +99,11 @@ def columns_of(gap: Gap) -> int:
         Number of columns, ``V``.
     """
     found, layouts = product(gap.node), _layouts(gap)
-    sizes = {i: numel(n[2]) for i, n in enumerate(gap.nexts) if n is not None}
+    sizes = {i: prod(n[2]) for i, n in enumerate(gap.nexts) if n is not None}
     if found is not None:
         return 2 * min(_share(sizes[i], layouts[i]) for i in found[1])
     if not axes_of(gap.node):  # all inputs are broadcast to one shape
-        sizes = dict.fromkeys(sizes, numel(shape_of((gap.node, 0))))
+        sizes = dict.fromkeys(sizes, prod(shape_of((gap.node, 0))))
     return _share(sum(sizes.values()), layouts[-1])
 
 

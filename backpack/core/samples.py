@@ -7,7 +7,6 @@ a graph node by sending known columns through it and looking where they arrive; 
 from __future__ import annotations
 
 from functools import lru_cache
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -386,15 +385,3 @@ def blocks(samples: int, elements: int, limit: int = 2**24) -> list[slice]:
     """
     size = max(1, limit // max(1, elements))
     return [slice(start, start + size) for start in range(0, samples, size)] or [slice(0, 0)]
-
-
-def numel(shape: torch.Size) -> int:
-    """Return the number of entries of a tensor.
-
-    Args:
-        shape: Its shape.
-
-    Returns:
-        Product of the shape.
-    """
-    return prod(shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import inf
+from math import inf, prod
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.flow import Blocks, Flow
 from backpack.core.graph import tensor_at
 from backpack.core.plan import Plan
-from backpack.core.samples import numel
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -82,7 +81,7 @@ def bound(plan: Plan) -> float:
     """
     if len(plan.units) < len(plan.states) or max(plan.uses.values()) > 1:
         return inf
-    carried = sum(numel(unit.call.outputs[0].shape) for unit in plan.units.values()) * torch.float64.itemsize
+    carried = sum(prod(unit.call.outputs[0].shape) for unit in plan.units.values()) * torch.float64.itemsize
     return carried + max(plan.batches.values()) * sum(parameter.numel() * parameter.dtype.itemsize for parameter in plan.uses)
 
 
@@ -152,7 +151,7 @@ class Weight:
 
     def _at(self, edge: Edge) -> int:
         like, split = tensor_at(edge), self._plan.states.get(edge[0], {}).get(edge[1]) is SPLIT or edge[0] in self._plan.walk.leaves
-        return numel(like.shape) * like.dtype.itemsize * (self._samples if split else 1)
+        return prod(like.shape) * like.dtype.itemsize * (self._samples if split else 1)
 
     def _below(self, node: Any) -> Iterator[Edge]:
         plan = self._plan
@@ -180,10 +179,10 @@ class Weight:
         read = held = 0
         for unit in units:
             slot, affine = unit.call.outputs[0], isinstance(unit.call.derivatives, AffineDerivatives)
-            read += numel(slot.shape) * slot.dtype.itemsize if node in plan.composites else 0
+            read += prod(slot.shape) * slot.dtype.itemsize if node in plan.composites else 0
             for name, parameter in unit.parameters.items():
                 read += max((self._formed(unit, name, parameter, extension) for extension in self._collector.readers(self._flow)), default=0)
-                held += numel(slot.shape) * slot.dtype.itemsize if affine and plan.uses.get(parameter, 0) > 1 else 0
+                held += prod(slot.shape) * slot.dtype.itemsize if affine and plan.uses.get(parameter, 0) > 1 else 0
         return read, held
 
     def _formed(self, unit: Unit, name: str, parameter: Parameter, extension: BackpropExtension) -> int:

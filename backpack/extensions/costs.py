@@ -20,7 +20,6 @@ from backpack.core.graph import operation, outputs_of, saved, shape_of
 from backpack.core.node_functions import axes_of, product
 from backpack.core.plan import Plan
 from backpack.core.residuals import columns_of
-from backpack.core.samples import numel
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -62,15 +61,15 @@ def products_in(node: Node) -> tuple[int, int]:
     name = operation(node)
     if name.startswith("ScaledDotProduct"):
         query, key = shape_of((node, 0)), node.next_functions[1][0]
-        return 2 * numel(query) * (shape_of(node.next_functions[1])[-2] if key is not None else query[-2]), 2
+        return 2 * prod(query) * (shape_of(node.next_functions[1])[-2] if key is not None else query[-2]), 2
     if name not in _FACTORS:
         return 0, 0
     edges = [node.next_functions[i] for i in _FACTORS[name]]
     known = [edge is not None and edge[0] is not None for edge in edges]
-    output = numel(shape_of((node, 0)))
+    output = prod(shape_of((node, 0)))
     if name == "Convolution":
         weight = shape_of(edges[1]) if known[1] else saved(node, "weight").shape
-        positions = numel(saved(node, "input").shape) if saved(node, "transposed") and saved(node, "input") is not None else output
+        positions = prod(saved(node, "input").shape) if saved(node, "transposed") and saved(node, "input") is not None else output
         return positions * prod(weight[1:]), sum(known)
     if not any(known):
         return 0, 0
@@ -89,7 +88,7 @@ def gradient(walk: Walk) -> float:
     total = 0.0
     for node in walk.order:
         products, times = products_in(node)
-        total += products * (1 + times) + NODE + 2 * ENTRY * sum(numel(shape_of((node, nr))) for nr in range(outputs_of(node)))
+        total += products * (1 + times) + NODE + 2 * ENTRY * sum(prod(shape_of((node, nr))) for nr in range(outputs_of(node)))
     return total
 
 
@@ -110,7 +109,7 @@ def width(flow: Flow, plan: Plan, node: Node) -> int:
     # the rows of one sample have columns of their own
     rows = 1 if start.layout.plain else max(Counter(start.layout.labels).values(), default=1)
     shape = start.call.inputs[0].shape
-    return rows * (start.call.derivatives.least_columns(shape) if isinstance(flow, RootFlow) and flow.least else numel(shape[1:]))
+    return rows * (start.call.derivatives.least_columns(shape) if isinstance(flow, RootFlow) and flow.least else prod(shape[1:]))
 
 
 class Costs:
@@ -166,7 +165,7 @@ class Costs:
 
     def _at_gap(self, gap: Gap, columns: int) -> None:
         products, times = products_in(gap.node)
-        entries = sum(numel(shape_of((gap.node, nr))) for nr in gap.states)
+        entries = sum(prod(shape_of((gap.node, nr))) for nr in gap.states)
         self.carried += columns * (products * times + 2 * ENTRY * entries) + HOOK * (columns > 0)
         for upstream in gap.nexts:
             if upstream is not None and upstream[0] in self._plan.walk.leaves:
@@ -183,10 +182,10 @@ class Costs:
             The number of columns that are born.
         """
         born, shapes = columns_of(gap), [upstream[2] for upstream in gap.nexts if upstream is not None]
-        self.carried += BORN * born * sum(map(numel, shapes))
+        self.carried += BORN * born * sum(map(prod, shapes))
         if product(gap.node) is None and (axes := axes_of(gap.node)):
             side = prod(shapes[0][axis] for axis in axes)
-            self.carried += EIGENVECTORS * numel(shapes[0]) * side**2  # a matrix for each index of the other axes
+            self.carried += EIGENVECTORS * prod(shapes[0]) * side**2  # a matrix for each index of the other axes
         return born
 
     def _at_unit(self, node: Node, unit: Unit, columns: int, births: dict[Node, int]) -> dict[Node, int]:
@@ -204,7 +203,7 @@ class Costs:
         rule, call = unit.call.derivatives, unit.call
         self.carried += HOOK
         if unit.below is not None and not self._flow.is_gradient:
-            outputs, inputs = numel(call.outputs[0].shape), numel(shape_of(unit.below))
+            outputs, inputs = prod(call.outputs[0].shape), prod(shape_of(unit.below))
             products = self._products(unit)
             if isinstance(self._flow, AverageFlow):
                 samples = max(1, unit.layout.samples)
@@ -222,7 +221,7 @@ class Costs:
     def _products(unit: Unit) -> int:
         if not isinstance(unit.call.derivatives, AffineDerivatives):
             return 0
-        return numel(unit.call.outputs[0].shape) * unit.call.weight.numel() // max(1, prod(sides(unit, "bias", unit.call.weight).outputs))
+        return prod(unit.call.outputs[0].shape) * unit.call.weight.numel() // max(1, prod(sides(unit, "bias", unit.call.weight).outputs))
 
     def _reading(self, use: Sides, parameter: Parameter, columns: int) -> float:
         """Count what is read off at a use.

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from backpack.core.flow import Columns, Flow
 from backpack.core.graph import shape_of
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout, label_tensor, numel
+from backpack.core.samples import Layout, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import GENERIC
 from backpack.extensions.loss_scale import scaled
@@ -199,7 +200,7 @@ def carried_for(flow: Flow | None, readers: Iterable[Any], plan: Plan) -> Flow |
     entries = 0
     for unit in plan.units.values() if isinstance(flow, RootFlow) and not flow.drawn else ():
         if unit.below is not None and plan.walk.reach[unit.below[0]] & plan.concerned:
-            entries += numel(shape_of(unit.below))
+            entries += prod(shape_of(unit.below))
             if entries >= LONG:
                 return replace(flow, least=True) if all(reader.takes_any_root for reader in readers) else flow
     return flow

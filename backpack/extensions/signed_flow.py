@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
+from math import prod
 from operator import or_
 from typing import Any
 
@@ -19,7 +20,7 @@ from backpack.core.flow import Columns, Use
 from backpack.core.graph import PRODUCTS, is_linear, operation, shape_of
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born, is_solvable, pairs, residual
-from backpack.core.samples import Layout, add_rows, numel
+from backpack.core.samples import Layout, add_rows
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
 from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, separate_rows
@@ -110,8 +111,8 @@ class SignedSqrtFlow(RootFlow):
         samples = max(1, *plan.batches.values())
         units = [u for u in plan.units.values() if u.below is not None and plan.walk.reach[u.below[0]] & plan.concerned]
         gaps = [gap for gap in plan.gaps.values() if curved_in(plan.walk, plan.concerned, gap)]
-        entries = sum(numel(shape_of(u.below)) for u in units if not u.call.derivatives.hessian_is_zero(u.call))
-        return (entries + sum(numel(n[2]) for gap in gaps for n in gap.nexts if n is not None)) // samples
+        entries = sum(prod(shape_of(u.below)) for u in units if not u.call.derivatives.hessian_is_zero(u.call))
+        return (entries + sum(prod(n[2]) for gap in gaps for n in gap.nexts if n is not None)) // samples
 
     def needs_gradient(self, plan: Plan) -> bool:
         return any(SPLIT in gap.states.values() and curved_in(plan.walk, plan.concerned, gap) for gap in plan.gaps.values())
