@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
@@ -115,6 +116,9 @@ def test_hbp_takes_it() -> None:
         (lambda model: ["*.bias"], {"0.weight", "2.weight"}),
         (lambda model: [model], set()),
         (lambda model: [], {"0.weight", "0.bias", "2.weight", "2.bias"}),
+        (lambda model: set(), {"0.weight", "0.bias", "2.weight", "2.bias"}),
+        (lambda model: {}.keys(), {"0.weight", "0.bias", "2.weight", "2.bias"}),
+        (lambda model: model[1].parameters(), {"0.weight", "0.bias", "2.weight", "2.bias"}),
     ],
 )
 def test_parameters_modules_and_names(pick: Callable, left: set[str]) -> None:
@@ -167,7 +171,7 @@ NAMED = {
     "encoder first": lambda model: (extend(model[1]), extend(model)),
     "encoder afterwards": lambda model: (extend(model), extend(model[1])),
     "encoder, model, encoder": lambda model: (extend(model[1]), extend(model), extend(model[1])),
-    "encoder in a model that is gone": lambda model: (extend(Sequential(model[1])), extend(model)),
+    "layer in a model that is gone": lambda model: (extend(Sequential(model[1][0])), extend(model)),
     "layer afterwards": lambda model: (extend(model), extend(model[1][0])),
     "all in something larger": lambda model: (extend(model[1]), extend(Sequential(Tanh(), model[1])), extend(model)),
 }
@@ -211,6 +215,85 @@ def test_names_in_two_models() -> None:
     assert written(one, "2.weight") == {"0.bias", "1.weight", "1.bias"}
     assert written(one, "1.weight") == {"0.weight", "0.bias", "1.bias"}
     assert written(other, "2.weight") == {"0.weight", "0.bias", "2.bias"}
+
+
+def replaced(model: Sequential, place: int, layer: Module | None = None) -> Module:
+    """Take a layer out of a model, behind the back of ``extend``."""
+    before, model[place] = model[place], layer or Linear(3, 3)
+    return before
+
+
+def come_and_gone() -> tuple[Module, ...]:
+    model = extend(nested())
+    extend(Sequential(model[1][0]))
+    return (model,)
+
+
+def taken_before() -> tuple[Module, ...]:
+    old = extend(Sequential(Linear(3, 3), Linear(3, 2)))
+    return extend(Sequential(Linear(3, 3), replaced(old, 0))), extend(old)
+
+
+def taken_afterwards() -> tuple[Module, ...]:
+    layer, old = Linear(3, 3), extend(Sequential(Linear(3, 3), Linear(3, 2)))
+    model = extend(Sequential(Linear(3, 3), layer))
+    replaced(old, 0, layer)
+    extend(old)
+    replaced(old, 0)
+    return model, old
+
+
+def taken_and_put() -> tuple[Module, ...]:
+    old, model = extend(Sequential(Linear(3, 3), Linear(3, 2))), extend(Sequential(Linear(3, 3), Linear(3, 3)))
+    replaced(model, 1, replaced(old, 0))
+    return model, old
+
+
+def exchanged() -> tuple[Module, ...]:
+    model = extend(nested())
+    model[0], model[1][0] = model[1][0], model[0]
+    return (model,)
+
+
+def copied() -> tuple[Module, ...]:
+    model = extend(nested())
+    model.append(copy.deepcopy(model[0]))
+    return (model,)
+
+
+def nested_afterwards() -> tuple[Module, ...]:
+    model, encoder = extend(Sequential(Linear(3, 3), Tanh())), extend(Sequential(Linear(3, 3), Tanh()))
+    replaced(model, 1, encoder)
+    return (model,)
+
+
+MOVED = [come_and_gone, taken_before, taken_afterwards, taken_and_put, exchanged, copied, nested_afterwards]
+
+
+@pytest.mark.parametrize("make", MOVED)
+def test_names_are_those_of_now(make: Callable[[], tuple[Module, ...]]) -> None:
+    """What a parameter was called in a module that is gone, or does not hold it there any more, means nothing."""
+    model, *_others = make()
+    names = {name for name, _ in model.named_parameters()}
+    for name in names:
+        assert written(model, name) == names - {name}
+
+
+@pytest.mark.parametrize("make", MOVED[:3])
+def test_messages_say_what_parameters_are_called_now(make: Callable[[], tuple[Module, ...]]) -> None:
+    model, *_others = make()
+    with backpack(KFAC()), pytest.raises(BackpackError) as caught:
+        model(randn(N, 3)).sum().backward()
+    assert set(caught.value.about.values()) == {name for name, _ in model.named_parameters()}
+
+
+def test_names_of_what_is_in_no_model_any_more() -> None:
+    """Those that messages show."""
+    layer = extend(Sequential(Tanh(), Linear(3, 3)))[1]
+    with backpack(KFAC()), pytest.raises(BackpackError) as caught:
+        layer(randn(N, 3)).sum().backward()
+    assert set(caught.value.about.values()) == {"1.weight", "1.bias"}
+    assert written(layer, "1.weight") == {"bias"}
 
 
 class Brackets(Module):

@@ -185,6 +185,15 @@ class Copying(Turned):
         return other
 
 
+class Thorough(Turned):
+    """Copies all that it has, hooks included."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        memo[id(self)] = other = type(self).__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
+
+
 class Forgetful(Turned):
     """Leaves its hooks out of its state."""
 
@@ -240,6 +249,28 @@ def test_copies_of_parts(make: Callable[[], Module]) -> None:
     with backpack(BatchGrad()):
         part(x).sum().backward()
     assert torch.equal(part.weight.grad_batch, x[:, None].expand(3, 5, 2))
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_parts_of_copies_that_lose_nothing(copies: int) -> None:
+    """Whatever its class has of its own: the copy around a part has its hooks, so that nothing else is the model where the part is called."""
+    model, x = extended(Thorough).model, torch.randn(3, 2, dtype=torch.float64)
+    for _ in range(copies):
+        model = copy.deepcopy(model)
+    with backpack(BatchGrad()):
+        model.one(x).sum().backward()
+    assert torch.equal(model.one.weight.grad_batch, x[:, None].expand(3, 5, 2))
+
+
+@pytest.mark.parametrize("outer", [Sequential, Copying])
+def test_parts_of_a_copy_that_loses_nothing_in_one_that_may(outer: type[Module]) -> None:
+    """A part is one of each module around it."""
+    model, x = outer(), torch.randn(3, 2)
+    model.one = Thorough()
+    model = copy.deepcopy(extend(model))
+    with pytest.raises(AttributeError, match="extend") if outer is Copying else nullcontext(), backpack(BatchGrad()):
+        model.one.one(x).sum().backward()
+    assert hasattr(model.one.one.weight, "grad_batch") == (outer is Sequential)
 
 
 def test_copy_of_a_part_of_a_traced_model() -> None:

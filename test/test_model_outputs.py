@@ -227,3 +227,25 @@ def test_input_and_output_with_other_axes_in_front() -> None:
         entropy(model(x).transpose(0, 1).flatten(0, 1), y.t().flatten()).backward()
     for i, parameter in enumerate(model.parameters()):
         close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
+def test_parameters_alone_with_other_axes_in_front() -> None:
+    """A model need not contain modules; one whose parameters are left out is a function of what another one returns."""
+
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = nn.Parameter(torch.randn(3, 2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x @ self.matrix).transpose(0, 1)
+
+    first, model, x = extend(nn.Linear(3, 3)), extend(Bare()), torch.randn(3, 5, 3)
+    for given in (x, first(x)):
+        with pytest.raises(UnsupportedError, match=r"of shape \[3, 5, 3\] and returns \[5, 3, 2\].*Return the samples"), backpack(BatchGrad()):
+            by_hand(model(given)).backward()
+    alone = [torch.autograd.grad(by_hand(model(first(x[n : n + 1]))), tuple(first.parameters())) for n in range(3)]
+    with backpack(BatchGrad(exclude=[model])):
+        by_hand(model(first(x))).backward()
+    for i, parameter in enumerate(first.parameters()):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))

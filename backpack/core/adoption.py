@@ -42,10 +42,10 @@ def adopt(walk: Walk) -> bool:
     for call in walk.calls:
         if not call.root or (call.recorder.bare and not foreign):  # a loss may have been deleted since
             continue
-        if call.recorder.torn:
+        if call.recorder.is_torn():
             raise NotRecordedError(
-                f"{call.path} came with a copy of a module whose class makes copies in its own way, as torch.fx.GraphModule does, without what "
-                "extend() has installed: only what lies inside is extended, and where the samples lie in the copy itself is not known. Write "
+                f"{call.path} came with a copy of a module, or of a part of one, whose class makes copies in its own way, as torch.fx.GraphModule "
+                "does, and may leave out what extend() has installed: where the samples lie in a module around this one would not be known. Write "
                 "`extend(model)` again for the module that you call, before the forward pass."
             )
         for path, module in call.module.named_modules(prefix=call.recorder.path):

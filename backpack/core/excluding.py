@@ -26,8 +26,8 @@ def as_excluded(exclude: Iterable[Excluded], name: str) -> tuple[Excluded, ...]:
     Raises:
         ArgumentError: If it is something else, or a single one of them.
     """
-    entries = () if isinstance(exclude, Excluded) or not isinstance(exclude, Iterable) else tuple(exclude)
-    if (not entries and exclude not in ((), [])) or not all(isinstance(entry, Excluded) for entry in entries):
+    entries = (None,) if isinstance(exclude, Excluded) or not isinstance(exclude, Iterable) else tuple(exclude)
+    if not all(isinstance(entry, Excluded) for entry in entries):
         raise ArgumentError(f"{name}: exclude must be a list of parameters, modules and names, got {exclude!r}. Write exclude=[model.head].")
     return entries
 

@@ -15,7 +15,10 @@ savefields: set[str] = set()
 
 
 class _Owners:
-    """Parameters of extended modules, held weakly, and their names in the modules on which ``extend`` was called, the latest last."""
+    """Parameters of extended modules, held weakly, and the names that they got in modules on which ``extend`` was called, the latest last.
+
+    Modules may go, or change, since: names that users write are looked up in what the modules are now.
+    """
 
     def __init__(self) -> None:
         self._released: dict[int, ref] = {}
@@ -32,6 +35,21 @@ class _Owners:
         # a list of keys: a collection of garbage, hence the death of a parameter, may interrupt everything else, even a copy of the dictionary
         for key in list(self._names):
             yield key, self._names.get(key, (None, {}))[1]
+
+    def _roots(self) -> set[Module]:
+        # those in which parameters have names, as far as they live
+        return {root for _, named in self._entries() for place in list(named) if place is not None and (root := place()) is not None}
+
+    def _current(self) -> Iterator[tuple[int, str]]:
+        # names in the outermost modules as they are now; of what is in none, as in a copy, the latest that is known
+        parts = {root: list(root.named_modules(remove_duplicate=False)) for root in self._roots()}
+        inside, lost = {part for own in parts.values() for _, part in own[1:]}, dict(self._entries())
+        for path, module in (part for root in parts.keys() - inside for part in parts[root]):
+            for name, parameter in module._parameters.items():
+                if (key := id(parameter)) in self._names:
+                    lost.pop(key, None)
+                    yield key, f"{path}.{name}" if path else name
+        yield from ((key, name) for key, named in lost.items() for own in list(named.values())[-1:] for name in own)
 
     def add(self, parameter: Parameter, name: str) -> None:
         """Track a parameter that an extended module has got since ``extend``.
@@ -69,8 +87,7 @@ class _Owners:
         Returns:
             Modules that contain it, on which ``extend`` was called; itself if there are none.
         """
-        roots = {place() for _, named in self._entries() for place in list(named) if place is not None} - {None, module}
-        return [root for root in roots if any(part is module for part in root.modules())] or [module]
+        return [root for root in self._roots() - {module} if any(part is module for part in root.modules())] or [module]
 
     def remove(self, parameter: Parameter) -> None:
         """Track a parameter no more, on demand.
@@ -164,10 +181,15 @@ class _Owners:
         return entry is not None and entry[0]() is parameter
 
     def __getitem__(self, parameter: Parameter) -> str:
-        return next(reversed(self._names[id(parameter)][1].values()))[0]
+        named = self._names[id(parameter)][1]
+        for place, own in reversed(named.items()) if len(named) > 1 else ():
+            root = place and place()
+            if root is not None and any(part is parameter for part in root.parameters()):
+                return own[0]
+        return next(reversed(named.values()))[0]
 
     def named(self, pattern: str) -> set[int]:
-        """Find parameters by name.
+        """Find parameters by the name that they have now, in the outermost extended modules that live; the last one, if they are in none.
 
         Args:
             pattern: Name of a parameter, or of a module that holds it; ``*`` stands for anything.
@@ -176,7 +198,7 @@ class _Owners:
             Their ids.
         """
         fits = re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"(\..*)?", re.DOTALL).fullmatch
-        return {key for key, named in self._entries() if any(fits(name) for own in list(named.values()) for name in own)}
+        return {key for key, name in self._current() if fits(name)}
 
     def in_order(self, parameters: Iterable[Parameter]) -> list[Parameter]:
         """Sort parameters.
@@ -199,7 +221,7 @@ class _Owners:
         Returns:
             A pattern of all that end so; else up to three names of parameters and modules, the most similar first.
         """
-        names = {some for _, named in self._entries() for own in list(named.values()) for some in own}
+        names = {some for _, some in self._current()}
         if any(some.endswith(f".{name}") for some in names):
             return [f"*.{name}"]
         return get_close_matches(name, sorted(names | {some.rpartition(".")[0] for some in names}), cutoff=0.75)

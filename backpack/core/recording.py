@@ -80,7 +80,7 @@ class Recorder:
         known: Whether a pass has tracked all parameters inside it, since ``extend``, or since it came with a copy or a pickle.
         options: Those with which the module was called last.
         around: The innermost module around it whose class makes copies by rules of its own; ``None`` for none.
-        torn: Whether it came with a copy or a pickle in which the module around it may lack its recorder.
+        torn: Whether it came with a copy or a pickle in which the module around it may lack its recorder, as far as its class tells.
     """
 
     __slots__ = ("_last", "around", "bare", "kind", "known", "options", "path", "torn")
@@ -93,7 +93,24 @@ class Recorder:
 
     def __reduce__(self) -> tuple:
         around = None if self.around is None else self.around()
-        return _again, (self.path, self.kind, self.bare, sorted(savefields), self.torn or (around is not None and loses_hooks(around)))
+        return _again, (self.path, self.kind, self.bare, sorted(savefields), self.is_torn() or (around is not None and loses_hooks(around)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recorder:
+        again, arguments = self.__reduce__()
+        other, around = again(*arguments), None if self.around is None else memo.get(id(self.around()))
+        if isinstance(around, Module):  # that is copied, too: it will tell whether it has lost anything
+            other.around = ref(around)
+        return other
+
+    def is_torn(self) -> bool:
+        """Say whether the module around it may lack its recorder: not so if that is at hand and has one.
+
+        Returns:
+            Whether it may.
+        """
+        around = self.around() if self.torn and self.around is not None else None
+        recorder = None if around is None else recorder_of(around)
+        return self.torn and (recorder is None or recorder.is_torn())
 
     @property
     def last(self) -> ModuleCall | None:

@@ -116,7 +116,8 @@ class Tracking:
         call, known = mark.call, self.states.get(node, {}).get(mark.nr)
         if known is not None and not call.root:  # only a model has a say then
             return
-        if call.root and call.module._modules and known is None and turns(call):
+        own = map(id, call.module._parameters.values())
+        if call.root and known is None and (call.module._modules or self.walk.bits.keys() & own) and turns(call):
             raise turned(call)
         start = start_at_output(self.walk, node, mark, known is not None)
         if call.root:

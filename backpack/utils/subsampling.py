@@ -26,20 +26,35 @@ def are_indices(given: Any) -> bool:
     return all(isinstance(index, Integral) and not isinstance(index, bool) for index in given)
 
 
+def check_indices(given: Any, count: int) -> None:
+    """Refuse what are no indices of samples.
+
+    Args:
+        given: Anything.
+        count: Number of samples.
+
+    Raises:
+        ArgumentError: If it is no sequence of integers, or one of them is beyond the samples.
+    """
+    if not are_indices(given) or any(not -count <= index < count for index in given):
+        raise ArgumentError(f"subsampling must be a list of indices of {count} samples, got {given!r}.")
+
+
 def subsample(tensor: Tensor, dim: int = 0, subsampling: Sequence[int] | slice | None = None) -> Tensor:
     """Select entries along one axis, in the given order.
 
     Args:
         tensor: Any tensor with an axis ``dim``.
         dim: The axis to select along, counted from the end if negative.
-        subsampling: Indices along ``dim``. They may repeat and count from the end if negative. ``None`` selects everything, a slice a part.
+        subsampling: Indices along ``dim``, also in a tensor or an array. They may repeat and count from the end if negative. ``None`` selects
+            everything, a slice a part.
 
     Returns:
         ``tensor`` itself (not a copy) if ``subsampling`` is ``None``, a view if it is a slice, else a copy with ``len(subsampling)`` entries
         along ``dim``.
 
     Raises:
-        ArgumentError: If the tensor has no such axis, or the indices are no integers.
+        ArgumentError: If the tensor has no such axis, or the indices are no integers, or beyond its end.
     """
     if subsampling is None:
         return tensor
@@ -47,8 +62,7 @@ def subsample(tensor: Tensor, dim: int = 0, subsampling: Sequence[int] | slice |
         raise ArgumentError(f"A tensor of shape {list(tensor.shape)} has no axis {dim} of which entries could be selected.")
     index = subsampling
     if not isinstance(index, slice):
-        index = None if isinstance(subsampling, (str, bytes)) else torch.as_tensor(subsampling, device=tensor.device)
-        if index is None or (index.numel() and (index.is_floating_point() or index.is_complex())):
-            raise ArgumentError(f"subsampling must be a list of integers, got {subsampling!r}.")
-        index = index.long()
+        given = index.tolist() if hasattr(index, "tolist") else index
+        check_indices(given, tensor.shape[dim])
+        index = torch.tensor(given, dtype=torch.long, device=tensor.device)
     return tensor[(slice(None),) * (dim % tensor.dim()) + (index,)]

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, ShapeError
-from backpack.utils.subsampling import are_indices
+from backpack.utils.errors import ArgumentTypeError, ShapeError
+from backpack.utils.subsampling import check_indices
 
 
 def check_shape(mat: Tensor, like: Tensor | Sequence[int], diff: int = 1, what: str = "the matrix") -> None:
@@ -72,6 +72,5 @@ def subsampled(shape: Sequence[int], subsampling: Sequence[int] | None) -> tuple
     """
     if subsampling is None:
         return tuple(shape)
-    if not are_indices(subsampling) or any(not -shape[0] <= index < shape[0] for index in subsampling):
-        raise ArgumentError(f"subsampling must be a list of indices of {shape[0]} samples, got {subsampling!r}.")
+    check_indices(subsampling, shape[0])
     return len(subsampling), *shape[1:]
