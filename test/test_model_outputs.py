@@ -242,7 +242,7 @@ def test_parameters_alone_with_other_axes_in_front() -> None:
 
     first, model, x = extend(nn.Linear(3, 3)), extend(Bare()), torch.randn(3, 5, 3)
     for given in (x, first(x)):
-        with pytest.raises(UnsupportedError, match=r"of shape \[3, 5, 3\] and returns \[5, 3, 2\].*Return the samples"), backpack(BatchGrad()):
+        with pytest.raises(UnsupportedError, match=r"of shape \[3, 5, 3\] and returns \[5, 3, 2\].*Give it the samples"), backpack(BatchGrad()):
             by_hand(model(given)).backward()
     alone = [torch.autograd.grad(by_hand(model(first(x[n : n + 1]))), tuple(first.parameters())) for n in range(3)]
     with backpack(BatchGrad(exclude=[model])):
