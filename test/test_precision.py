@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 
 import pytest
 import torch
@@ -114,6 +115,48 @@ def test_counts_above_the_digits_of_half_precision(dtype: torch.dtype) -> None:
     row = model.weight.detach()[0].float() * 2
     counts = torch.tensor([400.0, 401, 401, 401, 401])
     close(model.weight.sum_grad_squared[0], counts.square().sum() * row.square(), rtol=1e-5)
+
+
+class Matrix(nn.Module):
+    """A product without a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(48, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(48, 64), (8, 48), (8, 64)),
+    "Conv2d": (lambda: nn.Conv2d(48, 64, 3, groups=2), (48, 4, 6), (64, 2, 4)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(48, 64, 1), (48, 8), (64, 8)),
+    "matrix": (Matrix, (8, 48), (8, 64)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("level", [0.0, 1e-6, 1e-4, 1e-2])
+def test_norms_where_positions_cancel(name: str, level: float) -> None:
+    """The sum over positions is far smaller than its terms: its squared norm, too, is as precise as that of the gradient itself."""
+    make, given, made = LAYERS[name]
+    torch.manual_seed(0)
+    model, x, change = nn.Sequential(make()), torch.randn(5, *given), torch.randn(5, *made)
+    x[2] = 10 + level * x[2]  # one sample is blank, or nearly so
+    change[2] -= change[2].mean([axis for axis, length in enumerate(made) if length != 64], keepdim=True)
+
+    def weight(dtype: torch.dtype, extension: extensions.BatchGrad | extensions.BatchL2Grad) -> nn.Parameter:
+        net = extend(deepcopy(model).to(dtype))
+        with backpack(extension):
+            (net(x.to(dtype)) * change.to(dtype)).sum().backward()
+        return net[0].weight
+
+    squares = weight(torch.float32, extensions.BatchL2Grad()).batch_l2
+    exact, single = (weight(dtype, extensions.BatchGrad()).grad_batch.double().flatten(1) for dtype in (torch.float64, torch.float32))
+    assert (squares >= 0).all()
+    bound = 4 * (single - exact).norm(dim=1) + 1e-4 * exact.norm(dim=1)
+    assert ((squares.double().sqrt() - exact.norm(dim=1)).abs() <= bound).all()
 
 
 # --- mixed precision --------------------------------------------------------------------------------------------------------------------------
