@@ -159,6 +159,46 @@ def test_norms_where_positions_cancel(name: str, level: float) -> None:
     assert ((squares.double().sqrt() - exact.norm(dim=1)).abs() <= bound).all()
 
 
+FAR: dict[str, Callable[[], nn.Module]] = {
+    "GELU": nn.GELU,
+    "GELU, tanh": lambda: nn.GELU("tanh"),
+    "Mish": nn.Mish,
+    "gelu": lambda: Function(nn.functional.gelu),
+    "gelu, tanh": lambda: Function(lambda x: nn.functional.gelu(x, approximate="tanh")),
+    "mish": lambda: Function(nn.functional.mish),
+}
+
+
+class Function(nn.Module):
+    """A function that is called without a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", FAR)
+def test_activations_far_from_zero(name: str, dtype: torch.dtype) -> None:
+    """They are linear there: powers and exponentials that overflow belong to terms that vanish."""
+    x = torch.tensor([1.0, 12, 35, 300, 6e4, *([] if dtype is torch.float16 else [1e20, 1e38])]).to(dtype)
+    x = torch.cat([x, -x]).unsqueeze(1)
+    layer = nn.Linear(1, 1, dtype=dtype)
+    nn.init.ones_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    model, lossfunc = extend(nn.Sequential(layer, FAR[name]())), extend(nn.MSELoss(reduction="sum"))
+    with backpack(extensions.BatchDiagHessian()):
+        lossfunc(model(x), model(x).detach() - 0.25).backward()
+    at = x.double().clamp(-35, 35).requires_grad_()
+    first = torch.autograd.grad(FAR[name]()(at).sum(), at, create_graph=True)[0]
+    (second,) = torch.autograd.grad(first.sum(), at)
+    expected = 2 * first.detach().square() + 0.5 * second
+    torch.testing.assert_close(layer.bias.diag_h_batch.double(), expected, rtol=0.05, atol=0.02)
+
+
 # --- mixed precision --------------------------------------------------------------------------------------------------------------------------
 
 

@@ -68,6 +68,7 @@ def test_batching_rules_are_not_taken_on_trust(function: Callable[[Tensor], Tens
 @pytest.mark.parametrize("number", [inf, nan])
 def test_what_is_not_finite_proves_no_batching_rule(number: float) -> None:
     node = torch.rand(3, requires_grad=True).asinh().grad_fn
+    _TRUSTED.discard((type(node), node.name()))  # by other tests
     right = torch.tensor([number, 1.0, 2.0])
     wrong = torch.tensor([number, 1.0, 3.0])
     assert not _trust(node, [torch.stack([right, wrong])], [right])

@@ -6,6 +6,7 @@ Three kinds of operations are known: those that act on each entry alone, those t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, has_saved, operation, saved, saves_tensor, shape_of, tensor_at
+from backpack.utils.precision import wide
 
 # Keys are names of nodes. Each has the name of a function, and the names of its arguments, which are those of what the node has saved, or
 # stand in front of it; - is saved nowhere, as the function is linear in it alone.
@@ -36,6 +38,8 @@ _ENTRYWISE = {
     "Addcdiv0": ("addcdiv", "self=- tensor1 tensor2 value"),
     "PreluKernel0": ("_prelu_kernel", "self weight"),
 }
+# where the argument is clamped: the function is linear beyond, and torch's second derivative not a number
+_CURVED_WITHIN = {"gelu": (-40, 40), "mish": (-inf, 40)}
 # second derivative in terms of the result
 _OF_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
     "Tanh0": lambda y: -2 * y * (1 - y * y),
@@ -193,6 +197,8 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
     given |= dict.fromkeys(unsaved, torch.zeros((), dtype=like.dtype, device=like.device))
     shape = torch.Size(like.shape) if key in _ENTRYWISE else shape_of(node.next_functions[0])
     given = {argument: v.to(like.dtype).expand(shape) if isinstance(v, Tensor) else v for argument, v in given.items()}
+    if name in _CURVED_WITHIN:
+        given["self"] = given["self"].clamp(*_CURVED_WITHIN[name])
     axes = axes_of(node)
     if "dim" in given:  # counted from the end, as an axis of samples may be put in front
         given["dim"] = axes[0] if isinstance(given["dim"], int) else axes
@@ -201,7 +207,9 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
     variables = {argument: number for argument, number in reached.items() if argument not in unsaved} or reached
 
     def function(*values: Tensor) -> Tensor:
-        return getattr(torch.ops.aten, name)(**given | dict(zip(variables, values, strict=True)))
+        arguments = given | dict(zip(variables, values, strict=True))
+        arguments |= {argument: wide(v) for argument, v in arguments.items() if isinstance(v, Tensor)}
+        return getattr(torch.ops.aten, name)(**arguments).to(like.dtype)
 
     return Blocks(function, [given[argument] for argument in variables], list(variables.values()), axes)
 
