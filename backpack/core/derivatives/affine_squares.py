@@ -51,7 +51,7 @@ def by_gram_matrices(rows: Size, entries: int, formed: bool = False) -> bool:
         Whether they are.
     """
     _, groups, outputs, positions = rows
-    inputs = entries // (groups * outputs)
+    inputs = entries // max(1, groups * outputs)
     return positions * (inputs + outputs) <= inputs * outputs * (min(1, _PASSES / positions) if formed else 1)
 
 
@@ -114,7 +114,7 @@ def _by_gram_matrices(layer: AffineDerivatives, module: Module, rows: Tensor) ->
     """
     samples, groups, outputs, positions = rows.shape
     entries, sums, terms = module.weight.numel(), [rows.new_empty(0)], [rows.new_empty(0)]
-    for n in blocks(samples, positions * (entries // outputs + groups * positions), SMALL):
+    for n in blocks(samples, positions * (entries // max(1, outputs) + groups * positions), SMALL):
         columns, grads = wide(layer.columns(module, n)), rows[n]
         grams = (columns.mT @ columns).mul_(grads.mT @ grads)
         sums.append(grams.sum((1, 2, 3)))
@@ -203,7 +203,7 @@ def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, si
         out = compute(torch.mul, (*weights.shape, squares.shape[2]), weights.unsqueeze(3), squares.unsqueeze(2))
     else:
         out = _zeros(module, rows, rows.shape[1])
-        for v, n, products in layer.weight_blocks(module, mat):
+        for v, n, products in layer.weight_blocks(module, mat) if out.numel() else ():
             squares = wide(products).square_()
             out[n] += squares.sum(0) if signs is None else einsum("vngok,vn->ngok", squares, wide(signs[v, n]))
     return layer.weight_from_matrix(module, out)
@@ -253,7 +253,7 @@ def _each(products: Tensor) -> tuple[Tensor, ...]:
 
 def _zeros(module: Module, rows: Tensor, *lead: int) -> Tensor:
     groups, outputs = rows.shape[2:4]
-    return wide(rows.new_empty(0)).new_zeros(*lead, groups, outputs, module.weight.numel() // (groups * outputs))
+    return wide(rows.new_empty(0)).new_zeros(*lead, groups, outputs, module.weight.numel() // max(1, groups * outputs))
 
 
 def _add_squares(total: Tensor | None, products: Tensor, signs: Tensor | None) -> Tensor:
