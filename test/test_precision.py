@@ -199,6 +199,19 @@ def test_activations_far_from_zero(name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(layer.bias.diag_h_batch.double(), expected, rtol=0.05, atol=0.02)
 
 
+@pytest.mark.parametrize("name", ["GGNMP", "HMP"])
+@pytest.mark.parametrize("logit", [10.0, 17.0, 25.0])
+def test_products_where_a_class_is_certain(name: str, logit: float) -> None:
+    layer, extension = extend(nn.Linear(1, 3)), getattr(extensions, name)()
+    layer.weight.data.zero_()
+    layer.bias.data = torch.tensor([logit, 0.0, 1.0])
+    with backpack(extension):
+        extend(nn.CrossEntropyLoss())(layer(torch.ones(2, 1)), torch.tensor([0, 1])).backward()
+    found = getattr(layer.bias, extension.savefield)(torch.eye(3))
+    probs = layer.bias.detach().double().softmax(0)
+    torch.testing.assert_close(found.double(), probs.diag() - probs.outer(probs), rtol=1e-5, atol=1e-17)
+
+
 # --- mixed precision --------------------------------------------------------------------------------------------------------------------------
 
 
