@@ -7,8 +7,9 @@ from functools import partial
 import torch
 from cases_nets import Net, graph, layers, parameter
 from torch import Tensor
-from torch.nn import Linear, Tanh
+from torch.nn import Conv1d, Linear, Tanh
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 
 # --- element-wise functions: all others are in test_curved.py -----------------------------------------------------------------------------------
 
@@ -112,6 +113,7 @@ graph("curved: fused attention, mask", lambda net, x: fused_heads(net, x, attn_m
 # --- parameters that are used in curved ways ----------------------------------------------------------------------------------------------------
 
 BARE = ("other parameters",)
+
 SCALED = layers(3, 3, 4, tanh=Tanh, p=parameter(3))
 for _name, _forward in (
     ("layer scale, used twice", lambda net, x: net.b(x + net.tanh(net.p * net.tanh(net.a(x) * net.p)))),
@@ -127,6 +129,13 @@ graph(
     "curved: normalised weight",
     lambda net, x: net.b(net.tanh(F.linear(net.a(x), net.gain.exp() * F.normalize(net.direction)))),
     layers(3, 3, 4, tanh=Tanh, gain=parameter(3, 1), direction=parameter(3, 3)),
+    (3,),
+    *BARE,
+)
+graph(
+    "curved: weight norm",  # along other axes, torch fuses it
+    lambda net, x: net.b(net.tanh(net.c(net.tanh(net.a(x)).unsqueeze(2)).mean(2))),
+    layers(3, 3, 4, tanh=Tanh, c=lambda: weight_norm(Conv1d(3, 3, 2, padding=1), dim=1)),
     (3,),
     *BARE,
 )

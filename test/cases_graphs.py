@@ -69,7 +69,7 @@ graph(
 )
 graph("checkpoint", checkpointed, layers(3, 3, 4, inner=lambda: Linear(3, 3), tanh=Tanh), (3,), "chain")
 graph("checkpoint, functional", checkpointed_functional, layers(3, 3, 4, inner=lambda: Linear(3, 3), scale=parameter(3)), (3,), *CHAIN)
-for _name, _parametrization in (("weight norm", weight_norm), ("orthogonal", orthogonal)):
+for _name, _parametrization in (("weight norm", partial(weight_norm, dim=1)), ("orthogonal", orthogonal)):
     graph(
         _name,
         lambda net, x: net.b(net.tanh(net.a(x))),

@@ -345,6 +345,16 @@ class LoopOverBags(Module):
         return torch.stack(bags)
 
 
+class SeparateNorms(TorchFunctionMode):
+    """Weight norm in single operations: torch's own takes the norms for constants when it is differentiated twice."""
+
+    def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:  # noqa: D105
+        if func is not torch._weight_norm:
+            return func(*args, **kwargs or {})
+        v, g, dim = args
+        return g * v / v.norm(dim=[axis for axis in range(v.dim()) if axis != dim], keepdim=True)
+
+
 def flatten_heads(outputs: list[Tensor]) -> Tensor:
     """Set the outputs of all heads side by side.
 
@@ -425,12 +435,12 @@ class Oracle:
         self.params: dict[str, Parameter] = {name: trainable[name] for name in self.grad}
 
     def _forward(self) -> list[Tensor]:
-        """Run the model, with attention kernels that can be differentiated twice, and note where the random generator stands afterwards.
+        """Run the model, with operations that can be differentiated twice, and note where the random generator stands afterwards.
 
         Returns:
             All outputs.
         """
-        with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH):
+        with torch.random.fork_rng(), sdpa_kernel(SDPBackend.MATH), SeparateNorms():
             outputs = self.problem.outputs()
             self._rng_after_forward = torch.get_rng_state()
         return outputs

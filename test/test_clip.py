@@ -76,6 +76,13 @@ def test_zero_gradients_stay() -> None:
     assert torch.equal(model.weight.grad, torch.zeros(2, 3))
 
 
+def test_norms_of_rounding_errors_below_zero() -> None:
+    """What a user, or another program, has left in the field may be the rounding error of a zero."""
+    model = nn.Linear(3, 2, bias=False)
+    model.weight.batch_l2 = torch.tensor([-1e-8, 4.0])
+    close(clip_factors(model, 1.0), torch.tensor([1.0, 0.5]))
+
+
 def test_parameters_without_norms_are_refused() -> None:
     """A parameter that is left out of the norm would not be protected."""
     model = extend(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))

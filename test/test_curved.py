@@ -217,9 +217,41 @@ def test_every_known_function_has_a_row() -> None:
     for name in ALL:
         problem = build(name, 3)
         keys(problem.loss(problem.outputs()).grad_fn, found)
-    elsewhere = {"SafeSoftmax0", "Bmm0"}  # rows of the table of cases
+    elsewhere = {"SafeSoftmax0", "Bmm0", "Norm1"}  # rows of the table of cases
+    elsewhere |= node_functions._WEIGHT_NORM  # below
     kernels = {key for key in node_functions._KNOWN if key.startswith("ScaledDotProduct")}
     assert node_functions._KNOWN - found - elsewhere - kernels == set()
+
+
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("extension", [DiagHessian, BatchDiagHessian])
+def test_fused_weight_norm(extension: type[DiagHessian | BatchDiagHessian], N: int, frozen: int | None) -> None:
+    """Torch itself takes the norms for constants when it differentiates twice, so that the truth is the same function in single operations."""
+
+    def by_hand(v: Tensor, g: Tensor) -> Tensor:
+        return g * v / v.norm(dim=(1, 2), keepdim=True)
+
+    found = []
+    for function in (by_hand, torch._weight_norm):
+        torch.manual_seed(0)
+        parts = {"v": nn.Parameter(randn(3, 3, 2).double()), "g": nn.Parameter(randn(3, 1, 1).double())}
+        net = Net(
+            lambda net, x, f=function: net.b(F.conv1d(net.a(x)[:, :, None], f(net.p.v, net.p.g), padding=1).mean(2).tanh()),
+            **layers(3, 3, 4, p=lambda parts=parts: nn.ParameterDict(parts))(),
+        ).double()
+        if frozen is not None:
+            list(parts.values())[frozen].requires_grad_(False)
+        extend(net)
+        with backpack(extension()):
+            extend(nn.CrossEntropyLoss())(net(randn(N, 3).double()), torch.arange(N)).backward()
+        found.append([getattr(p, extension().savefield) for p in net.parameters() if p.requires_grad])
+    for value, expected in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected)
+
+
+def test_fused_weight_norm_of_the_last_axis() -> None:
+    refused(lambda net, x: net.b(F.linear(net.a(x), torch._weight_norm(net.a.weight, net.a.bias[None], 1))), "WeightNormInterface")
 
 
 def refused(forward: Callable, match: str, **parts: nn.Module) -> None:

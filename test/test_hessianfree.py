@@ -1,5 +1,7 @@
 """Products with Jacobians, Hessians and generalized Gauss-Newton matrices, compared with the dense matrices."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,6 +9,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.functional import hessian, jacobian
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Sequential, Tanh
+from torch.nn.utils.parametrizations import weight_norm
 
 from backpack import backpack, clear, extend, results
 from backpack.extensions import BatchGrad, DiagGGNExact
@@ -311,3 +314,15 @@ def test_output_of_another_call_is_refused() -> None:
         active = (output != 0).to(X.dtype)
         expected = 2 * (active * (x @ torch.cat([v[0], v[1][:, None]], 1).T)).T @ x
         torch.testing.assert_close(torch.cat([part.reshape(2, -1) for part in ggn_vector_product(value, output, model, v)], 1), expected)
+
+
+def test_second_derivatives_of_a_fused_weight_norm_are_refused() -> None:
+    """Torch takes the norms for constants: its Hessian is not symmetric. With other axes it computes the norms by single operations."""
+    x = torch.rand(3, 4)
+    for dim in (0, None):
+        layer = weight_norm(Linear(4, 2), dim=dim)
+        loss, directions = layer(x).square().sum(), layer.parametrizations.weight.original1
+        with pytest.raises(UnsupportedError, match="weight_norm") if dim == 0 else nullcontext():
+            hessian_vector_product(loss, directions, torch.rand(2, 4))
+    directions.requires_grad_(False)
+    hessian_vector_product(layer(x).square().sum(), layer.bias, torch.rand(2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from copy import deepcopy
 from math import inf, nan
 
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend
-from backpack.extensions import BatchDiagGGNExact, BatchDiagGGNMC, BatchDiagHessian
+from backpack.extensions import GGNMP, HMP, BatchDiagGGNExact, BatchDiagGGNMC, BatchDiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.utils.errors import LossValueError
+from backpack.utils.errors import LossValueError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -67,6 +68,32 @@ def test_one_sample(extension: type[BackpropExtension], change: str, loss: type[
     for value, expected in zip(*(samples(extension, CURVED[change], loss(), number) for number in (bad, None)), strict=True):
         close(value[:-1], expected[:-1])
         assert not value[-1].isfinite().any()
+
+
+class Masked(nn.Module):
+    """A module without a rule that forbids a class; its samples mix if the mini-batch is centred."""
+
+    def __init__(self, number: float, centred: bool) -> None:
+        super().__init__()
+        self.number, self.centred = number, centred
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0) if self.centred else 2 * x).masked_fill(torch.tensor([False, False, True]), self.number)
+
+
+@pytest.mark.parametrize("number", [nan, inf, -inf])
+@pytest.mark.parametrize("extension", [GGNMP, HMP])
+def test_does_not_hide_samples_that_mix(extension: type[BackpropExtension], number: float) -> None:
+    """Where a module runs again on single samples, what is finite must be the same, and only that can be told."""
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for centred in (False, True):
+        layer = nn.Linear(4, 3).double()
+        model = extend(nn.Sequential(layer, Masked(number, centred)))
+        with pytest.raises(UnsupportedError, match="mixes samples") if centred else nullcontext(), backpack(extension()):
+            lossfunc(model(torch.rand(N, 4).double()), torch.zeros(N, dtype=torch.long)).backward()
+            found = getattr(layer.bias, extension().savefield)(torch.eye(3).double())
+    if number == -inf:
+        assert found.isfinite().all()
 
 
 def test_does_not_hide_negative_curvature_of_the_others() -> None:

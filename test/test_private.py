@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf, nan
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
 from backpack.core.checkpoints import checkpointed
-from backpack.core.graph import call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, shape_of
+from backpack.core.graph import _TRUSTED, _trust, call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, shape_of
 from backpack.extensions import BatchGrad
 
 
@@ -62,6 +63,17 @@ def test_batching_rules_are_not_taken_on_trust(function: Callable[[Tensor], Tens
     expected = torch.stack([e[0] if isinstance(e, tuple) else e for e in expected])
     for _ in range(2):
         torch.testing.assert_close(call_node(node, [columns])[0], expected)
+
+
+@pytest.mark.parametrize("number", [inf, nan])
+def test_what_is_not_finite_proves_no_batching_rule(number: float) -> None:
+    node = torch.rand(3, requires_grad=True).asinh().grad_fn
+    _TRUSTED.discard((type(node), node.name()))  # by other tests
+    right = torch.tensor([number, 1.0, 2.0])
+    wrong = torch.tensor([number, 1.0, 3.0])
+    assert not _trust(node, [torch.stack([right, wrong])], [right])
+    assert _trust(node, [torch.stack([right, right])], [right])
+    assert (type(node), node.name()) not in _TRUSTED
 
 
 @pytest.mark.parametrize("module", [nn.Embedding, nn.EmbeddingBag])

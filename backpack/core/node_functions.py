@@ -6,6 +6,7 @@ Three kinds of operations are known: those that act on each entry alone, those t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from math import inf
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, has_saved, operation, saved, saves_tensor, shape_of, tensor_at
+from backpack.utils.precision import wide
 
 # Keys are names of nodes. Each has the name of a function, and the names of its arguments, which are those of what the node has saved, or
 # stand in front of it; - is saved nowhere, as the function is linear in it alone.
@@ -36,6 +38,8 @@ _ENTRYWISE = {
     "Addcdiv0": ("addcdiv", "self=- tensor1 tensor2 value"),
     "PreluKernel0": ("_prelu_kernel", "self weight"),
 }
+# where the argument is clamped: the function is linear beyond, and torch's second derivative not a number
+_CURVED_WITHIN = {"gelu": (-40, 40), "mish": (-inf, 40)}
 # second derivative in terms of the result
 _OF_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
     "Tanh0": lambda y: -2 * y * (1 - y * y),
@@ -51,6 +55,7 @@ _OF_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
 _ALONG_AXES = {
     "LogSoftmax0": ("log_softmax", "self=result dim"),
     "Logsumexp0": ("logsumexp", "self dim keepdim"),
+    "Norm1": ("norm", "self p dim keepdim"),
     "LinalgVectorNorm0": ("linalg_vector_norm", "self ord dim keepdim"),
     "Prod1": ("prod", "self dim keepdim"),
     "Cumprod0": ("cumprod", "self dim"),
@@ -74,7 +79,8 @@ _OF_TWO = {
 }
 _SOFTMAX = frozenset({"Softmax0", "SafeSoftmax0"})
 _ATTENTION = frozenset(f"ScaledDotProduct{kind}0" for kind in "FlashAttentionForCpu FlashAttention EfficientAttention CudnnAttention".split())
-_KNOWN = _SOFTMAX | _ATTENTION | _ENTRYWISE.keys() | _OF_RESULT.keys() | _ALONG_AXES.keys() | _OF_TWO.keys()
+_WEIGHT_NORM = frozenset({"WeightNormInterface0"})
+_KNOWN = _WEIGHT_NORM | _SOFTMAX | _ATTENTION | _ENTRYWISE.keys() | _OF_RESULT.keys() | _ALONG_AXES.keys() | _OF_TWO.keys()
 
 
 class Blocks(NamedTuple):
@@ -120,6 +126,8 @@ def is_known(node: Node) -> bool:
     Returns:
         Whether it is.
     """
+    if _key(node) in _WEIGHT_NORM and (saved(node, "dim") or not axes_of(node)):
+        return False  # the norms are not those of the entries at an index of the first axis
     return operation(node) in LINEAR | PIECEWISE_LINEAR or _key(node) in _KNOWN
 
 
@@ -153,6 +161,8 @@ def axes_of(node: Node) -> tuple[int, ...]:
     """
     if _key(node) in _ATTENTION:
         return (-2, -1)
+    if _key(node) in _WEIGHT_NORM:
+        return tuple(range(1 - len(shape_of((node, 0))), 0))
     if _key(node) not in _SOFTMAX | _ALONG_AXES.keys():
         return ()
     ndim = len(shape_of(node.next_functions[0]))
@@ -183,6 +193,10 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
         return Blocks(lambda x: _softmax_around(x, result, axes), [torch.zeros_like(result)], [0], axes)
     if key in _ATTENTION:
         return _attention(node, active)
+    if key in _WEIGHT_NORM:
+        directions, lengths = saved(node, "v"), saved(node, "g")
+        axes = axes_of(node)
+        return _side_by_side(lambda v, g: v * (g / v.norm(dim=axes, keepdim=True)), [directions, lengths], active, len(axes))
     name, names = _ENTRYWISE[key] if key in _ENTRYWISE else _ALONG_AXES[key]
     names = [argument.partition("=") for argument in names.split()]
     given = {argument: None if source == "-" else saved(node, source or argument) for argument, _, source in names}
@@ -193,6 +207,8 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
     given |= dict.fromkeys(unsaved, torch.zeros((), dtype=like.dtype, device=like.device))
     shape = torch.Size(like.shape) if key in _ENTRYWISE else shape_of(node.next_functions[0])
     given = {argument: v.to(like.dtype).expand(shape) if isinstance(v, Tensor) else v for argument, v in given.items()}
+    if name in _CURVED_WITHIN:
+        given["self"] = given["self"].clamp(*_CURVED_WITHIN[name])
     axes = axes_of(node)
     if "dim" in given:  # counted from the end, as an axis of samples may be put in front
         given["dim"] = axes[0] if isinstance(given["dim"], int) else axes
@@ -201,7 +217,9 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
     variables = {argument: number for argument, number in reached.items() if argument not in unsaved} or reached
 
     def function(*values: Tensor) -> Tensor:
-        return getattr(torch.ops.aten, name)(**given | dict(zip(variables, values, strict=True)))
+        arguments = given | dict(zip(variables, values, strict=True))
+        arguments |= {argument: wide(v) for argument, v in arguments.items() if isinstance(v, Tensor)}
+        return getattr(torch.ops.aten, name)(**arguments).to(like.dtype)
 
     return Blocks(function, [given[argument] for argument in variables], list(variables.values()), axes)
 
@@ -228,6 +246,30 @@ def _softmax_around(change: Tensor, result: Tensor, axes: tuple[int, ...]) -> Te
     return weights / torch.where(result.sum(axes, keepdim=True) > 0, total, 1.0)
 
 
+def _side_by_side(function: Callable[..., Tensor], inputs: list[Tensor], active: Collection[int], axes: int) -> Blocks:
+    """Read a function of inputs of several shapes as one of a single value.
+
+    Args:
+        function: Of the inputs.
+        inputs: The inputs, in the order of the next edges.
+        active: See ``blocks``.
+        axes: Number of last axes along which it couples entries.
+
+    Returns:
+        The function of ``[*, entries]``.
+    """
+    numbers = [number for number in range(len(inputs)) if number in active]
+    parts = [inputs[number].shape[-axes:] for number in numbers]
+
+    def cut(packed: Tensor) -> Tensor:
+        given, pieces = list(inputs), packed.split([part.numel() for part in parts], -1)
+        for number, piece, part in zip(numbers, pieces, parts, strict=True):
+            given[number] = piece.unflatten(-1, part)
+        return function(*given)
+
+    return Blocks(cut, [torch.cat([inputs[number].flatten(-axes) for number in numbers], -1)], numbers, (-1,), parts)
+
+
 def _attention(node: Node, active: Collection[int]) -> Blocks:
     """Read a kernel of attention as a function of queries ``[*, H, g, T, E]``, keys and values ``[*, H, 1, T, E]``, side by side ``[*, H, entries]``.
 
@@ -239,21 +281,16 @@ def _attention(node: Node, active: Collection[int]) -> Blocks:
         See ``blocks``.
     """
     query, key, value = (saved(node, name) for name in ("query", "key", "value"))
-    inputs = dict(enumerate((query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3), value.unsqueeze(-3))))
-    numbers = [number for number in inputs if number in active]
-    parts = [inputs[number].shape[-3:] for number in numbers]
     scale, bias = saved(node, "scale") or query.shape[-1] ** -0.5, _bias(node)
 
-    def function(packed: Tensor) -> Tensor:
-        cut = packed.split([part.numel() for part in parts], -1)
-        given = inputs | {number: piece.unflatten(-1, part) for number, piece, part in zip(numbers, cut, parts, strict=True)}
-        scores = (scale * given[0] @ given[1].mT).flatten(-4, -3)
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        scores = (scale * query @ key.mT).flatten(-4, -3)
         if saved(node, "is_causal"):
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
         weights = (scores if bias is None else scores + bias).softmax(-1)
-        return (weights.unflatten(-3, given[0].shape[-4:-2]) @ given[2]).flatten(-4, -3)
+        return (weights.unflatten(-3, query.shape[-4:-2]) @ value).flatten(-4, -3)
 
-    return Blocks(function, [torch.cat([inputs[number].flatten(-3) for number in numbers], -1)], numbers, (-1,), parts)
+    return _side_by_side(function, [query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3), value.unsqueeze(-3)], active, 3)
 
 
 def _bias(node: Node) -> Tensor | None:

@@ -81,7 +81,7 @@ def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False)
     positions = positions * rows // max(1, unit.layout.samples)
     if name == "bias":
         return Sides(None, (1, groups * outputs), positions)
-    length = parameter.numel() // (groups * outputs)
+    length = parameter.numel() // max(1, groups * outputs)
     return Sides((groups, length, length), (groups, outputs), positions, rule.weight_layout)
 
 

@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 
 from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_missing_terms
 from backpack.utils.differentiation import nodes_below
-from backpack.utils.errors import ArgumentError
+from backpack.utils.errors import ArgumentError, UnsupportedError
 
 
 def hessian_vector_product(
@@ -33,6 +33,7 @@ def hessian_vector_product(
 
     Raises:
         ArgumentError: If ``f`` is not a single number, or the number or the shapes of ``v`` or ``grad_params`` do not fit ``params``.
+        UnsupportedError: If torch's own second derivatives would be wrong.
 
     Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
     """
@@ -47,6 +48,11 @@ def hessian_vector_product(
         # an incoming gradient that takes part in the graph, so that no function marked as once_differentiable goes unnoticed
         grad_params = pull_back(f, params, torch.ones_like(f, requires_grad=True), retain_graph=True, detach=False)
     refuse_missing_terms([*grad_params, f])
+    if any(node.name() == "WeightNormInterfaceBackward0" and node.next_functions[0][0] is not None for node in nodes_below([f])):
+        raise UnsupportedError(
+            "The fused operation of torch.nn.utils.parametrizations.weight_norm took part, whose second derivatives are wrong in torch: it takes the "
+            "norms for constants. Compute the weight by single operations, g * v / v.norm(dim=1, keepdim=True), say."
+        )
     # a gradient without graph is that of a parameter that f does not depend on
     pairs = [(gradient, vector) for gradient, vector in zip(grad_params, v, strict=True) if gradient.requires_grad]
     if not pairs:

@@ -105,4 +105,4 @@ def _squares(parameter: Parameter) -> Tensor:
 
 
 def _factors(max_norm: float, squares: list[Tensor]) -> Tensor:
-    return (max_norm / torch.stack(squares).sum(0).sqrt()).clamp(max=1)
+    return (max_norm / torch.stack(squares).sum(0).clamp(min=0).sqrt()).clamp(max=1)  # a rounding error below zero has no root

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from math import sqrt
 from typing import Any
 
 import torch
@@ -24,6 +25,32 @@ def wide(tensor: Tensor) -> Tensor:
         The same numbers, in the same tensor if its type will do.
     """
     return tensor if tensor.dtype in _WIDE else tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def largest(values: Tensor) -> float:
+    """Return the largest absolute value among those that are finite: else one that overflows would tolerate any error in the others.
+
+    Args:
+        values: Numbers.
+
+    Returns:
+        The largest; zero if none is finite.
+    """
+    finite = values[values.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def tolerance(values: Tensor, dtype: torch.dtype) -> float:
+    """Return the difference from numbers that is taken for rounding: the square root of the machine epsilon, relative to the largest of them.
+
+    Args:
+        values: The numbers.
+        dtype: The type in which they were computed.
+
+    Returns:
+        The difference.
+    """
+    return sqrt(torch.finfo(dtype).eps) * largest(values)
 
 
 def in_type(value: Any, dtype: torch.dtype) -> Any:

@@ -41,6 +41,7 @@ from backpack.core.derivatives.elementwise import ActivationDerivatives, Overwri
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.pages import compute
+from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
 OUTPUT = frozenset({"output"})
@@ -320,10 +321,11 @@ class GELUDerivatives(ActivationDerivatives):
         return torch.ops.aten.gelu_backward(torch.ones_like(at), at, approximate=module.approximate)  # one pass instead of eight
 
     def curvature(self, module: GELU, at: Tensor) -> Tensor:
+        x = wide(at).clamp(-40, 40)  # it is zero there, where powers have not yet left the range of numbers
         if module.approximate == "tanh":
-            tanh, inner, inner2 = self._tanh(at)
-            return (1 - tanh**2) * (inner + at * (inner2 / 2 - tanh * inner**2))
-        return self._density(at) * (2 - at**2)
+            tanh, inner, inner2 = self._tanh(x)
+            return ((1 - tanh**2) * (inner + x * (inner2 / 2 - tanh * inner**2))).to(at.dtype)
+        return (self._density(x) * (2 - x**2)).to(at.dtype)
 
     @staticmethod
     def _density(at: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         if sum_batch:
             products = _summed_products(rows, self.columns(module, subsampling))
         elif self.fills_blocks(module, rows):
-            products = empty((*rows.shape[:4], module.weight.numel() // rows.shape[2:4].numel()), mat)
+            products = empty((*rows.shape[:4], module.weight.numel() // max(1, rows.shape[2:4].numel())), mat)
             for v, n, block in self.weight_blocks(module, mat, subsampling):
                 products[v, n] = block
         else:
@@ -181,7 +181,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
             overwritten afterwards, except for the first one.
         """
         rows, size = self.rows(module, mat), module.weight.numel()
-        inputs = size // rows.shape[3] * rows.shape[4]
+        inputs = size // max(1, rows.shape[3]) * rows.shape[4]
         alone = size >= _ALONE and rows.shape[2] == 1 and rows.shape[4] > 1 and mat.device.type == "cpu" and not torch.is_grad_enabled()
         count = 0
         for n in blocks(rows.shape[1], inputs if alone else size + inputs, SMALL):
@@ -237,7 +237,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         return self.output_from_rows(module, rows)
 
     def _bias_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        groups, positions = self.groups(module), prod(module.output.shape[1:]) // mat.shape[1]
+        groups, positions = self.groups(module), prod(module.output.shape[1:]) // max(1, mat.shape[1])
         rows = mat.reshape(mat.shape[0], 1, groups, mat.shape[1] // groups, 1)
         return self.output_from_rows(module, rows.expand(-1, module.output.shape[0], -1, -1, positions))
 

@@ -248,7 +248,14 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
     def _make_hessian_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads) -> Callable[[Tensor], Tensor]:
         self._verify_support(module)
         probs, weighted = self._weighted_probs(module)
-        return lambda mat: (weighted * (mat - (probs * mat).sum(2, keepdim=True))).to(mat.dtype)
+        likely = probs.argmax(1, keepdim=True)
+
+        def product(mat: Tensor) -> Tensor:
+            # differences to the most likely class: those of its own entry and the mean would cancel where its probability is close to one
+            differences = wide(mat) - wide(mat.gather(2, likely.expand(len(mat), *likely.shape)))
+            return (weighted * (differences - (probs * differences).sum(2, keepdim=True))).to(mat.dtype)
+
+        return product
 
     def _sum_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
         self._verify_support(module)

@@ -6,7 +6,6 @@ The re-run must give the recorded output again. This refuses modules that mix sa
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import sqrt
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -24,6 +23,7 @@ from backpack.utils.columns import unit_columns
 from backpack.utils.differentiation import lacks_terms
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.module_state import kept_random_state, kept_state
+from backpack.utils.precision import tolerance
 from backpack.utils.subsampling import subsample
 
 
@@ -195,9 +195,8 @@ class _Replay:
 
     def _compare(self, output: Tensor) -> None:
         if output.shape == self.output.shape:
-            scale = self.output.abs().max().item() if output.numel() else 0.0
-            tolerance = scale * sqrt(torch.finfo(self.output.dtype).eps)
-            if torch.allclose(output.to(self.output.dtype), self.output, rtol=0.0, atol=tolerance, equal_nan=True):
+            allowed = tolerance(self.output, self.output.dtype)
+            if torch.allclose(output.to(self.output.dtype), self.output, rtol=0.0, atol=allowed, equal_nan=True):
                 return
         raise UnsupportedError(
             f"{type(self.module).__name__} gave the output {list(self.output.shape)} on the mini-batch, but gives another one "

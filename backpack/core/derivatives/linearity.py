@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack.core.derivatives.records import call_arguments, module_of
 from backpack.utils.nested import tensors_in
+from backpack.utils.precision import largest, tolerance
 
 
 def is_linear_in(name: str, execution: Any) -> bool:
@@ -42,8 +43,7 @@ def is_linear_in(name: str, execution: Any) -> bool:
             (second,) = product(torch.rand_like(at) + 0.5)
     except (RuntimeError, NotImplementedError):
         return False
-    allowed = torch.finfo(at.dtype).eps ** 0.5 * first.abs().amax() / at.abs().amax().clamp(min=1.0) if at.numel() else 0.0
-    return bool((second.abs() <= allowed).all())
+    return bool((second.abs() <= tolerance(first, at.dtype) / max(1.0, largest(at))).all())
 
 
 def _given(execution: Any, number: int) -> Any:

@@ -25,7 +25,7 @@ from backpack.utils.eigen import eigh
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.module_state import kept_random_state, kept_state
 from backpack.utils.nested import tensors_in
-from backpack.utils.precision import wide
+from backpack.utils.precision import tolerance, wide
 from backpack.utils.subsampling import subsample
 
 
@@ -63,7 +63,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         if self.hessian_is_psd():
             return True
         values, _ = eigh(wide(self._blocks(module)))
-        return not (values < -_tolerance(values, module.input0.dtype)).any()
+        return not (values < -tolerance(values, module.input0.dtype)).any()
 
     def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
         weights = super().position_weights(module, g_out)
@@ -71,7 +71,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             probe = _probe(module.input0)
             (product,) = hessian_products(module, [probe], g_out[0].detach())
             (unweighted,) = hessian_products(module, [probe])
-            if ((product - weights * unweighted).abs() > _tolerance(product, module.input0.dtype)).any():
+            if ((product - weights * unweighted).abs() > tolerance(product, module.input0.dtype)).any():
                 raise UnsupportedError(
                     f"The entries of the output {list(g_out[0].shape)} of {module} are weighted differently, but they are not the losses of single "
                     "samples. Return one loss a sample, or sum them up inside of the module."
@@ -216,7 +216,7 @@ def non_negative(values: Tensor, module: Module, what: str) -> Tensor:
     Raises:
         LossValueError: If some are negative.
     """
-    if (values < -_tolerance(values, module.input0.dtype)).any():
+    if (values < -tolerance(values, module.input0.dtype)).any():
         raise LossValueError(
             f"The Hessian of {module} has negative {what} (smallest {values.min().item():.3g}, largest {values.max().item():.3g}), so "
             "that it has no real square root. Use a quantity that needs none (DiagHessian, HMP, or backpack.hessianfree), a convex loss, "
@@ -244,7 +244,7 @@ def sample_hessians(module: Module) -> Tensor:
     *columns, probed = hessian_products(module, [*(unit.expand(num_samples, -1) for unit in units), probe])
     blocks = torch.stack(columns, 2) if columns else recorded.new_zeros(num_samples, 0, 0)
     deviation = probed - torch.einsum("nij,nj->ni", blocks, probe)
-    if (deviation.abs() > _tolerance(probed, recorded.dtype)).any():
+    if (deviation.abs() > tolerance(probed, recorded.dtype)).any():
         raise MixedSamplesError(
             f"The Hessian of {module} with respect to its input {tuple(recorded.shape)} couples entries with different indices on axis 0, "
             "so that no per-sample quantity exists. The loss must be a sum, or a mean, of one term per sample."
@@ -307,8 +307,8 @@ def _evaluate(module: Module, point: Tensor) -> Tensor:
     same = value.shape == recorded.shape
     if same and output.requires_grad and again:  # with other random numbers, the same value may have another derivative
         first, second = (grad(output.sum(), point, retain_graph=True, materialize_grads=True)[0] for output in (output, again[0]))
-        same = torch.allclose(first, second, rtol=0.0, atol=_tolerance(first, first.dtype), equal_nan=True)
-    if not (same and torch.allclose(value, recorded.to(value.dtype), rtol=0.0, atol=_tolerance(recorded, coarse), equal_nan=True)):
+        same = torch.allclose(first, second, rtol=0.0, atol=tolerance(first, first.dtype), equal_nan=True)
+    if not (same and torch.allclose(value, recorded.to(value.dtype), rtol=0.0, atol=tolerance(recorded, coarse), equal_nan=True)):
         raise LossValueError(
             f"{module} gives another value when it is evaluated again on the same input, so that its Hessian is not the one of the "
             "recorded value. Remove what is random or changes with each call."
@@ -321,11 +321,6 @@ def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]
     if lacks_terms([gradient]):
         raise RuntimeError("the backward pass of one of its functions is marked as once_differentiable")
     return lambda vector: grad(gradient, point, vector.reshape(point.shape), retain_graph=True, materialize_grads=True)[0].reshape(vector.shape)
-
-
-def _tolerance(values: Tensor, dtype: torch.dtype) -> float:
-    finite = values[values.isfinite()]  # else one sample that overflows would tolerate anything in the others
-    return sqrt(torch.finfo(dtype).eps) * finite.abs().max().item() if finite.numel() else 0.0
 
 
 register(_Loss, GenericLossDerivatives)

@@ -14,6 +14,7 @@ from torch.nn.functional import avg_pool2d, pad
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.registry import register
+from backpack.core.derivatives.shape_check import subsampled
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
@@ -134,10 +135,11 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives):
         return scratch["statistics"]
 
     def _groups(self, module: Module, subsampling: Samples) -> Tensor:
-        return subsample(module.input0, subsampling=subsampling).reshape(-1, self.group_size(module))
+        inputs, size = subsample(module.input0, subsampling=subsampling), self.group_size(module)
+        return inputs.reshape(inputs.numel() // max(1, size), size)
 
     def normalised(self, module: Module, subsampling: Samples = None) -> Tensor:
-        return self._statistics(module, subsampling)[0].reshape(-1, *module.output.shape[1:])
+        return self._statistics(module, subsampling)[0].reshape(subsampled(module.output.shape, subsampling))
 
     def _without_mean(self, rows: Tensor) -> Tensor:
         return rows - rows.mean(-1, keepdim=True) if self.centred else rows

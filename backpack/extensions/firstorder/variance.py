@@ -22,6 +22,10 @@ class Variance(SubsamplingExtension, GradientExtension):
 
     ``1/N sum_n g_n^2 - (1/N sum_n g_n)^2``: biased, and of gradients that contain the divisor of a mean loss. Multiply by ``N^2`` for the
     variance of the gradients of the samples' own losses. With ``subsampling``, ``N`` is the number of chosen samples.
+
+    Weights of affine layers have it as that difference, which loses digits where the deviation is far below the mean. Measured in single precision,
+    with a deviation of a hundredth, thousandth, ten-thousandth of the mean: relative errors up to 0.07, 3 and 1000. There ``BatchGrad`` and
+    ``grad_batch.var(0, correction=0)`` have 5e-6, 7e-5 and 5e-4, and so has a model in double precision.
     """
 
     savefield = "variance"

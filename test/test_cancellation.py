@@ -1,0 +1,109 @@
+"""Numbers that are much smaller, or larger, than what they are made of: single and half precision keep their digits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack import backpack, extend, extensions
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+class Matrix(nn.Module):
+    """A product without a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(48, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "Linear": (lambda: nn.Linear(48, 64), (8, 48), (8, 64)),
+    "Conv2d": (lambda: nn.Conv2d(48, 64, 3, groups=2), (48, 4, 6), (64, 2, 4)),
+    "ConvTranspose1d": (lambda: nn.ConvTranspose1d(48, 64, 1), (48, 8), (64, 8)),
+    "matrix": (Matrix, (8, 48), (8, 64)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("level", [0.0, 1e-6, 1e-4, 1e-2])
+def test_norms_where_positions_cancel(name: str, level: float) -> None:
+    """The sum over positions is far smaller than its terms: its squared norm, too, is as precise as that of the gradient itself."""
+    make, given, made = LAYERS[name]
+    torch.manual_seed(0)
+    model, x, change = nn.Sequential(make()), torch.randn(5, *given), torch.randn(5, *made)
+    x[2] = 10 + level * x[2]  # one sample is blank, or nearly so
+    change[2] -= change[2].mean([axis for axis, length in enumerate(made) if length != 64], keepdim=True)
+
+    def weight(dtype: torch.dtype, extension: extensions.BatchGrad | extensions.BatchL2Grad) -> nn.Parameter:
+        net = extend(deepcopy(model).to(dtype))
+        with backpack(extension):
+            (net(x.to(dtype)) * change.to(dtype)).sum().backward()
+        return net[0].weight
+
+    squares = weight(torch.float32, extensions.BatchL2Grad()).batch_l2
+    exact, single = (weight(dtype, extensions.BatchGrad()).grad_batch.double().flatten(1) for dtype in (torch.float64, torch.float32))
+    assert (squares >= 0).all()
+    bound = 4 * (single - exact).norm(dim=1) + 1e-4 * exact.norm(dim=1)
+    assert ((squares.double().sqrt() - exact.norm(dim=1)).abs() <= bound).all()
+
+
+FAR: dict[str, Callable[[], nn.Module]] = {
+    "GELU": nn.GELU,
+    "GELU, tanh": lambda: nn.GELU("tanh"),
+    "Mish": nn.Mish,
+    "gelu": lambda: Function(nn.functional.gelu),
+    "gelu, tanh": lambda: Function(lambda x: nn.functional.gelu(x, approximate="tanh")),
+    "mish": lambda: Function(nn.functional.mish),
+}
+
+
+class Function(nn.Module):
+    """A function that is called without a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", FAR)
+def test_activations_far_from_zero(name: str, dtype: torch.dtype) -> None:
+    """They are linear there: powers and exponentials that overflow belong to terms that vanish."""
+    x = torch.tensor([1.0, 12, 35, 300, 6e4, *([] if dtype is torch.float16 else [1e8])]).to(dtype)
+    x = torch.cat([x, -x]).unsqueeze(1)
+    layer = nn.Linear(1, 1, dtype=dtype)
+    nn.init.ones_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    model, lossfunc = extend(nn.Sequential(layer, FAR[name]())), extend(nn.MSELoss(reduction="sum"))
+    with backpack(extensions.BatchDiagHessian()):
+        lossfunc(model(x), model(x).detach() - 0.25).backward()
+    at = x.double().clamp(-35, 35).requires_grad_()
+    first = torch.autograd.grad(FAR[name]()(at).sum(), at, create_graph=True)[0]
+    (second,) = torch.autograd.grad(first.sum(), at)
+    expected = 2 * first.detach().square() + 0.5 * second
+    torch.testing.assert_close(layer.bias.diag_h_batch.double(), expected, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["GGNMP", "HMP"])
+@pytest.mark.parametrize("logit", [10.0, 17.0, 25.0])
+def test_products_where_a_class_is_certain(name: str, logit: float) -> None:
+    layer, extension = extend(nn.Linear(1, 3)), getattr(extensions, name)()
+    layer.weight.data.zero_()
+    layer.bias.data = torch.tensor([logit, 0.0, 1.0])
+    with backpack(extension):
+        extend(nn.CrossEntropyLoss())(layer(torch.ones(2, 1)), torch.tensor([0, 1])).backward()
+    found = getattr(layer.bias, extension.savefield)(torch.eye(3))
+    probs = layer.bias.detach().double().softmax(0)
+    torch.testing.assert_close(found.double(), probs.diag() - probs.outer(probs), rtol=1e-5, atol=1e-17)
