@@ -204,9 +204,12 @@ def _on_backward(request: Request) -> Any:
     try:
         result = _with_quantities(request)
         if alone and not walk.double:
+            CTX.set_extension_hook(no_op)  # passes that the hook takes are its own
             HookQueue(walk, None, hook, CTX.get_debug()).run_all()
         return result
     finally:
+        if alone:
+            CTX.set_extension_hook(hook)
         for call in walk.calls:
             call.stays = False
             if not (stay or request.retain or call.released):
