@@ -330,7 +330,6 @@ def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[B
         entry: The active context.
     """
     fields = [extension.savefield for extension in extensions]
-    models: set[int] | None = None
     for parameter in owners.carriers():
         carried, notes = vars(parameter), owners.notes(parameter)
         for field in fields:
@@ -338,10 +337,8 @@ def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[B
                 notes.pop(field, None)
                 continue
             if parameter not in uses:
-                if models is None:
-                    models = {id(p) for call in walk.calls if call.root for p in call.module.parameters()}
                 ours = notes[field] is not None and notes[field].context == entry.number
-                if id(parameter) not in models or (ours and (parameter.requires_grad or entry.context.accumulate)):
+                if id(parameter) not in walk.models or (ours and (parameter.requires_grad or entry.context.accumulate)):
                     continue
             del carried[field]
             notes.pop(field, None)
