@@ -142,9 +142,11 @@ class Entry:
         context: The context.
         before: The settings before.
         number: Tells what passes under it have written from everything else.
+        turns: Numbers of the passes under all contexts.
     """
 
     _numbers = count(1)
+    turns = count(1)
 
     def __init__(self, context: backpack, before: tuple) -> None:
         self.context, self.before, self.number = context, before, next(Entry._numbers)
@@ -282,9 +284,8 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     ranks = is_distributed()
     spares = plan.whole and hook is no_op and not (request.create_graph or ranks)  # hooks may read .grad, and ranks wait for it
     combines = context.accumulate or ranks
-    collector = Collector(
-        plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines, context.dtype, spares, entry.number
-    )
+    hooked, debug, turn = None if hook is no_op else hook, CTX.get_debug(), next(Entry.turns)
+    collector = Collector(plan, extensions, hooked, connection, debug, combines, context.dtype, spares, entry.number, turn)
     try:
         collector.check()
     except BackpackError as error:

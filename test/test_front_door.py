@@ -1057,6 +1057,11 @@ def test_short_names() -> None:
     with backpack(DiagGGNMC(), DiagGGNExact()):
         loss_of(problem).backward()
     assert weight.diag_ggn is weight.diag_ggn_exact
+    with backpack(DiagGGNMC()):
+        with backpack(DiagGGNExact()):
+            loss_of(problem).backward()
+        loss_of(problem).backward()
+    assert weight.diag_ggn is weight.diag_ggn_mc  # the outer context has run last
     clear(problem.model)
     assert torch.equal(weight.var(), weight.detach().var())
     assert not hasattr(weight, "diag_ggn")
