@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import count
 from typing import Any
 
 from torch.nn import Module, Parameter
@@ -177,10 +176,9 @@ def refuse_overwriting(plan: Plan, extensions: Iterable[BackpropExtension], cont
     Raises:
         UnsupportedError: If it would.
     """
-    models = {id(p) for call in plan.walk.calls if call.root for p in call.module.parameters()} | {id(p) for p in plan.uses}
     for parameter in owners.carriers():
         for field, _ in _written(parameter, [extension.savefield for extension in extensions], context):
-            if id(parameter) in models:
+            if parameter in plan.uses or id(parameter) in plan.walk.models:
                 raise UnsupportedError(
                     f"{owners[parameter]}.{field} is accumulated by a context around this one, which would replace it. Leave that context, or "
                     "clear(model), first; or let the extension inside save elsewhere (`extension.savefield = ...`)."
@@ -190,8 +188,6 @@ def refuse_overwriting(plan: Plan, extensions: Iterable[BackpropExtension], cont
 class Earlier:
     """Results of earlier passes under a context, to be united with those of one more."""
 
-    _turns = count(1)
-
     def __init__(self, plan: Plan, extensions: Iterable[BackpropExtension], context: int) -> None:
         """Take note of them.
 
@@ -200,7 +196,7 @@ class Earlier:
             extensions: Those that accumulate.
             context: Number of the context.
         """
-        self._extensions, self._plan, self._turn = list(extensions), plan, next(Earlier._turns)
+        self._extensions, self._plan = list(extensions), plan
         self._found: dict[tuple[int, str], tuple[Parameter, Any, Note]] = {}
         self._parameters: dict[int, Parameter] = {}
         if not self._extensions:
@@ -209,7 +205,7 @@ class Earlier:
         for parameter in owners.carriers():
             for field, note in _written(parameter, fields, context):
                 self._found[id(parameter), field] = parameter, vars(parameter)[field], note
-        self._parameters = {id(p): p for call in plan.walk.calls if call.root for p in call.module.parameters()} | {id(p): p for p in plan.uses}
+        self._parameters = plan.walk.models | {id(p): p for p in plan.uses}
         turns = {note.turn for (key, _), (_, _, note) in self._found.items() if key in self._parameters}
         self._parameters |= {key: parameter for (key, _), (parameter, _, note) in self._found.items() if note.turn in turns}
 
@@ -287,9 +283,6 @@ class Earlier:
         if not self._extensions:
             return
         written = {key for key in written if key[0] in self._parameters and key[1] in vars(self._parameters[key[0]])}  # hooks may delete results
-        for key, field in written:
-            parameter = self._parameters[key]
-            owners.carry(parameter, field, owners.notes(parameter)[field]._replace(turn=self._turn))
         united = []
         for (key, field), combination, before in self._pairs(written):
             parameter = self._parameters[key]

@@ -142,9 +142,11 @@ class Entry:
         context: The context.
         before: The settings before.
         number: Tells what passes under it have written from everything else.
+        turns: Numbers of the passes under all contexts.
     """
 
     _numbers = count(1)
+    turns = count(1)
 
     def __init__(self, context: backpack, before: tuple) -> None:
         self.context, self.before, self.number = context, before, next(Entry._numbers)
@@ -204,9 +206,12 @@ def _on_backward(request: Request) -> Any:
     try:
         result = _with_quantities(request)
         if alone and not walk.double:
+            CTX.set_extension_hook(no_op)  # passes that the hook takes are its own
             HookQueue(walk, None, hook, CTX.get_debug()).run_all()
         return result
     finally:
+        if alone:
+            CTX.set_extension_hook(hook)
         for call in walk.calls:
             call.stays = False
             if not (stay or request.retain or call.released):
@@ -279,9 +284,8 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     ranks = is_distributed()
     spares = plan.whole and hook is no_op and not (request.create_graph or ranks)  # hooks may read .grad, and ranks wait for it
     combines = context.accumulate or ranks
-    collector = Collector(
-        plan, extensions, None if hook is no_op else hook, connection, CTX.get_debug(), combines, context.dtype, spares, entry.number
-    )
+    hooked, debug, turn = None if hook is no_op else hook, CTX.get_debug(), next(Entry.turns)
+    collector = Collector(plan, extensions, hooked, connection, debug, combines, context.dtype, spares, entry.number, turn)
     try:
         collector.check()
     except BackpackError as error:
@@ -327,7 +331,6 @@ def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[B
         entry: The active context.
     """
     fields = [extension.savefield for extension in extensions]
-    models: set[int] | None = None
     for parameter in owners.carriers():
         carried, notes = vars(parameter), owners.notes(parameter)
         for field in fields:
@@ -335,10 +338,8 @@ def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[B
                 notes.pop(field, None)
                 continue
             if parameter not in uses:
-                if models is None:
-                    models = {id(p) for call in walk.calls if call.root for p in call.module.parameters()}
                 ours = notes[field] is not None and notes[field].context == entry.number
-                if id(parameter) not in models or (ours and (parameter.requires_grad or entry.context.accumulate)):
+                if id(parameter) not in walk.models or (ours and (parameter.requires_grad or entry.context.accumulate)):
                     continue
             del carried[field]
             notes.pop(field, None)

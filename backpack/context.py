@@ -58,7 +58,7 @@ class CTX(metaclass=_Attributes):
         active_exts = tuple(active_exts)
         if active_exts and not _settings.inside:
             warn("Extensions run in backward passes inside of `with backpack(...)` only, and no context is entered.", stacklevel=2)
-        _settings.extensions = tuple(active_exts)
+        _settings.extensions = active_exts
 
     @staticmethod
     def get_active_exts() -> tuple[BackpropExtension, ...]:

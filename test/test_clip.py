@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases import CASES
@@ -9,7 +11,7 @@ from test_extensions import close, run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from backpack import backpack, extend
+from backpack import backpack, clear, extend
 from backpack.extensions import BatchGrad, BatchL2Grad
 from backpack.utils.clip import clip_factors, clip_per_sample
 from backpack.utils.errors import ArgumentError
@@ -123,7 +125,7 @@ def test_results_of_an_earlier_context_do_not_count(first: type, second: type) -
     assert expected.min() < 0.5
     close(clip_factors(model, 0.1), expected)
     if second is BatchL2Grad:  # the per-sample gradients are those of the earlier mini-batch
-        with pytest.raises(ArgumentError, match=r"0\.weight carries no grad_batch of the last context"):
+        with pytest.raises(ArgumentError, match=r"0\.weight carries no grad_batch of the last pass"):
             clip_per_sample(model, 0.1)
         return
     close(clip_per_sample(model, 0.1), expected)
@@ -158,3 +160,102 @@ def test_chosen_samples_in_another_order() -> None:
     clip_per_sample(model, 0.5)
     for name, parameter in model.named_parameters():
         close(parameter.grad, expected[name], rtol=1e-6)
+
+
+def test_different_samples_are_refused() -> None:
+    """Two choices of samples in one pass, and two mini-batches in one pass."""
+    model, x = extend(nn.Linear(3, 2)), torch.randn(4, 3)
+    for chosen, said in (([3, 2, 0, 1], "4 chosen"), ([2], "1 chosen")):
+        with backpack(BatchGrad(subsampling=chosen), BatchL2Grad(exclude=["bias"])):
+            model(x).square().sum().backward()
+        with pytest.raises(ArgumentError, match=rf"different samples: weight\.batch_l2 of 4, bias\.grad_batch of {said}"):
+            clip_factors(model, 1.0)
+    models = nn.ModuleList(extend(nn.Linear(3, 2)) for _ in range(2))
+    with backpack(BatchGrad()):
+        sum(one(some).square().sum() for one, some in zip(models, (x, x[:2]), strict=True)).backward()
+    for function in (clip_factors, clip_per_sample):
+        with pytest.raises(ArgumentError, match=r"0\.bias\.grad_batch of 4, 1\.bias\.grad_batch of 2"):
+            function(models, 1.0)
+
+
+class Heads(nn.Module):
+    """A body, and heads of which each pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.one, self.two = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, head: str) -> Tensor:
+        return getattr(self, head)(self.body(x).tanh())
+
+
+def of_two_heads(samples: int, *, cleared: bool = False, zeroed: bool = True, returned: bool = False) -> Heads:
+    """Take a pass with each head, in one context."""
+    torch.manual_seed(0)
+    model = extend(Heads().double())
+    with backpack(BatchGrad(), BatchL2Grad()):
+        for head, number in (("one", 5), ("two", samples)):
+            if cleared:
+                clear(model)
+            if zeroed:
+                model.zero_grad()
+            loss = model(torch.randn(number, 3, dtype=torch.float64), head).square().sum()
+            if returned:
+                torch.autograd.grad(loss, [*model.body.parameters(), *getattr(model, head).parameters()])
+            else:
+                loss.backward()
+    return model
+
+
+@pytest.mark.parametrize("samples", [5, 3])
+@pytest.mark.parametrize("how", [{}, {"zeroed": False}, {"returned": True}], ids=str)
+@pytest.mark.parametrize("function", [clip_factors, clip_per_sample])
+def test_results_of_another_pass_of_the_context_are_refused(function: Callable, how: dict[str, bool], samples: int) -> None:
+    """Nobody knows whether they are about other samples, or about more parameters of the same ones."""
+    model = of_two_heads(samples, **how)
+    before = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    with pytest.raises(ArgumentError, match=r"one\.weight carries .*of an earlier pass .*clear\(model\)"):
+        function(model, 1.0)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert parameter.grad is gradient is None or torch.equal(parameter.grad, gradient)
+
+
+@pytest.mark.parametrize("samples", [5, 3])
+def test_parameters_that_the_last_pass_has_not_reached(samples: int) -> None:
+    """They take no part, and get no gradient; one that they have kept would not be clipped."""
+    model = of_two_heads(samples, cleared=True)
+    used = [*model.body.parameters(), *model.two.parameters()]
+    gradients = [p.grad_batch for p in used]
+    expected = sum(g.flatten(1).square().sum(1) for g in gradients).rsqrt().clamp(max=1)
+    assert expected.min() < 0.9
+    close(clip_factors(model, 1.0), expected)
+    close(clip_per_sample(model, 1.0), expected)
+    for parameter, gradient in zip(used, gradients, strict=True):
+        close(parameter.grad, torch.einsum("n,n...->...", expected, gradient))
+    assert all(p.grad is None for p in model.one.parameters())
+    model = of_two_heads(samples, cleared=True, zeroed=False)
+    with pytest.raises(ArgumentError, match=r"one\.weight has a gradient"):
+        clip_per_sample(model, 1.0)
+
+
+def test_last_pass_of_contexts_that_lie_inside_one_another() -> None:
+    """The outer context may have the last word."""
+    model, y = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()), torch.tensor([0, 1, 1, 0])
+    small, large = 0.01 * torch.randn(4, 3, dtype=torch.float64), 10 * torch.randn(4, 3, dtype=torch.float64)
+    with backpack(BatchGrad()):
+        with backpack(BatchL2Grad()):
+            cross_entropy(model(small), y, reduction="sum").backward()
+        cross_entropy(model(large), y, reduction="sum").backward()
+    expected = (0.1 / sum(g.flatten(1).square().sum(1) for g in per_sample(model, large, y).values()).sqrt()).clamp(max=1)
+    close(clip_factors(model, 0.1), expected)
+    close(clip_per_sample(model, 0.1), expected)
+
+
+@pytest.mark.parametrize("parts", [(4,), (2, 2), (1, 3)], ids=str)
+def test_passes_that_accumulate_count_as_one(parts: tuple[int, ...]) -> None:
+    model, x, y = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()), torch.randn(4, 3).double(), torch.tensor([0, 1, 1, 0])
+    with backpack(BatchGrad(), accumulate=True):
+        for some, labels in zip(x.split(parts), y.split(parts), strict=True):
+            cross_entropy(model(some), labels, reduction="sum").backward()
+    expected = (0.1 / sum(g.flatten(1).square().sum(1) for g in per_sample(model, x, y).values()).sqrt()).clamp(max=1)
+    close(clip_per_sample(model, 0.1), expected)

@@ -18,9 +18,9 @@ from test_extensions import QUANTITIES
 from test_models import fresh
 from torch import Tensor
 from torch.nn import BatchNorm1d, CrossEntropyLoss, Dropout, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
-from torch.nn.functional import linear
+from torch.nn.functional import cross_entropy, linear
 
-from backpack import backpack, explain, extend, results
+from backpack import backpack, explain, extend, results, unextend
 from backpack.core.recording import recorder_of
 from backpack.explaining import explain_loss
 from backpack.explanation import Explanation, Verdict
@@ -160,6 +160,23 @@ def test_extended_stays_extended() -> None:
         lossfunc(model(X), y).backward()
     assert [row.verdict for row in explanation.rows] == [Verdict.MC, Verdict.MC]
     assert model.weight.grad_batch.shape == (5, 3, 4)
+
+
+def test_nothing_is_taken_for_left_out_afterwards() -> None:
+    """A layer that came after ``extend`` is refused as before, and a model that is not extended is warned of."""
+    X, y, lossfunc = torch.rand(5, 4), torch.randint(3, (5,)), extend(CrossEntropyLoss())
+    model, plain, left_out = extend(Sequential(Linear(4, 4), Linear(4, 3))), Sequential(Linear(4, 3)), unextend(extend(Linear(4, 4)))
+    model[0] = Linear(4, 4)
+    for explained in (model, plain, Sequential(left_out, plain)):
+        explain(explained, lossfunc, X, y, [BatchGrad()])
+    with backpack(BatchGrad()):
+        with pytest.raises(BackpackError, match=r"0\.weight belongs to a module that is not extended"):
+            lossfunc(model(X), y).backward()
+        with pytest.warns(UserWarning, match="nothing was computed"):
+            cross_entropy(plain(X), y).backward()
+        model[0] = left_out
+        lossfunc(model(X), y).backward()
+    assert set(results(model)) == {"1.weight", "1.bias"}
 
 
 def test_rows_of_one_model_by_hand() -> None:

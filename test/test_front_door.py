@@ -549,6 +549,30 @@ def test_hook_without_extensions(retain: bool) -> None:
     assert seen == []
 
 
+@pytest.mark.parametrize("extensions", [(), (BatchGrad(),)], ids=["alone", "beside an extension"])
+def test_hook_that_calls_autograd(extensions: tuple) -> None:
+    """Its passes are its own: the hook does not run in them. Where no pass is running any more, they may have a context."""
+    problem, seen = extended(), []
+
+    def hook(module: Module) -> None:
+        seen.append(module)
+        if isinstance(module, Linear):
+            with torch.enable_grad():
+                loss = module(torch.ones(2, module.in_features, dtype=module.weight.dtype)).sum()
+            (gradient,) = torch.autograd.grad(loss, module.bias)
+            assert torch.equal(gradient, torch.full_like(gradient, 2))
+            if not extensions:
+                with backpack(BatchL2Grad()):
+                    torch.autograd.grad(module(torch.ones(2, module.in_features, dtype=module.weight.dtype)).sum(), module.bias)
+                close(module.bias.batch_l2, torch.full_like(gradient[:2], len(gradient)))
+
+    with backpack(*extensions, extension_hook=hook):
+        for _ in range(2):
+            seen.clear()
+            loss_of(problem).backward()
+            assert set(seen) == {*problem.model, *problem.losses} and len(seen) == len(set(seen))
+
+
 def test_extensions_by_hand() -> None:
     """They run inside of a context; outside, where nothing runs, there is a warning."""
     problem = extended()
@@ -1033,6 +1057,11 @@ def test_short_names() -> None:
     with backpack(DiagGGNMC(), DiagGGNExact()):
         loss_of(problem).backward()
     assert weight.diag_ggn is weight.diag_ggn_exact
+    with backpack(DiagGGNMC()):
+        with backpack(DiagGGNExact()):
+            loss_of(problem).backward()
+        loss_of(problem).backward()
+    assert weight.diag_ggn is weight.diag_ggn_mc  # the outer context has run last
     clear(problem.model)
     assert torch.equal(weight.var(), weight.detach().var())
     assert not hasattr(weight, "diag_ggn")

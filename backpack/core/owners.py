@@ -137,7 +137,7 @@ class _Owners:
             names: What ``names`` has returned.
         """
         for parameter, own in names.items():
-            self.remove(parameter)
+            self._names.pop(id(parameter), None)
             if own:
                 self._named(parameter).update(own)
 

@@ -321,6 +321,11 @@ class Walk:
         return [call for call in self.calls if call.root and not call.is_loss]
 
     @cached_property
+    def models(self) -> dict[int, Parameter]:
+        """Parameters of the outermost modules, used or not, by id."""
+        return {id(p): p for call in self.calls if call.root for p in call.module.parameters()}
+
+    @cached_property
     def batches(self) -> set[int]:
         """Numbers of samples that outermost modules have returned; with which they may have been called, where they return none."""
         rows = {call: rows_of(call) for call in self.outermost}
@@ -334,7 +339,8 @@ class Walk:
     @cached_property
     def returns_loss(self) -> bool:
         """Whether no outermost module has returned as many rows as it was given samples."""
-        return not any(rows_of(call) is not None or batch_of(call) in slot.shape for call in self.outermost for slot in call.outputs)
+        lengths = {call: {length for slot in call.outputs for length in slot.shape} for call in self.outermost}
+        return not any(rows_of(call) is not None or batch_of(call) in found for call, found in lengths.items())
 
     @cached_property
     def recorded(self) -> set[int]:

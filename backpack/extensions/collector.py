@@ -53,8 +53,9 @@ class Collector(Reader):
         dtype: torch.dtype | None = None,
         spares: bool = False,
         context: int = 0,
+        turn: int = 0,
     ) -> None:
-        self._plan, self._extensions, self._combines, self._context = plan, list(extensions), combines, context
+        self._plan, self._extensions, self._combines, self._context, self._turn = plan, list(extensions), combines, context, turn
         self._connection, self._debug, self._dtype = connection, debug, dtype
         self._of_flow: dict[Flow, list[BackpropExtension]] = {}
         for extension in self._extensions:
@@ -297,7 +298,8 @@ class Collector(Reader):
         setattr(parameter, extension.savefield, callable_if_named(parameter, extension.savefield, value))
         samples = self._plan.batches.get(parameter, 0)
         chosen = extension.get_subsampling()
-        owners.carry(parameter, extension.savefield, Note(extension, samples if chosen is None else len(chosen), extra, context=self._context))
+        samples = samples if chosen is None else len(chosen)
+        owners.carry(parameter, extension.savefield, Note(extension, samples, extra, context=self._context, turn=self._turn))
         self._written.append((parameter, extension.savefield))
 
     def _happened(self, event: Any) -> None:

@@ -42,7 +42,7 @@ class Note(NamedTuple):
         extra: See the ``Combination``; ``None`` where it was not kept.
         done: What was done to it since.
         context: Number of the context under which it was written.
-        turn: Number of the last pass that it contains, where passes accumulate.
+        turn: Number of the pass that has written it; where passes accumulate, of the last one that it contains.
     """
 
     extension: Any

@@ -51,7 +51,7 @@ def callable_if_named(parameter: Parameter, field: str, value: Any) -> Any:
 
 
 class _ShortName:
-    """Reads the field that the last context has written, the first of several; whatever else has the name is found as before."""
+    """Reads the field that the last pass has written, the first of several; whatever else has the name is found as before."""
 
     def __init__(self, name: str, fields: tuple[str, ...]) -> None:
         self._name, self._fields = name, fields
@@ -61,7 +61,7 @@ class _ShortName:
         carried = () if parameter is None else [field for field in self._fields if field in vars(parameter)]
         if carried:
             notes = owners.notes(parameter)
-            field = max(carried, key=lambda field: getattr(notes.get(field), "context", 0))
+            field = max(carried, key=lambda field: getattr(notes.get(field), "turn", 0))
             value = vars(parameter)[field] = callable_if_named(parameter, field, vars(parameter)[field])  # it may have come with a copy
             return value
         if self._otherwise is None:
