@@ -108,7 +108,7 @@ assert not {row.parameter for row in accused} & {"head.weight", "head.bias", "va
 names = [name for name, _ in model.named_parameters()]
 quantities = ["BatchGrad", "Variance", "DiagGGNExact", "DiagHessian", "KFAC"]
 COLORS = {Verdict.AGREES: GREEN, Verdict.WRONG: ORANGE}
-figure, axes = plt.subplots(1, 2, figsize=(8, 5.2), sharey=True)
+figure, axes = plt.subplots(1, 2, figsize=(10.5, 5.2), sharey=True)
 for axis, (title, report) in zip(axes, (("Without a rule", right), ("With a wrong rule", wrong)), strict=True):
     for row in report.rows:
         if row.parameter in names:
