@@ -197,7 +197,7 @@ def holds_samples(tensor: Tensor | None, calls: Iterable[ModuleCall], samples: i
         return False
     for call in calls:
         axis = 0 if _batch_first(call) else 1
-        source = next((given for given in _given_to(call) if given.shape[axis : axis + 1] == (samples,)), None)
+        source = next((t for t in _given_to(call) if not t.is_nested and t.shape[axis : axis + 1] == (samples,)), None)
         owners = None if source is None else _owners(tensor, source, axis)
         if owners is not None and (owners != owners.flatten()[0]).any():
             return True
