@@ -26,10 +26,21 @@ class Net(nn.Module):
         super().__init__()
         self.made, self.layer, self.other, self.table = made, nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(TOKENS, 2)
         self.norm, self.weight, self.vector = nn.BatchNorm1d(2, affine=False), nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2))
-        self.register_buffer("grid", torch.randn(7, 2))
+        self.register_buffer("grid", torch.randn(8, 2))
+        self.register_buffer("words", torch.arange(8))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.made(self, x)
+
+
+def inside(made: Callable[[Tensor], Tensor]) -> Function:
+    """Compute in a module inside."""
+
+    class Inside(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return made(x)
+
+    return lambda net, x: net._modules.setdefault("inside", extend(Inside()))(x)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +85,7 @@ ALONE: dict[str, Function] = {
     "points behind a layer": lambda net, x: net.layer(x[:, 0]) @ net.other(net.grid).T,
     "points behind a matrix": lambda net, x: net.layer(x[:, 0]) @ (net.grid @ net.weight).T,
     "attention to points": lambda net, x: torch.softmax(net.layer(x) @ net.layer(net.grid).T, 2) @ net.other(net.grid),
-    "words": lambda net, x: net.layer(x) @ net.table(torch.arange(TOKENS - 1)).T,
+    "words": lambda net, x: net.layer(x) @ net.table(net.words).T,
     "weights made of coordinates": lambda net, x: F.linear(x, net.layer(net.grid) * 0.5),
     "graph of nodes": lambda net, x: torch.softmax(net.layer(net.grid[:LENGTH]) @ net.weight @ net.grid[:LENGTH].T, 1) @ net.other(x),
     "centers in the memory of the data": lambda net, x: (
@@ -97,6 +108,12 @@ def test_samples_alone(name: str) -> None:
 
 
 MIXED: dict[str, Function] = {
+    "batch norm of twins": lambda net, x: sum(net.norm(net.layer(cat([x[:, 0], 2 * x[:, 1]]))).chunk(2)),
+    "batch norm of frames": lambda net, x: net.norm(net.layer((x - 0.5).flatten(0, 1))).view(x.shape),
+    "negatives of other samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[:, 1:].flatten(0, 1)).T, 1)[:, :2],
+    "twins beside each other": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(cat([x[:, 1], x[:, 2]]) * 2).T, 1)[:, :2],
+    "means over everything": lambda net, x: net.layer(x) + inside(lambda x: net.other(2 * x.flatten(0, 1)).mean(0))(net, x),
+    "copies of other samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[1:, 0].clone()).T, 1)[:, :1],
     "batch norm behind a sum": lambda net, x: net.norm((x + net.vector)[:, 0]),
     "batch norm behind a matrix": lambda net, x: net.norm((2 * x[:, 0]) @ net.weight),
     "batch norm behind a convolution": lambda net, x: net.norm(F.conv1d(F.pad(x.mT, (1, 1)), net.weight[..., None])),

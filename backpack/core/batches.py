@@ -167,7 +167,7 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
         Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
     """
     tensor, found = given.value if given.kept else given.origin(), None
-    for source, axis in ((source, 0 if _batch_first(call) else 1) for call in calls for source in _given_to(call)):
+    for source, axis in ((source, 0 if _batch_first(call) else 1) for call in calls for source in given_to(call)):
         if tensor is None or source.shape[axis : axis + 1] != (layout.samples,):
             continue
         owners = _owners(tensor, source, axis)
@@ -197,7 +197,7 @@ def holds_samples(tensor: Tensor | None, calls: Iterable[ModuleCall], samples: i
         return False
     for call in calls:
         axis = 0 if _batch_first(call) else 1
-        source = next((t for t in _given_to(call) if not t.is_nested and t.shape[axis : axis + 1] == (samples,)), None)
+        source = next((t for t in given_to(call) if not t.is_nested and t.shape[axis : axis + 1] == (samples,)), None)
         owners = None if source is None else _owners(tensor, source, axis)
         if owners is not None and (owners != owners.flatten()[0]).any():
             return True
@@ -217,7 +217,7 @@ def _owners(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
     Returns:
         Their numbers, in the tensor's shape; ``None`` if it is no view of the source, or entries of the source share memory.
     """
-    if {tensor.layout, source.layout} != {torch.strided} or tensor.untyped_storage().data_ptr() != source.untyped_storage().data_ptr():
+    if not place_of(tensor) or place_of(tensor) != place_of(source):
         return None
     if source.is_complex() and not (tensor.is_complex() or source.is_conj()):
         source = torch.view_as_real(source)
@@ -248,8 +248,27 @@ def _repeats(tensor: Tensor) -> bool:
     return any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _given_to(call: ModuleCall) -> list[Tensor]:
-    # also in mappings and lists, as far as somebody holds them
+def place_of(tensor: Tensor | None) -> int:
+    """Return the address of a tensor's memory, which it shares with its views.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        The address; 0 if it has none, or is no array of numbers.
+    """
+    return 0 if tensor is None or tensor.is_nested or tensor.layout != torch.strided else tensor.untyped_storage().data_ptr()
+
+
+def given_to(call: ModuleCall) -> list[Tensor]:
+    """List the tensors that a module was called with.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        Those that somebody holds; also in mappings and lists.
+    """
     found = [[value.origin()] if isinstance(value, Slot) else tensors_in(value) for value in call.inputs]
     return [tensor for tensors in found for tensor in tensors if tensor is not None]
 

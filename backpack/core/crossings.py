@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from enum import Enum
 from math import prod
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.graph import LINEAR, PRODUCTS, call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
+from backpack.core.graph import LINEAR, PRODUCTS, call_node, operation, outputs_of, saved, saved_tensors, settings_of, shape_of, tensor_at
 from backpack.core.samples import Layout, after_sum, blocks, decode, probe, split, sum_to
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
@@ -27,7 +27,8 @@ ELEMENTWISE = frozenset(
 """Operations that treat every entry alone."""
 # all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
 _OF_INPUTS = ELEMENTWISE | PRODUCTS | _STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
-_MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel"}
+MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel"}
+"""Operations that sum over products."""
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
 _BROADCASTING = frozenset("Mul Div Add Sub Expand".split())
 # these work on the last two axes, and on each entry of the axes in front alike
@@ -37,13 +38,16 @@ _STACKED = frozenset(
 )
 
 
-def is_of_parameter(node: Node, leaves: Mapping[Node, Tensor], samples: int | None = None) -> bool:
+def is_of_parameter(
+    node: Node, leaves: Mapping[Node, Tensor], samples: int | None = None, is_constant: Callable[[Tensor], bool] | None = None
+) -> bool:
     """Say whether a node makes something of parameters, and of nothing else, so of no data.
 
     Args:
         node: The node.
         leaves: The leaves of the graph.
         samples: Number of samples, if constants and rows of a table count, too, as long as there are not as many.
+        is_constant: Says of a tensor that a matrix is multiplied with whether it is known to be the same for all samples.
 
     Returns:
         Whether it does.
@@ -68,6 +72,8 @@ def is_of_parameter(node: Node, leaves: Mapping[Node, Tensor], samples: int | No
         else:
             given[node] = operation(node) not in _OF_INPUTS or any(given[n] for n in upstream)
             pure, few = pure and not given[node], few and not (given[node] and samples in rows_made(node))
+            if few and None in upstream and operation(node) in MATRIX_PRODUCTS:
+                few = all(tensor.requires_grad or is_constant(tensor) for tensor in saved_tensors(node))
     return pure or few
 
 
@@ -112,7 +118,7 @@ def brings_rows(node: Node, samples: int) -> bool:
         return samples in rows_looked_up(node)
     if all(n is not None for n, _ in node.next_functions) or samples not in rows_made(node):
         return False
-    return operation(node) in _MATRIX_PRODUCTS or all(n is None or shape_of((n, nr)) != shape_of((node, 0)) for n, nr in node.next_functions)
+    return operation(node) in MATRIX_PRODUCTS or all(n is None or shape_of((n, nr)) != shape_of((node, 0)) for n, nr in node.next_functions)
 
 
 class Way(Enum):

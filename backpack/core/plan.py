@@ -15,8 +15,9 @@ from backpack.core.batches import known_axis, lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import operation, sequence_number, shape_of
+from backpack.core.graph import sequence_number, shape_of
 from backpack.core.losses import refuse_as_loss
+from backpack.core.mixing import mixed_by, mixes, refuse_summed
 from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
 from backpack.core.refusals import (
@@ -26,7 +27,6 @@ from backpack.core.refusals import (
     refuse_compiled,
     refuse_other_rows,
     refuse_second_order,
-    refuse_summed,
     single,
     unrecorded,
 )
@@ -270,11 +270,8 @@ class Plan(Tracking):
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue
-            if crossing.way is Way.MASKED and samples > 1 and self.walk.may_be_of(samples, upstream[0]):
-                shapes = [list(shape_of((node, nr))) for nr in states]
-                how = f"{self.walk.where(node)} mixes them (outputs {shapes}, input {list(upstream[2])})"
-                repeats = operation(node) == "Repeat"
-                self._note(mixing(self.walk, upstream[0], how + ", or copies what is none of samples: then write expand" * repeats))
+            if crossing.way is Way.MASKED and samples > 1 and mixes(self.walk, node, upstream[0], samples):
+                self._note(mixing(self.walk, upstream[0], mixed_by(self.walk, node, states, upstream[2])))
             self._arrive(upstream[:2], crossing.arrives or SPLIT, node, samples)
 
     def _use_at_leaf(self, node: Node) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, holds_samples, lacks_batch
-from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import SPLIT, State, is_of_parameter, rows_looked_up
-from backpack.core.graph import compiled, operation, saved, saved_tensors, shape_of
+from backpack.core.batches import batch_of, lacks_batch
+from backpack.core.calls import ModuleCall
+from backpack.core.crossings import SPLIT, State
+from backpack.core.graph import compiled, operation, saved, shape_of
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis, settle
 from backpack.core.slots import Edge
@@ -260,54 +260,6 @@ def refuse_second_order(node: Node, walk: Walk) -> None:
             "second-order quantity is defined. Switch it off, or leave out {exclude}.",
             walk.named(walk.reach[node]),
         )
-
-
-def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -> None:
-    """Refuse what was computed from the mini-batch, but is summed over samples afterwards.
-
-    What is made without the mini-batch, say of position numbers, may well be used by all samples.
-
-    Args:
-        walk: The graph.
-        node: A node of which the output is summed over samples.
-        marks: What calls left there.
-        samples: Size of the mini-batch.
-
-    Raises:
-        mixing: If it was computed from the mini-batch, as far as calls of modules, and views of what the model was given, tell.
-    """
-    if samples <= 1:
-        return
-    for call, slot in ((mark.call, slot) for mark in marks for slot in mark.call.tensor_inputs):
-        rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
-        known = holds_samples(slot.value if slot.kept else slot.origin(), walk.outermost, samples)
-        if slot.edge is None:
-            batched = samples in rows[:2] and rows[0] != 1
-        else:
-            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0])
-        if (known or batched) and not is_of_parameter(node, walk.leaves, samples):
-            how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
-            raise mixing(walk, node, how + ("" if known or slot.edge is not None else unknown_rows(slot.shape, rows.index(samples))))
-    rows = rows_looked_up(node) if operation(node) == "Embedding" else ()
-    if samples in rows or any(holds_samples(tensor, walk.outermost, samples) for tensor in saved_tensors(node)):
-        how = f"what {node.name()} computes of data is summed over the {samples} samples"
-        raise mixing(walk, node, how + (unknown_rows(saved(node, "indices").shape, rows.index(samples)) if samples in rows else ""))
-
-
-def unknown_rows(shape: torch.Size, axis: int) -> str:
-    """Say what to do where rows could be samples.
-
-    Args:
-        shape: Shape of a tensor that was not made of parameters.
-        axis: An axis with as many rows as there are samples.
-
-    Returns:
-        The end of a sentence.
-    """
-    return (
-        f", and where that comes from is not recorded (if its axis {axis} holds {shape[axis]} positions instead, use a mini-batch of another size, "
-        f"or let the model use a tensor of shape {[1, *shape]})"
-    )
 
 
 def refuse_prediction(call: ModuleCall, shape: torch.Size, samples: int, axis: int) -> None:

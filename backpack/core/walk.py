@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple
@@ -13,7 +12,6 @@ from torch.nn import Parameter
 
 from backpack.core.batches import batch_of, is_single, lengths_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
-from backpack.core.crossings import brings_rows
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, is_linear, operation
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
@@ -74,6 +72,7 @@ class Walk:
         double: Whether the graph contains derivatives of derivatives.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
         leaves_out: Whether a term is left out of all quantities.
+        places: Address of a tensor to whether it is known to be the same for all samples; filled when it is asked for.
     """
 
     def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset()) -> None:
@@ -91,6 +90,7 @@ class Walk:
         self.double = self.hidden = False
         self.foreign = 0
         self.consumers: dict[Node, int] = {}
+        self.places: dict[int, bool] = {}
         self.order = self._visit(roots)
 
     def _visit(self, roots: list[Node]) -> list[Node]:
@@ -232,33 +232,6 @@ class Walk:
             seen |= new
             stack += new
         return goal in seen
-
-    def may_be_of(self, samples: int, node: Node) -> bool:
-        """Say whether data from which a node was computed may be those of samples: not if they are, say, a few numbers of positions.
-
-        Args:
-            samples: Number of samples.
-            node: The node.
-
-        Returns:
-            Whether a module there was called with a tensor of as many rows, or once a sample; or a function with data of as many rows.
-        """
-        seen, stack, calls = {node}, [node], set()
-        while stack:
-            node = stack.pop()
-            ended = [mark.call for mark in self.marks.get(node, ())]
-            calls.update(ended)
-            if not ended and brings_rows(node, samples):
-                return True
-            layer = next((call for call in ended if not call.module._modules), None)  # its inputs tell, whatever its nodes make of them
-            upstream = node.next_functions if layer is None else [slot.edge for slot in layer.tensor_inputs if slot.edge is not None]
-            new = {n for n, _ in upstream if n is not None and self.reach[n]} - seen
-            seen |= new
-            stack += new
-        times = Counter(call.module for call in calls if call.has_data)
-        given = [slot for call in calls for slot in call.tensor_inputs if slot.edge is None]
-        rows = [slot.shape[:-1] if slot.dtype.is_floating_point and len(slot.shape) > 1 else slot.shape for slot in given]
-        return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
 
     def piece(self, node: Node, call: ModuleCall, base: bool = False) -> Piece | None:
         """Collect the nodes between a call's output and its inputs.

@@ -1,0 +1,137 @@
+"""Mixing: which inputs of a node may have samples, and which are the same for all of them, as far as the graph, shapes and memory tell."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backpack.core.batches import given_to, holds_samples, place_of
+from backpack.core.calls import Mark, ModuleCall
+from backpack.core.crossings import MATRIX_PRODUCTS, brings_rows, is_of_parameter, rows_looked_up
+from backpack.core.graph import operation, saved, saved_tensors, shape_of
+from backpack.core.refusals import mixing
+from backpack.core.slots import Slot
+from backpack.core.walk import Walk
+
+
+def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
+    """Say whether a node mixes samples, where each one has columns of its own behind it.
+
+    Args:
+        walk: The graph.
+        node: The node.
+        upstream: Where one of its inputs comes from.
+        samples: Size of the mini-batch.
+
+    Returns:
+        Whether that input may have samples: not so if it is made without data, of constants, or of what is copied for all.
+    """
+    calls, brings = _data_of(walk, samples, upstream)
+    given = [slot for call in calls for slot in call.tensor_inputs if slot.edge is None]
+    if operation(node) in MATRIX_PRODUCTS and not brings and all(_is_constant(walk, samples, _tensor(slot)) for slot in given):
+        return False
+    if brings or (upstream in walk.has_data and operation(node) != "Repeat"):
+        return True
+    times = Counter(call.module for call in calls if call.has_data)  # once a sample
+    rows = [slot.shape[:-1] if slot.dtype.is_floating_point and len(slot.shape) > 1 else slot.shape for slot in given]
+    return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
+
+
+def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], shape: torch.Size) -> str:
+    """Say which node mixes samples.
+
+    Args:
+        walk: The graph.
+        node: The node.
+        outputs: Numbers of its outputs.
+        shape: Shape of the input.
+
+    Returns:
+        A part of a sentence, for ``mixing``.
+    """
+    how = f"{walk.where(node)} mixes them (outputs {[list(shape_of((node, nr))) for nr in outputs]}, input {list(shape)})"
+    if operation(node) == "Repeat":
+        return how + ", or copies what is none of samples: then write expand"
+    return how + ", or that is made of constants: then let them be a buffer of the model" * (operation(node) in MATRIX_PRODUCTS)
+
+
+def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -> None:
+    """Refuse what was computed from the mini-batch, but is summed over samples afterwards.
+
+    What is made without the mini-batch, say of position numbers, may well be used by all samples.
+
+    Args:
+        walk: The graph.
+        node: A node of which the output is summed over samples.
+        marks: What calls left there.
+        samples: Size of the mini-batch.
+
+    Raises:
+        mixing: If it was computed from the mini-batch, as far as calls of modules, and views of what the model was given, tell.
+    """
+    if samples <= 1:
+        return
+    for call, slot in ((mark.call, slot) for mark in marks for slot in mark.call.tensor_inputs):
+        rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
+        known = holds_samples(_tensor(slot), walk.outermost, samples)
+        if slot.edge is None:
+            batched = samples in rows[:2] and rows[0] != 1
+        else:
+            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0])
+        if (known or batched) and not is_of_parameter(node, walk.leaves, samples, partial(_is_constant, walk, samples)):
+            how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
+            raise mixing(walk, node, how + ("" if known or slot.edge is not None else _unknown_rows(slot.shape, rows.index(samples))))
+    rows = rows_looked_up(node) if operation(node) == "Embedding" else ()
+    if samples in rows or any(holds_samples(tensor, walk.outermost, samples) for tensor in saved_tensors(node)):
+        how = f"what {node.name()} computes of data is summed over the {samples} samples"
+        raise mixing(walk, node, how + (_unknown_rows(saved(node, "indices").shape, rows.index(samples)) if samples in rows else ""))
+
+
+def _unknown_rows(shape: torch.Size, axis: int) -> str:
+    """Say what to do where rows could be samples.
+
+    Args:
+        shape: Shape of a tensor that was not made of parameters.
+        axis: An axis with as many rows as there are samples.
+
+    Returns:
+        The end of a sentence.
+    """
+    return (
+        f", and where that comes from is not recorded (if its axis {axis} holds {shape[axis]} positions instead, use a mini-batch of another size, "
+        f"or let the model use a tensor of shape {[1, *shape]})"
+    )
+
+
+def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], bool]:
+    # calls from which a node was computed, and whether functions may have been given data of samples
+    seen, stack, calls, brings = {node}, [node], set(), False
+    while stack:
+        node = stack.pop()
+        ended = [mark.call for mark in walk.marks.get(node, ())]
+        calls.update(ended)
+        brings = brings or (not ended and brings_rows(node, samples))
+        layer = next((call for call in ended if not call.module._modules), None)  # its inputs tell, whatever its nodes make of them
+        upstream = node.next_functions if layer is None else [slot.edge for slot in layer.tensor_inputs if slot.edge is not None]
+        new = {n for n, _ in upstream if n is not None and walk.reach[n]} - seen
+        seen |= new
+        stack += new
+    return calls, brings
+
+
+def _is_constant(walk: Walk, samples: int, tensor: Tensor | None) -> bool:
+    # whether it is a view of a buffer of an outermost module, or of what one was given, of which the number of rows is no multiple
+    if not walk.places:
+        buffers = [buffer for call in walk.outermost for buffer in call.module.buffers()]
+        given = [t for call in walk.outermost for t in given_to(call) if place_of(t)]
+        walk.places |= {place_of(t): True for t in buffers} | {place_of(t): t.dim() > 0 and len(t) % samples > 0 for t in given} | {0: False}
+    return walk.places.get(place_of(tensor), False)
+
+
+def _tensor(slot: Slot) -> Tensor | None:
+    return slot.value if slot.kept else slot.origin()
