@@ -137,3 +137,27 @@ def test_mixed_samples(name: str) -> None:
         with pytest.raises(MixedSamplesError, match=r"mixes them|is summed over the"):
             run(made)
         assert results(made.model) == {}
+
+
+def test_points_that_the_model_is_given() -> None:
+    """They are known to be none of samples where their number is no multiple."""
+
+    class Operator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branch, self.trunk = nn.Linear(3, 4), nn.Linear(2, 4)
+
+        def forward(self, x: Tensor, points: Tensor) -> Tensor:
+            return self.branch(x) @ self.trunk(points).tanh().T
+
+    torch.manual_seed(0)
+    x, points = torch.randn(3, 3), torch.randn(7, 2)
+    model = extend(Operator())
+    with backpack(BatchGrad()):
+        (model(x, points) ** 2).sum().backward()
+    for n in range(3):
+        alone = torch.autograd.grad((model(x[n : n + 1], points) ** 2).sum(), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), alone, strict=True):
+            close(parameter.grad_batch[n], gradient)
+    with pytest.raises(MixedSamplesError, match=r"mixes them .*made of constants: then let them be a buffer"), backpack(BatchGrad()):
+        (model(x, points[:6]) ** 2).sum().backward()
