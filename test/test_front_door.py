@@ -729,6 +729,19 @@ def note_tensors(model: Module) -> dict[Module, tuple[Tensor, Tensor]]:
     return seen
 
 
+def comparison(seen: dict[Module, tuple[Tensor, Tensor]]) -> tuple[Callable[[Module], None], set[Module]]:
+    """A hook that compares what can be read on a module with what was seen, and the modules on which it did."""
+    read = set()
+
+    def compare(module: Module) -> None:
+        if module in seen:
+            assert torch.equal(module.input0, seen[module][0])
+            assert torch.equal(module.output, seen[module][1])
+            read.add(module)
+
+    return compare, read
+
+
 def test_recorded_tensors_of_neighbours() -> None:
     """What a layer does not keep is read where another one does, or computed from that."""
     layers = [
@@ -742,14 +755,8 @@ def test_recorded_tensors_of_neighbours() -> None:
         ReLU(),
         Linear(5, 3),
     ]
-    problem, read = extended(lambda: Sequential(*layers)), set()
-    seen = note_tensors(problem.model)
-
-    def compare(module: Module) -> None:
-        if module in seen:
-            assert torch.equal(module.input0, seen[module][0])
-            assert torch.equal(module.output, seen[module][1])
-            read.add(module)
+    problem = extended(lambda: Sequential(*layers))
+    compare, read = comparison(note_tensors(problem.model))
 
     loss = loss_of(problem)
     with backpack(BatchGrad(), extension_hook=compare):
@@ -765,14 +772,8 @@ LAYERS = [ReLU, Tanh, nn.Sigmoid, lambda: nn.Softmax(2), nn.GELU, nn.Dropout, la
 @pytest.mark.parametrize("layer", LAYERS)
 def test_recorded_tensors_under_a_context_that_keeps_them(layer: Callable[[], Module]) -> None:
     """All of them are kept, for the hook and for afterwards, and the quantities are the same."""
-    problem, read = extended(lambda: Between(layer())), set()
-    seen = note_tensors(problem.model)
-
-    def compare(module: Module) -> None:
-        if module in seen:
-            assert torch.equal(module.input0, seen[module][0])
-            assert torch.equal(module.output, seen[module][1])
-            read.add(module)
+    problem = extended(lambda: Between(layer()))
+    compare, read = comparison(note_tensors(problem.model))
 
     torch.manual_seed(0)
     with backpack(BatchGrad(), DiagGGNExact(), retain_graph=True, extension_hook=compare):

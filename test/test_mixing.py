@@ -113,6 +113,8 @@ MIXED: dict[str, Function] = {
     "negatives of other samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[:, 1:].flatten(0, 1)).T, 1)[:, :2],
     "twins beside each other": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(cat([x[:, 1], x[:, 2]]) * 2).T, 1)[:, :2],
     "means over everything": lambda net, x: net.layer(x) + inside(lambda x: net.other(2 * x.flatten(0, 1)).mean(0))(net, x),
+    "sums of scaled copies": lambda net, x: net.layer(x) + inside(lambda x: ((2 * x.flatten(0, 1)) * net.vector).mean(0))(net, x),
+    "sums of moved copies": lambda net, x: net.layer(x) + inside(lambda x: (x.flatten(0, 1) * 2 + net.vector).tanh().mean(0))(net, x),
     "copies of other samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[1:, 0].clone()).T, 1)[:, :1],
     "batch norm behind a sum": lambda net, x: net.norm((x + net.vector)[:, 0]),
     "batch norm behind a matrix": lambda net, x: net.norm((2 * x[:, 0]) @ net.weight),
@@ -139,25 +141,63 @@ def test_mixed_samples(name: str) -> None:
         assert results(made.model) == {}
 
 
-def test_points_that_the_model_is_given() -> None:
-    """They are known to be none of samples where their number is no multiple."""
+@pytest.mark.parametrize("number", [6, 7])
+def test_points_that_the_model_is_given(number: int) -> None:
+    """They may be rows of samples, as nodes of graphs are; those of a buffer are not."""
 
     class Operator(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.branch, self.trunk = nn.Linear(3, 4), nn.Linear(2, 4)
+            self.register_buffer("points", torch.randn(number, 2))
 
-        def forward(self, x: Tensor, points: Tensor) -> Tensor:
-            return self.branch(x) @ self.trunk(points).tanh().T
+        def forward(self, x: Tensor, points: Tensor | None = None) -> Tensor:
+            return self.branch(x) @ self.trunk(self.points if points is None else points).tanh().T
 
     torch.manual_seed(0)
-    x, points = torch.randn(3, 3), torch.randn(7, 2)
-    model = extend(Operator())
+    x, model = torch.randn(3, 3), extend(Operator())
     with backpack(BatchGrad()):
-        (model(x, points) ** 2).sum().backward()
+        (model(x) ** 2).sum().backward()
     for n in range(3):
-        alone = torch.autograd.grad((model(x[n : n + 1], points) ** 2).sum(), list(model.parameters()))
+        alone = torch.autograd.grad((model(x[n : n + 1]) ** 2).sum(), list(model.parameters()))
         for parameter, gradient in zip(model.parameters(), alone, strict=True):
             close(parameter.grad_batch[n], gradient)
     with pytest.raises(MixedSamplesError, match=r"mixes them .*made of constants: then let them be a buffer"), backpack(BatchGrad()):
-        (model(x, points[:6]) ** 2).sum().backward()
+        (model(x, torch.randn(number, 2)) ** 2).sum().backward()
+
+
+def test_nodes_of_graphs_are_no_constants() -> None:
+    class Graphs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pooled, self.keys = nn.Linear(2, 4), nn.Linear(2, 4)
+
+        def forward(self, nodes: Tensor, graph: Tensor) -> Tensor:
+            pooled = torch.zeros(3, 4).index_add(0, graph, self.pooled(nodes))
+            return (pooled @ self.keys(nodes).T).softmax(1) @ nodes
+
+    model = extend(Graphs())
+    with pytest.raises(MixedSamplesError), backpack(BatchGrad()):
+        (model(torch.randn(7, 2), torch.tensor([0, 0, 0, 1, 1, 2, 2])) ** 2).sum().backward()
+    assert results(model) == {}
+
+
+def test_states_of_recurrent_layers() -> None:
+    """``[1, N, H]``, with the samples on axis 1, as the layer says."""
+
+    class States(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.GRU(2, 3, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[1]
+
+    torch.manual_seed(0)
+    model, x = extend(States()), torch.randn(4, 5, 2)
+    with backpack(BatchGrad()):
+        (model(x) ** 3).sum().backward()
+    for n in range(4):
+        alone = torch.autograd.grad((model(x[n : n + 1]) ** 3).sum(), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), alone, strict=True):
+            close(parameter.grad_batch[n], gradient)

@@ -273,7 +273,7 @@ TABLES: dict[str, Callable[[Prompted, Tensor], Tensor]] = {
     "order of a scan": lambda net, x: net.table(torch.tensor([[0, 4, 2, 1, 5, 3]]))[0, :LENGTH],
     "looked up, scaled": lambda net, x: net.table(torch.arange(LENGTH)) * 2,
     "layer of constants": lambda net, x: net.layer(net.places[:, :2]) + net.places,
-    "constants beside parameters": lambda net, x: F.normalize(net.table.weight[:LENGTH] + net.places).masked_fill(net.places > 1, 0.0),
+    "constants beside parameters": lambda net, x: (net.table.weight[:LENGTH] + net.places).tanh().masked_fill(net.places > 1, 0.0),
     "the same": lambda net, x: F.embedding(torch.ones(6, dtype=torch.long), net.table.weight)[:LENGTH],
     "distances": lambda net, x: net.table((torch.arange(6)[:, None] - torch.arange(6)).abs().clamp(max=4)).sum(1)[1:4],
     "distances, of fewer": lambda net, x: net.table((torch.arange(6)[:, None] - torch.arange(4)).relu()).tanh().sum(1)[:LENGTH],

@@ -36,8 +36,12 @@ def batch_of(call: ModuleCall) -> int | None:
     Returns:
         Length of the axis of samples of the first tensor; ``None`` if there is none.
     """
-    shape = next((slot.shape for slot in call.tensor_inputs if slot.shape), None)
-    return None if shape is None or lacks_batch(call) else shape[0 if _batch_first(call) else 1]
+    shape = _first_shape(call)
+    return shape[0 if _batch_first(call) else 1] if shape and not lacks_batch(call) else None
+
+
+def _first_shape(call: ModuleCall) -> torch.Size:
+    return next((slot.shape for slot in call.tensor_inputs if slot.shape), torch.Size())
 
 
 def sample_axis(call: ModuleCall, index: int) -> int:
@@ -113,7 +117,7 @@ def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
         return None
     second = shape[1:2] == (first,) and len(shape) > _MATRIX
     if rows in lengths_of(call):
-        return None if second and rows in call.tensor_inputs[0].shape[1:] else rows
+        return None if second and rows in _first_shape(call)[1:] else rows
     if shape == (1,):  # a loss
         return None
     if not first or rows in _others(call):
@@ -136,7 +140,8 @@ def turns(call: ModuleCall) -> bool:
         return False
     if len(shape) <= _MATRIX:
         return len(shape) == _MATRIX and shape[0] % first == 0 and shape[0] // first in _others(call)
-    return first in shape and (shape[0] in _others(call) | {1} or (first > 1 and shape[1] != first))
+    flat = len(_first_shape(call)) == _MATRIX and shape[0] == 1
+    return first in shape and (flat or shape[0] in _others(call) or (first > 1 and shape[1] != first))
 
 
 def is_single(call: ModuleCall) -> bool:

@@ -29,6 +29,7 @@ ELEMENTWISE = frozenset(
 _OF_INPUTS = ELEMENTWISE | PRODUCTS | _STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
 MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel"}
 """Operations that sum over products."""
+_ENTRYWISE = frozenset("Add Sub Rsub Mul Div Where MaskedFill Index IndexSelect".split())
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
 _BROADCASTING = frozenset("Mul Div Add Sub Expand".split())
 # these work on the last two axes, and on each entry of the axes in front alike
@@ -53,7 +54,7 @@ def is_of_parameter(
         Whether it does.
     """
     stack, pure, few = [node], True, samples is not None
-    given: dict[Node | None, bool] = {None: True}  # whether something else takes part
+    given: dict[Node | None, bool] = {None: False}  # whether something else takes part that is not known to be constant
     while stack and (pure or few):
         node = stack[-1]
         upstream = [] if node in leaves else [n for n, _ in node.next_functions]
@@ -70,11 +71,20 @@ def is_of_parameter(
             given[node] = samples is None or samples in rows_looked_up(node)
             pure, few = pure and not given[node], few and not given[node]
         else:
-            given[node] = operation(node) not in _OF_INPUTS or any(given[n] for n in upstream)
-            pure, few = pure and not given[node], few and not (given[node] and samples in rows_made(node))
-            if few and None in upstream and operation(node) in MATRIX_PRODUCTS:
-                few = all(tensor.requires_grad or is_constant(tensor) for tensor in saved_tensors(node))
+            data = None in upstream or operation(node) not in _OF_INPUTS
+            pure = pure and not data
+            data = data and few and not _uses_constants(node, is_constant)
+            given[node] = data or any(given[n] for n in upstream if n is not None)
+            few = few and not (data and operation(node) not in _ENTRYWISE) and not (given[node] and any(r % samples == 0 for r in rows_made(node)))
     return pure or few
+
+
+def _uses_constants(node: Node, is_constant: Callable[[Tensor], bool]) -> bool:
+    # whether what takes part beside the graph is known to be constant, a number, or to have no rows of its own
+    if operation(node) in _ENTRYWISE and any(n is not None and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
+        return True
+    others = [tensor for tensor in saved_tensors(node) if not tensor.requires_grad]
+    return bool(others) and all(not tensor.dim() or is_constant(tensor) for tensor in others)
 
 
 def rows_made(node: Node) -> torch.Size:

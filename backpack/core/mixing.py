@@ -33,7 +33,7 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
     """
     calls, brings = _data_of(walk, samples, upstream)
     given = [slot for call in calls for slot in call.tensor_inputs if slot.edge is None]
-    if operation(node) in MATRIX_PRODUCTS and not brings and all(_is_constant(walk, samples, _tensor(slot)) for slot in given):
+    if operation(node) in MATRIX_PRODUCTS and not brings and all(_is_constant(walk, _tensor(slot)) for slot in given):
         return False
     if brings or (upstream in walk.has_data and operation(node) != "Repeat"):
         return True
@@ -83,7 +83,7 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
             batched = samples in rows[:2] and rows[0] != 1
         else:
             batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0])
-        if (known or batched) and not is_of_parameter(node, walk.leaves, samples, partial(_is_constant, walk, samples)):
+        if (known or batched) and not is_of_parameter(node, walk.leaves, samples, partial(_is_constant, walk)):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
             raise mixing(walk, node, how + ("" if known or slot.edge is not None else _unknown_rows(slot.shape, rows.index(samples))))
     rows = rows_looked_up(node) if operation(node) == "Embedding" else ()
@@ -124,12 +124,11 @@ def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], boo
     return calls, brings
 
 
-def _is_constant(walk: Walk, samples: int, tensor: Tensor | None) -> bool:
-    # whether it is a view of a buffer of an outermost module, or of what one was given, of which the number of rows is no multiple
+def _is_constant(walk: Walk, tensor: Tensor | None) -> bool:
+    # whether it is a view of a buffer of an outermost module; what one was given may be samples, in any layout
     if not walk.places:
         buffers = [buffer for call in walk.outermost for buffer in call.module.buffers()]
-        given = [t for call in walk.outermost for t in given_to(call) if place_of(t)]
-        walk.places |= {place_of(t): True for t in buffers} | {place_of(t): t.dim() > 0 and len(t) % samples > 0 for t in given} | {0: False}
+        walk.places |= {place_of(t): True for t in buffers} | {place_of(t): False for call in walk.outermost for t in given_to(call)} | {0: False}
     return walk.places.get(place_of(tensor), False)
 
 
