@@ -92,6 +92,7 @@ ALONE: dict[str, Function] = {
         (net.layer(x)[:, :, None] - net._parameters.setdefault("centers", nn.Parameter(x[0]))).square().sum(3)
     ),
     "an expert without rows": experts,
+    "softmax over features that come first": lambda net, x: net._modules.setdefault("soft", extend(nn.LogSoftmax(0)))(net.layer(x).permute(2, 1, 0)).permute(2, 1, 0),
 }
 
 
@@ -121,6 +122,8 @@ MIXED: dict[str, Function] = {
     "batch norm behind a convolution": lambda net, x: net.norm(F.conv1d(F.pad(x.mT, (1, 1)), net.weight[..., None])),
     "function of batch statistics": lambda net, x: F.batch_norm(F.linear(F.normalize(x[:, 0]), net.weight), None, None, training=True),
     "softmax over samples": lambda net, x: (x + net.vector).softmax(0),
+    "softmax over samples, a module": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax(0)))(x + net.vector),
+    "softmax over samples, by default": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax2d()))(net.layer(x)),
     "keys of all samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[:, 1]).T, 1) @ x[:, 0],
 }
 MIXED_TOKENS: dict[str, Function] = {

@@ -54,7 +54,7 @@ def sample_axis(call: ModuleCall, index: int) -> int:
     Returns:
         The axis.
     """
-    if index and isinstance(call.module, nn.RNNBase):
+    if index and _least_axes(type(call.module)) and isinstance(call.module, nn.RNNBase):
         return 1  # states of all layers
     return 0 if _batch_first(call) or index else 1
 
@@ -312,6 +312,8 @@ def _least_axes(cls: type[nn.Module]) -> int:
     """Count the axes of a mini-batch for a class of torch's to which one axis less is a single sample; 3 where it has an option for their order.
 
     Returns:
-        Number of axes; 0 for all other classes.
+        Number of axes; 0 for all other classes, also for those that inherit from one and bring a ``forward`` of their own.
     """
+    if not cls.forward.__module__.startswith("torch.nn."):
+        return 0
     return 3 if issubclass(cls, (nn.RNNBase, *_ATTENTION)) else 2 if issubclass(cls, nn.RNNCellBase) else 0
