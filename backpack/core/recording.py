@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 from weakref import ref
 
@@ -24,39 +22,6 @@ from backpack.core.slots import Slot
 from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError
 from backpack.utils.module_classification import loses_hooks
-
-
-@cache
-def _keywords(cls: type[Module], count: int, given: tuple[str, ...]) -> dict[str, Any]:
-    """List the arguments behind the positional ones, in the order of the forward method's signature.
-
-    Args:
-        cls: Class of the module.
-        count: Number of positional arguments.
-        given: Names of keyword arguments.
-
-    Returns:
-        Name to default value, from the first to the last of those that were given; and those of which the signature does not know.
-    """
-    arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
-    by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
-    behind = [*by_place[count:], *(a for a in arguments if a.kind is a.KEYWORD_ONLY)]
-    last = max((i for i, a in enumerate(behind) if a.name in given), default=-1)
-    return {a.name: a.default for a in behind[: last + 1]} | {name: None for name in given if name not in {a.name for a in behind}}
-
-
-def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """Return all arguments in the order of the forward method's signature.
-
-    Args:
-        module: The called module.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The arguments; those not given, between given ones, have their default values.
-    """
-    return [*args, *(_keywords(type(module), len(args), tuple(kwargs)) | kwargs).values()]
 
 
 def _drop_interrupted() -> None:
@@ -157,10 +122,7 @@ class Recorder:
         if kwargs is not None and not transformed() and recording.on and torch.is_grad_enabled():
             if recording.open:
                 _drop_interrupted()
-            ruled = self.know(module) and not intercepted(args)
-            call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
-            if kwargs:
-                call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
+            call = ModuleCall(module, self, args, kwargs, ruled=self.know(module) and not intercepted(args))
             call.seen = args
             recording.open.append((call, sys._getframe(1)))
 
@@ -177,8 +139,7 @@ class Recorder:
             call, _ = recording.open.pop()
             if output is not None:
                 if args is not call.seen:  # a hook that ran after ours has given the module something else
-                    call.see(module, _positional(module, args, kwargs))
-                    call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
+                    call.see(module, args, kwargs)
                     if vars(module).get("inplace") is True:
                         call.derivatives = None  # what it was given has been overwritten since
                 call.seen = None
@@ -197,10 +158,7 @@ class Recorder:
             return
         if recording.open and not self.path:  # one with a path is called by others, as a rule
             _drop_interrupted()
-        ruled = self.know(module) and not intercepted(args)
-        call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
-        if kwargs:
-            call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
+        call = ModuleCall(module, self, args, kwargs, ruled=self.know(module) and not intercepted(args))
         if vars(module).get("inplace") is True:
             call.derivatives = None  # switched on after extend()
         self._end(module, call, output)
