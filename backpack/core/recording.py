@@ -187,18 +187,6 @@ class Recorder:
             module.register_forward_hook(self.after, with_kwargs=True, always_call=True, prepend=True),
         )
 
-    def remove(self, module: Module) -> None:
-        """Remove the hooks, also those of a copied module, for which no handles exist.
-
-        Args:
-            module: The module.
-        """
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[key]
-                for group in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
-                    group.pop(key, None)
-
 
 def _again(path: str, kind: str, bare: bool, fields: list[str], torn: bool = False) -> Recorder:
     savefields.update(fields)  # a process that reads a pickle may have made no extension
@@ -221,6 +209,38 @@ def recorder_of(module: Module) -> Recorder | None:
     return None
 
 
+def remove_recorder(module: Module) -> None:
+    """Remove the hooks of the recorder of a module, if it has one, also those of a copied module, for which no handles exist.
+
+    Args:
+        module: Any module.
+    """
+    recorder = recorder_of(module)
+    if recorder is None:
+        return
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is recorder]:
+            del hooks[key]
+            for group in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+                group.pop(key, None)
+
+
+def last_call(module: Module) -> ModuleCall | None:
+    """Return the call to which ``input0``, ... and ``output`` of a module belong.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The latest one that is alive, unless ``reading`` says something else; ``None`` if there is none.
+    """
+    call = (recording.read_from or {}).get(module)
+    if call is not None:
+        return call
+    recorder = recorder_of(module)
+    return None if recorder is None else recorder.last
+
+
 class _RecordedTensor:
     """``module.input0``, ``module.output``: views onto the last call of an extended module, readable while its graph lives.
 
@@ -233,10 +253,7 @@ class _RecordedTensor:
     def __get__(self, module: Module | None, cls: type | None = None) -> Any:
         if module is None:
             return self
-        call = (recording.read_from or {}).get(module)
-        if call is None:
-            recorder = recorder_of(module)
-            call = None if recorder is None else recorder.last
+        call = last_call(module)
         registered = any(self.name in module.__dict__.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
         value = None if call is None or registered or call.released else call.at_hand(self.name)
         if value is None:
