@@ -289,11 +289,9 @@ class Earlier:
             what, note = f"{owners[parameter]}.{field}", owners.notes(parameter)[field]
             parts = MicroBatches(before, part_of(vars(parameter)[field], note, what))
             if not combination.fits(*parts):
-                raise UnsupportedError(f"{what}: passes that accumulate have results of shapes {' and '.join(str(_shape(p)) for p in parts)}.")
+                raise UnsupportedError(
+                    f"{what}: passes that accumulate have results of shapes {' and '.join(str(list(part.value.shape)) for part in parts)}."
+                )
             united.append((parameter, field, combination.united(parts), note))
         for entry in united:
             store(*entry)
-
-
-def _shape(part: Part) -> list[int]:
-    return list(part.value.shape)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from backpack.core.adoption import adopt, has_newcomers
 from backpack.core.owners import owners
@@ -16,6 +16,7 @@ from backpack.core.refusals import refuse_graph, refuse_sharded
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
+from backpack.utils.differentiation import nodes_of
 from backpack.utils.errors import (
     ArgumentError,
     BackpackError,
@@ -152,19 +153,6 @@ def excluded_by(extensions: Iterable[BackpropExtension]) -> frozenset[int]:
         Their ids.
     """
     return frozenset.intersection(*(extension.excluded() for extension in extensions))
-
-
-def nodes_of(roots: list[Any]) -> list[Node]:
-    """Return where a pass begins.
-
-    Args:
-        roots: Tensors, or graph edges.
-
-    Returns:
-        Their nodes.
-    """
-    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    return [node for node in nodes if node is not None]
 
 
 def leaf_of(leaf: Any) -> Any:

@@ -13,7 +13,8 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.graph import LINEAR, PRODUCTS, call_node, operation, outputs_of, saved, saved_tensors, settings_of, shape_of, tensor_at
-from backpack.core.samples import Layout, after_sum, blocks, decode, probe, split, sum_to
+from backpack.core.samples import Layout, after_sum, decode, probe, split, sum_to
+from backpack.utils.columns import blocks
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
 _STATIC = LINEAR - frozenset(
@@ -37,6 +38,8 @@ _STACKED = frozenset(
     """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
     ScaledDotProductCudnnAttention""".split()
 )
+_MASKED = 2**24
+"""Entries of columns that are masked at once."""
 
 
 def is_of_parameter(
@@ -228,7 +231,10 @@ class Gap:
         """
         samples = next(layout.samples for layout in self.states.values())
         size = sum(prod(c.shape) for c in given.values())
-        rows = [self.call_split({nr: split(c, self.states[nr], block) for nr, c in given.items()}) for block in blocks(samples, size)]
+        rows = [
+            self.call_split({nr: split(c, self.states[nr], block) for nr, c in given.items()})
+            for block in blocks(samples, size, _MASKED) or [slice(0, 0)]
+        ]
         return [None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*rows, strict=True)]
 
 

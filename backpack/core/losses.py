@@ -19,25 +19,18 @@ from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeErr
 _OWN = OwnLossDerivatives()
 LINEAR_IN_LOG_PROBABILITIES = frozenset({"NllLoss", "NllLoss2D"})
 """Operations that make losses of log-probabilities."""
-MODULES: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
-    "MseLoss": (nn.MSELoss, ()),
-    "BinaryCrossEntropyWithLogits": (nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
-    "BinaryCrossEntropy": (nn.BCELoss, ("weight",)),
-    "HuberLoss": (nn.HuberLoss, ("delta",)),
-    "SmoothL1Loss": (nn.SmoothL1Loss, ("beta",)),
-    "SoftMarginLoss": (nn.SoftMarginLoss, ()),
+FUNCTIONS: dict[str, tuple[str, type[nn.Module], tuple[str, ...]]] = {
+    "LogSoftmax": ("cross_entropy", nn.CrossEntropyLoss, ()),
+    "MseLoss": ("mse_loss", nn.MSELoss, ()),
+    "BinaryCrossEntropyWithLogits": ("binary_cross_entropy_with_logits", nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
+    "BinaryCrossEntropy": ("binary_cross_entropy", nn.BCELoss, ("weight",)),
+    "HuberLoss": ("huber_loss", nn.HuberLoss, ("delta",)),
+    "SmoothL1Loss": ("smooth_l1_loss", nn.SmoothL1Loss, ("beta",)),
+    "SoftMarginLoss": ("soft_margin_loss", nn.SoftMarginLoss, ()),
 }
-"""Operations that are losses: the class of the module that does the same, and its options beside the reduction."""
-FUNCTIONS = {
-    "LogSoftmax": "cross_entropy",
-    "MseLoss": "mse_loss",
-    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
-    "BinaryCrossEntropy": "binary_cross_entropy",
-    "HuberLoss": "huber_loss",
-    "SmoothL1Loss": "smooth_l1_loss",
-    "SoftMarginLoss": "soft_margin_loss",
-}
-"""Operations at which second-order quantities can start: the function that is called."""
+"""Operations at which second-order quantities can start: the function that is called, the module that does the same, and those of its options,
+beside the reduction, that the operation saves.
+"""
 _SYMMETRIC = frozenset({"MseLoss", "HuberLoss", "SmoothL1Loss"})
 """Those of them whose two arguments may be swapped."""
 
@@ -52,7 +45,7 @@ def title(node: Node) -> str:
         Name of the function and of the node; of a node of something else, its name.
     """
     name = operation(node)
-    return f"{FUNCTIONS[name]} ({node.name()})" if name in FUNCTIONS else node.name()
+    return f"{FUNCTIONS[name][0]} ({node.name()})" if name in FUNCTIONS else node.name()
 
 
 def prediction_first(node: Node, reach: Mapping[Node, int]) -> tuple[tuple[Node | None, int], ...]:
@@ -203,7 +196,7 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
             )
     raise LossNotExtendedError(
         "No loss is known on a path from the tensor on which backward was called to {names}. Second-order quantities start at a loss that is an "
-        f"extended module, or one of {', '.join(FUNCTIONS.values())} in torch.nn.functional: {hint}. "
+        f"extended module, or one of {', '.join(name for name, *_ in FUNCTIONS.values())} in torch.nn.functional: {hint}. "
         "Write `backpack.leave_out(term)` for a term to be ignored.",
         parameters,
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import given_to, holds_samples, place_of
+from backpack.core.batches import holds_samples, place_of
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import MATRIX_PRODUCTS, brings_rows, is_of_parameter, rows_looked_up
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
@@ -125,11 +125,7 @@ def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], boo
 
 
 def _is_constant(walk: Walk, tensor: Tensor | None) -> bool:
-    # whether it is a view of a buffer of an outermost module; what one was given may be samples, in any layout
-    if not walk.places:
-        buffers = [buffer for call in walk.outermost for buffer in call.module.buffers()]
-        walk.places |= {place_of(t): True for t in buffers} | {place_of(t): False for call in walk.outermost for t in given_to(call)} | {0: False}
-    return walk.places.get(place_of(tensor), False)
+    return place_of(tensor) in walk.constant_places  # a view of a buffer
 
 
 def _tensor(slot: Slot) -> Tensor | None:

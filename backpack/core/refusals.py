@@ -150,9 +150,10 @@ def nowhere(walk: Walk, node: Node) -> UnattributedError:
     Returns:
         The error.
     """
+    counted = f" ({', '.join(map(str, sorted(walk.batches)))})" if walk.batches else ""
     return UnattributedError(
         "{names}: nothing on the way to the tensor on which backward was called is known to hold the samples. No outermost module returns as many "
-        f"rows as it was given samples{_counted(walk)}, nor does one inside. {_RETURN}",
+        f"rows as it was given samples{counted}, nor does one inside. {_RETURN}",
         walk.named(walk.reach[node]),
     )
 
@@ -178,10 +179,6 @@ def other_rows(walk: Walk, node: Node, what: str, samples: int, axis: int | None
     return UnsupportedError(
         f"The model returns its loss, so that samples can only be told from the modules inside: {why}. {_RETURN}", walk.named(walk.reach[node])
     )
-
-
-def _counted(walk: Walk) -> str:
-    return f" ({', '.join(map(str, sorted(walk.batches)))})" if walk.batches else ""
 
 
 def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> UnsupportedError:

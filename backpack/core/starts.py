@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.batches import rows_of, sample_axis
@@ -20,7 +20,7 @@ from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, has_samples, prediction_first, title
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, has_samples, prediction_first, title
 from backpack.core.samples import Layout, along, first_axis, layout_of
 from backpack.core.slots import Edge, Slot
 from backpack.core.state import recording
@@ -58,12 +58,12 @@ class LossNode:
         self._node, self.axes, self.path = node, axes, title(node)
         self._names = ("self", "target") if edge == node.next_functions[0] else ("target", "self")
         shape, like = shape_of(edge), tensor_at(edge)
+        _, make, options = FUNCTIONS[operation(node)]
         if axes is None:
-            make, options = MODULES[operation(node)]
             self.module = make(reduction=_REDUCTIONS[saved(node, "reduction")], **{name: saved(node, name) for name in options})
             self.derivatives = derivatives_for(self.module)
         else:
-            self.module, self.derivatives = nn.CrossEntropyLoss(reduction="sum"), _LOG_PROBABILITIES
+            self.module, self.derivatives = make(reduction="sum"), _LOG_PROBABILITIES
             shape = torch.Size(shape[axis] for axis in axes)
         self.inputs = [torch.empty(shape, dtype=like.dtype, device="meta")]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, is_single, lengths_of, rows_of
+from backpack.core.batches import batch_of, given_to, is_single, lengths_of, place_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, is_linear, operation
@@ -72,7 +72,6 @@ class Walk:
         double: Whether the graph contains derivatives of derivatives.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
         leaves_out: Whether a term is left out of all quantities.
-        places: Address of a tensor to whether it is known to be the same for all samples; filled when it is asked for.
     """
 
     def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset()) -> None:
@@ -90,7 +89,6 @@ class Walk:
         self.double = self.hidden = False
         self.foreign = 0
         self.consumers: dict[Node, int] = {}
-        self.places: dict[int, bool] = {}
         self.order = self._visit(roots)
 
     def _visit(self, roots: list[Node]) -> list[Node]:
@@ -314,6 +312,12 @@ class Walk:
         """Whether no outermost module has returned as many rows as it was given samples."""
         lengths = {call: {length for slot in call.outputs for length in slot.shape} for call in self.outermost}
         return not any(rows_of(call) is not None or batch_of(call) in found for call, found in lengths.items())
+
+    @cached_property
+    def constant_places(self) -> set[int]:
+        """Addresses of buffers of outermost modules, without those of what one was given, which may be samples, in any layout."""
+        buffers = {place_of(buffer) for call in self.outermost for buffer in call.module.buffers()}
+        return buffers - {place_of(tensor) for call in self.outermost for tensor in given_to(call)} - {0}
 
     @cached_property
     def recorded(self) -> set[int]:

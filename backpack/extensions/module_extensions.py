@@ -17,10 +17,9 @@ from torch.nn import Module
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.flow import Use
-from backpack.core.recording import reading, recorder_of
+from backpack.core.recording import last_call, reading
 from backpack.core.samples import first_axis
 from backpack.core.slots import Slot
-from backpack.core.state import recording
 from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
@@ -93,8 +92,7 @@ def _execution(module: Module, derivatives: BaseDerivatives) -> Any:
     Returns:
         The record of its execution; the module, if it has none.
     """
-    recorder = recorder_of(module)
-    call = (recording.read_from or {}).get(module, None if recorder is None else recorder.last)
+    call = last_call(module)
     return module if call is None else _Execution(call, derivatives)
 
 
