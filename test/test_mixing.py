@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -96,10 +97,13 @@ ALONE: dict[str, Function] = {
 }
 
 
+@pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.parametrize("name", ALONE)
-def test_samples_alone(name: str) -> None:
+def test_samples_alone(name: str, differentiated: bool) -> None:
+    """Whether the gradient of the input is asked for makes no difference, here and below."""
     for samples in (1, 2, 4, 5):
         made, oracle = problem(ALONE[name], samples, False), Oracle(problem(ALONE[name], samples, False))
+        made.x.requires_grad_(differentiated)
         run(made)
         ggn = sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))
         for parameter_name, parameter in made.model.named_parameters():
@@ -135,10 +139,11 @@ MIXED_TOKENS: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("name", [*MIXED, *MIXED_TOKENS])
-def test_mixed_samples(name: str) -> None:
+@pytest.mark.parametrize(("name", "differentiated"), [*product(MIXED, [False, True]), *product(MIXED_TOKENS, [False])])
+def test_mixed_samples(name: str, differentiated: bool) -> None:
     for samples in (2, 4, 5):
         made = problem({**MIXED, **MIXED_TOKENS}[name], samples, name in MIXED_TOKENS)
+        made.x.requires_grad_(differentiated)
         with pytest.raises(MixedSamplesError, match=r"mixes them|is summed over the"):
             run(made)
         assert results(made.model) == {}

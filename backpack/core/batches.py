@@ -187,7 +187,7 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
     return found
 
 
-def holds_samples(tensor: Tensor | None, calls: Iterable[ModuleCall], samples: int) -> bool:
+def holds_samples(tensor: Tensor, calls: Iterable[ModuleCall], samples: int) -> bool:
     """Say whether a tensor holds what an outermost module was given for several samples.
 
     Args:
@@ -198,7 +198,7 @@ def holds_samples(tensor: Tensor | None, calls: Iterable[ModuleCall], samples: i
     Returns:
         Whether it is a view of the first tensor with as many rows, or has the same integers, in any order; as long as somebody holds that.
     """
-    if tensor is None or tensor.is_nested or tensor.requires_grad:
+    if tensor.is_nested:
         return False
     for call in calls:
         axis = _batch_axis(call)

@@ -188,11 +188,6 @@ class ModuleCall:
         return module if same else options.restored(module, constants)
 
     @property
-    def has_data(self) -> bool:
-        """Whether some input is a tensor that depends on no parameter."""
-        return any([slot.edge is None for slot in self.tensor_inputs])
-
-    @property
     def odd_types(self) -> bool:
         """Whether no rule holds, as they are complex, or differ in precision (autocast): what was computed is not what the tensors say then."""
         if self.released:  # refused later, where the tensors are asked for

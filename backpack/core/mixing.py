@@ -32,12 +32,12 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
         Whether that input may have samples: not so if it is made without data, of constants, or of what is copied for all.
     """
     calls, brings = _data_of(walk, samples, upstream)
-    given = [slot for call in calls for slot in call.tensor_inputs if slot.edge is None]
+    given = [slot for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
     if operation(node) in MATRIX_PRODUCTS and not brings and all(_is_constant(walk, _tensor(slot)) for slot in given):
         return False
     if brings or (upstream in walk.has_data and operation(node) != "Repeat"):
         return True
-    times = Counter(call.module for call in calls if call.has_data)  # once a sample
+    times = Counter(call.module for call in calls if walk.was_given_data(call))  # once a sample
     rows = [slot.shape[:-1] if slot.dtype.is_floating_point and len(slot.shape) > 1 else slot.shape for slot in given]
     return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
 
@@ -78,16 +78,16 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
         return
     for call, slot in ((mark.call, slot) for mark in marks for slot in mark.call.tensor_inputs):
         rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
-        known = holds_samples(_tensor(slot), walk.outermost, samples)
-        if slot.edge is None:
+        known = _holds_samples(walk, _tensor(slot), samples)
+        if walk.is_data(slot):
             batched = samples in rows[:2] and rows[0] != 1
         else:
             batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0])
-        if (known or batched) and not is_of_parameter(node, walk.leaves, samples, partial(_is_constant, walk)):
+        if (known or batched) and not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
-            raise mixing(walk, node, how + ("" if known or slot.edge is not None else _unknown_rows(slot.shape, rows.index(samples))))
+            raise mixing(walk, node, how + ("" if known or not walk.is_data(slot) else _unknown_rows(slot.shape, rows.index(samples))))
     rows = rows_looked_up(node) if operation(node) == "Embedding" else ()
-    if samples in rows or any(holds_samples(tensor, walk.outermost, samples) for tensor in saved_tensors(node)):
+    if samples in rows or any(_holds_samples(walk, tensor, samples) for tensor in saved_tensors(node)):
         how = f"what {node.name()} computes of data is summed over the {samples} samples"
         raise mixing(walk, node, how + (_unknown_rows(saved(node, "indices").shape, rows.index(samples)) if samples in rows else ""))
 
@@ -115,17 +115,21 @@ def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], boo
         node = stack.pop()
         ended = [mark.call for mark in walk.marks.get(node, ())]
         calls.update(ended)
-        brings = brings or (not ended and brings_rows(node, samples))
+        brings = brings or (not ended and brings_rows(walk, node, samples))
         layer = next((call for call in ended if not call.module._modules), None)  # its inputs tell, whatever its nodes make of them
         upstream = node.next_functions if layer is None else [slot.edge for slot in layer.tensor_inputs if slot.edge is not None]
-        new = {n for n, _ in upstream if n is not None and walk.reach[n]} - seen
+        new = {n for n, _ in upstream if walk.is_tracked(n)} - seen
         seen |= new
         stack += new
     return calls, brings
 
 
+def _holds_samples(walk: Walk, tensor: Tensor | None, samples: int) -> bool:
+    return tensor is not None and not walk.is_made(tensor) and holds_samples(tensor, walk.outermost, samples)
+
+
 def _is_constant(walk: Walk, tensor: Tensor | None) -> bool:
-    return place_of(tensor) in walk.constant_places  # a view of a buffer
+    return place_of(tensor) in walk.constant_places  # a view of a buffer, say
 
 
 def _tensor(slot: Slot) -> Tensor | None:

@@ -198,8 +198,52 @@ class Walk:
             if mark.call.is_loss or (self.second_order and node not in self.to_loss and take_for_loss(mark.call)):
                 if not mark.base:  # else it ends further down
                     self.to_loss.add(node)
-            elif node not in self.has_data and mark.call.has_data:
+            elif node not in self.has_data and self.was_given_data(mark.call):
                 self.has_data.add(node)
+
+    def is_tracked(self, node: Node | None) -> bool:
+        """Say whether something depends on tracked parameters, and does not only have a graph, as inputs that require a gradient do.
+
+        Args:
+            node: The node that made it; ``None`` if it has no graph.
+
+        Returns:
+            Whether it does.
+        """
+        return bool(self.reach.get(node))
+
+    def is_made(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is a parameter, or was made of tracked ones.
+
+        Args:
+            tensor: A tensor that a node has saved, or a module was called with.
+
+        Returns:
+            Whether it is or was.
+        """
+        return isinstance(tensor, Parameter) or self.is_tracked(tensor.grad_fn)
+
+    def is_data(self, slot: Slot) -> bool:
+        """Say whether a module was called with a tensor that depends on no tracked parameter.
+
+        Args:
+            slot: The tensor.
+
+        Returns:
+            Whether it does not.
+        """
+        return slot.edge is None or not self.is_tracked(slot.edge[0])
+
+    def was_given_data(self, call: ModuleCall) -> bool:
+        """Say whether a module was called with such a tensor.
+
+        Args:
+            call: Its call.
+
+        Returns:
+            Whether it was.
+        """
+        return any(map(self.is_data, call.tensor_inputs))
 
     def is_linear(self, node: Node) -> bool:
         """Say whether a node between a loss and the root is linear, almost everywhere, in what depends on parameters.
@@ -315,9 +359,9 @@ class Walk:
 
     @cached_property
     def constant_places(self) -> set[int]:
-        """Addresses of buffers of outermost modules, without those of what one was given, which may be samples, in any layout."""
-        buffers = {place_of(buffer) for call in self.outermost for buffer in call.module.buffers()}
-        return buffers - {place_of(tensor) for call in self.outermost for tensor in given_to(call)} - {0}
+        """Addresses of what outermost modules own, without those of what one was given, which may be samples, in any layout."""
+        own = {place_of(tensor) for call in self.outermost for tensor in (*call.module.buffers(), *call.module.parameters())}
+        return own - {place_of(tensor) for call in self.outermost for tensor in given_to(call)} - {0}
 
     @cached_property
     def recorded(self) -> set[int]:
