@@ -125,7 +125,9 @@ class Cell(nn.GRUCell):
 
 @pytest.mark.parametrize(("samples", "steps"), [(1, 3), (2, 3), (3, 3), (4, 3), (3, 1)])
 @pytest.mark.parametrize(
-    "make", [lambda: Encoder(4, 3), lambda: SelfAttention(4, 2), lambda: Layer(4, 2, 3, dropout=0.0), lambda: Cell(1, 3)], ids=["GRU", "MHA", "TEL", "cell"]
+    "make",
+    [lambda: Encoder(4, 3), lambda: SelfAttention(4, 2), lambda: Layer(4, 2, 3, dropout=0.0), lambda: Cell(1, 3)],
+    ids=["GRU", "MHA", "TEL", "cell"],
 )
 def test_samples_of_classes_that_inherit_from_torch(make: Callable[[], nn.Module], samples: int, steps: int) -> None:
     """Who brings a ``forward`` of their own may take samples otherwise than the class that they inherit from: axis 0 counts."""

@@ -78,6 +78,11 @@ def experts(net: Net, x: Tensor) -> Tensor:
     return out
 
 
+def features_first(net: Net, x: Tensor) -> Tensor:
+    softmax = net._modules.setdefault("softmax", extend(nn.LogSoftmax(0)))
+    return softmax(net.layer(x).permute(2, 1, 0)).permute(2, 1, 0)
+
+
 ALONE: dict[str, Function] = {
     "rows of a loop": lambda net, x: stack([(row @ net.weight).tanh().sum(0) for row in x]),
     "rows of a loop, minus their mean": lambda net, x: stack([h - h.mean() for h in (row @ net.weight for row in x)]),
@@ -93,7 +98,7 @@ ALONE: dict[str, Function] = {
         (net.layer(x)[:, :, None] - net._parameters.setdefault("centers", nn.Parameter(x[0]))).square().sum(3)
     ),
     "an expert without rows": experts,
-    "softmax over features that come first": lambda net, x: net._modules.setdefault("soft", extend(nn.LogSoftmax(0)))(net.layer(x).permute(2, 1, 0)).permute(2, 1, 0),
+    "softmax over features that come first": features_first,
 }
 
 

@@ -104,6 +104,20 @@ class Sequences(Model):
         return sum(F.cross_entropy(self.head(h), one) for h, one in zip(self.body(x).tanh(), y, strict=True)) / len(y)
 
 
+class Einsum(Model):
+    """``[N, 4]``, the last product with the samples on another axis."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.einsum("nd,cd->nc", self.body(x).tanh(), self.head.weight) + self.head.bias, y)
+
+
+class Turned(Model):
+    """``[N, 4]``, the last product of turned matrices."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy((self.head.weight @ self.body(x).tanh().T).T + self.head.bias, y)
+
+
 class Tokens(Model):
     """``[N, T, 4]``; the loss over parts of all tokens."""
 
@@ -167,7 +181,7 @@ class TwoHeads(Model):
 
 def given(cls: type[Model], samples: int, length: int) -> tuple[Model, Tensor, Tensor]:
     torch.manual_seed(0)
-    shape = (samples,) if cls in (Rows, Functional, Chunks, Sorted) else (samples, length)
+    shape = (samples,) if cls in (Rows, Functional, Einsum, Turned, Chunks, Sorted) else (samples, length)
     return cls().double(), torch.randn(*shape, 4, dtype=torch.float64), torch.randint(4, shape)
 
 
@@ -258,7 +272,7 @@ FIRST = (BatchGrad(), Variance())
 SECOND = (BatchDiagGGNExact(),)
 
 
-@pytest.mark.parametrize("cls", [Rows, Positions, Shifted, Functional, Cast])
+@pytest.mark.parametrize("cls", [Rows, Positions, Shifted, Functional, Einsum, Turned, Cast])
 @pytest.mark.parametrize(("samples", "length"), [(1, 2), (1, 4), (2, 3), (3, 2), (5, 3)])
 def test_one_row_a_sample(cls: type[Model], samples: int, length: int) -> None:
     """Where modules inside return as many rows as the model is given samples, these are the samples."""
@@ -298,6 +312,57 @@ def test_rows_that_may_be_something_else(cls: type[Model], samples: int, length:
     with pytest.raises(BackpackError), backpack(*extensions):
         model(x, y).backward()
     assert results(model) == {}
+
+
+class Prototypes(nn.Module):
+    """A loss by hand, of the products of what two layers make of samples and of prototypes."""
+
+    def __init__(self, number: int, made: Callable[[Prototypes], Tensor]) -> None:
+        super().__init__()
+        self.made, self.embed, self.key, self.table = made, nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(number, 2)
+        self.rows, self.attribute = nn.Parameter(torch.randn(number, 2)), torch.randn(number, 2, dtype=torch.float64)
+        self.register_buffer("grid", torch.randn(number, 2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.embed(x).tanh() @ self.key(self.made(self)).T - y).square().sum()
+
+
+MADE: dict[str, Callable[[Prototypes], Tensor]] = {
+    "parameter": lambda net: net.rows,
+    "function of a parameter": lambda net: net.rows.tanh(),
+    "table": lambda net: net.table.weight,
+    "looked up": lambda net: net.table(torch.arange(len(net.rows))),
+    "buffer": lambda net: net.grid,
+    "attribute": lambda net: net.attribute,
+}
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("number", [3, 4])
+@pytest.mark.parametrize("name", MADE)
+def test_rows_that_are_the_same_for_all_samples(name: str, number: int, differentiated: bool) -> None:
+    """As many prototypes as samples are no samples; where they are left out, the others are exact."""
+    torch.manual_seed(0)
+    model, x, y = Prototypes(number, MADE[name]).double(), torch.randn(3, 2, dtype=torch.float64), torch.randn(3, number, dtype=torch.float64)
+    expected = torch.stack([torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]), model.embed.weight)[0] for n in range(3)])
+    extend(model)
+    with pytest.raises(BackpackError, match=r"key\.bias.*used outside of everything that has samples"), backpack(BatchGrad()):
+        model(x.requires_grad_(differentiated), y).backward()
+    assert results(model) == {}
+    with backpack(BatchGrad(exclude=["key.weight", "key.bias", "rows", "table.weight"])):
+        model(x, y).backward()
+    close(model.embed.weight.grad_batch, expected)
+
+
+def test_penalty_on_what_a_layer_makes_of_parameters() -> None:
+    """It is called from outside of the model, and returns as many rows as there are samples."""
+    model, lossfunc = extend(Prototypes(3, MADE["parameter"])), extend(nn.MSELoss())
+    model.forward = lambda x: model.embed(x) @ model.key(model.rows).T
+    for x in (torch.randn(3, 2), torch.randn(3, 2, requires_grad=True)):
+        with pytest.raises(BackpackError, match=r"used outside of everything that has samples.*leave_out"), backpack(BatchGrad()):
+            keys = model.key(model.rows)
+            (lossfunc(model(x), torch.ones(3, 3)) + (keys @ keys.T - torch.eye(3)).square().sum()).backward()
+        assert results(model) == {}
 
 
 def windows() -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import Parameter
 
 from backpack.core.graph import LINEAR, PRODUCTS, call_node, operation, outputs_of, saved, saved_tensors, settings_of, shape_of, tensor_at
 from backpack.core.samples import Layout, after_sum, decode, probe, split, sum_to
@@ -82,8 +83,21 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
     # whether what takes part beside the graph is known to be constant, a number, or to have no rows of its own
     if operation(node) in _ENTRYWISE and any(walk.is_tracked(n) and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
         return True
-    others = [tensor for tensor in saved_tensors(node) if not walk.is_made(tensor)]
+    others = [tensor for tensor in saved_tensors(node) if not is_made(walk, tensor)]
     return bool(others) and all(not tensor.dim() or is_constant(tensor) for tensor in others)
+
+
+def is_made(walk: Walk, tensor: Tensor) -> bool:
+    """Say whether a tensor is a parameter, or was made of tracked ones.
+
+    Args:
+        walk: The graph.
+        tensor: A tensor that a node has saved, or a module was called with.
+
+    Returns:
+        Whether it is or was.
+    """
+    return isinstance(tensor, Parameter) or walk.is_tracked(tensor.grad_fn)
 
 
 def rows_made(node: Node) -> torch.Size:

@@ -200,3 +200,19 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
         "Write `backpack.leave_out(term)` for a term to be ignored.",
         parameters,
     )
+
+
+def refuse_target(path: str) -> None:
+    """Refuse a loss of which not only the prediction depends on parameters.
+
+    Args:
+        path: Its name.
+
+    Raises:
+        LossValueError: Always.
+    """
+    raise LossValueError(
+        f"{path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
+        "respect to its prediction is not all of it. Detach the target, or whatever else it is; or make one prediction of all that depends on "
+        "parameters (the difference of two, say, with zeros as its target)."
+    )

@@ -12,11 +12,12 @@ from torch.autograd.graph import Node
 
 from backpack.core.batches import holds_samples, place_of
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import MATRIX_PRODUCTS, brings_rows, is_of_parameter, rows_looked_up
+from backpack.core.crossings import MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, rows_looked_up
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.refusals import mixing
 from backpack.core.slots import Slot
 from backpack.core.walk import Walk
+from backpack.utils.nested import tensors_in
 
 
 def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
@@ -40,6 +41,35 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
     times = Counter(call.module for call in calls if walk.was_given_data(call))  # once a sample
     rows = [slot.shape[:-1] if slot.dtype.is_floating_point and len(slot.shape) > 1 else slot.shape for slot in given]
     return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
+
+
+def is_shared(walk: Walk, node: Node, call: ModuleCall, samples: int) -> bool:
+    """Say whether a module has returned rows that stand beside the samples, as many of them: made of parameters and constants, like prototypes.
+
+    Args:
+        walk: The graph.
+        node: Node that made them.
+        call: Call of the module.
+        samples: Number of rows.
+
+    Returns:
+        Whether there is data, but none of it takes part, nor of unknown origin, as far as calls of modules tell.
+    """
+    alone = samples <= 1 or (call.root and len(walk.outermost) == 1)
+    if alone or not any(map(walk.was_given_data, walk.outermost)):
+        return False
+    calls, brings = _data_of(walk, samples, node)
+    tensors = [_tensor(slot) for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
+    attributes = (value for call in walk.outermost for module in call.module.modules() for value in vars(module).values())
+    constants = walk.constant_places | ({place_of(value) for value in attributes if isinstance(value, Tensor)} - walk.given_places)
+    nested = any(tensors_in(value) for call in calls for value in call.inputs if not isinstance(value, Slot))
+    return not (brings or nested) and all(place_of(tensor) in constants or _counts(tensor) for tensor in tensors)
+
+
+def _counts(tensor: Tensor | None) -> bool:
+    # whether it is torch.arange(n)
+    whole = tensor is not None and tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
+    return whole and torch.equal(tensor, torch.arange(len(tensor), dtype=tensor.dtype, device=tensor.device))
 
 
 def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], shape: torch.Size) -> str:
@@ -82,7 +112,7 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
         if walk.is_data(slot):
             batched = samples in rows[:2] and rows[0] != 1
         else:
-            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0])
+            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and _leads(walk, node, slot.edge[0])
         if (known or batched) and not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
             raise mixing(walk, node, how + ("" if known or not walk.is_data(slot) else _unknown_rows(slot.shape, rows.index(samples))))
@@ -124,8 +154,18 @@ def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], boo
     return calls, brings
 
 
+def _leads(walk: Walk, node: Node, goal: Node) -> bool:
+    # whether a node was computed from another one, from which a parameter is reached
+    seen, stack = {node}, [node]
+    while stack:
+        new = {n for n, _ in stack.pop().next_functions if walk.is_tracked(n)} - seen
+        seen |= new
+        stack += new
+    return goal in seen
+
+
 def _holds_samples(walk: Walk, tensor: Tensor | None, samples: int) -> bool:
-    return tensor is not None and not walk.is_made(tensor) and holds_samples(tensor, walk.outermost, samples)
+    return tensor is not None and not is_made(walk, tensor) and holds_samples(tensor, walk.outermost, samples)
 
 
 def _is_constant(walk: Walk, tensor: Tensor | None) -> bool:

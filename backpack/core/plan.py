@@ -121,10 +121,9 @@ class Plan(Tracking):
             states.update(dict.fromkeys(states, SPLIT))
         if SPLIT in states.values():
             refuse_summed(self.walk, node, marks, self._samples_at[node])
-        if node in self._unsure:
+        if node in self._unsure and any(not mark.base for mark in marks):
             refuse_other_rows(self.walk, node, states.values())
-            if any(not mark.base for mark in marks):
-                self._unsure.discard(node)
+            self._unsure.discard(node)
         if not (self._choose_unit(node, states, marks) or self._choose_node(node, states)):
             self._cross(node, states)
 

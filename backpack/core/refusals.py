@@ -299,7 +299,7 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
 
     Args:
         walk: The graph.
-        node: A node between a loss, whose rows have been taken for samples, and the output of a module, which will tell.
+        node: A node that made the output of a module, upstream of a loss whose rows have been taken for samples.
         states: States of its outputs.
 
     Raises:
@@ -307,8 +307,8 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
     """
     if any(state is not SPLIT and settle(state) != first_axis(state.samples) for state in states):
         raise UnsupportedError(
-            f"Axis 0 of what a loss takes does not hold the samples: there is no such axis at {walk.where(node)}. Compute the loss from "
-            "predictions with the samples on axis 0."
+            f"The loss takes the rows of its prediction for samples, but these are not the rows of what a module inside returns, at "
+            f"{walk.where(node)}. {_RETURN}"
         )
 
 

@@ -20,7 +20,8 @@ from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, has_samples, prediction_first, title
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, has_samples, prediction_first, refuse_target, title
+from backpack.core.mixing import is_shared
 from backpack.core.samples import Layout, along, first_axis, layout_of
 from backpack.core.slots import Edge, Slot
 from backpack.core.state import recording
@@ -189,7 +190,7 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
         return None
     if any(slot.edge is not None and walk.reach.get(slot.edge[0]) for slot in call.tensor_inputs[1:]):
         if second_order:
-            _refuse_target(call.path)
+            refuse_target(call.path)
         return None
     if not has_samples(call, second_order):
         return None
@@ -225,7 +226,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     if curved is not None:
         refuse_curved(node, curved)
     if any(walk.reach.get(upstream) for upstream, _ in nexts[1:]):
-        _refuse_target(title(node))
+        refuse_target(title(node))
     below, shape = nexts[0], shape_of(nexts[0])
     dim = saved(node, "dim") % len(shape) if classes and shape else None
     if len(shape) < 1 + classes:
@@ -265,7 +266,9 @@ def start_at_output(walk: Walk, node: Node, mark: Mark, known: bool) -> Layout |
     axis = sample_axis(call, mark.index)
     size = shape[axis] if axis < len(shape) else None
     expected = {rows_of(call, walk.marks[node])} if call.root else walk.batches or {size}
-    return first_axis(size, axis) if size is not None and size in expected else None
+    if size is None or size not in expected:
+        return None
+    return None if is_shared(walk, node, call, size) else first_axis(size, axis)
 
 
 def refuse_curved(node: Node, curved: Node) -> None:
@@ -286,14 +289,6 @@ def refuse_curved(node: Node, curved: Node) -> None:
         f"{name} lies between {loss} and the tensor on which backward was called. Second-order quantities are exact only for weighted "
         "sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss. Call backward on the loss "
         "without this operation; products with the Hessian of what you have are in backpack.hessianfree."
-    )
-
-
-def _refuse_target(path: str) -> None:
-    raise LossValueError(
-        f"{path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
-        "respect to its prediction is not all of it. Detach the target, or whatever else it is; or make one prediction of all that depends on "
-        "parameters (the difference of two, say, with zeros as its target)."
     )
 
 

@@ -212,17 +212,6 @@ class Walk:
         """
         return bool(self.reach.get(node))
 
-    def is_made(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is a parameter, or was made of tracked ones.
-
-        Args:
-            tensor: A tensor that a node has saved, or a module was called with.
-
-        Returns:
-            Whether it is or was.
-        """
-        return isinstance(tensor, Parameter) or self.is_tracked(tensor.grad_fn)
-
     def is_data(self, slot: Slot) -> bool:
         """Say whether a module was called with a tensor that depends on no tracked parameter.
 
@@ -257,23 +246,6 @@ class Walk:
         if operation(node) in LINEAR_IN_LOG_PROBABILITIES and node not in self.to_loss:
             return True
         return is_linear(node, lambda n: n in self.to_loss or self.reach[n])
-
-    def leads(self, node: Node, goal: Node) -> bool:
-        """Say whether a node was computed from another one.
-
-        Args:
-            node: The node.
-            goal: The other one, from which a parameter is reached.
-
-        Returns:
-            Whether a path leads there.
-        """
-        seen, stack = {node}, [node]
-        while stack:
-            new = {n for n, _ in stack.pop().next_functions if self.reach.get(n)} - seen
-            seen |= new
-            stack += new
-        return goal in seen
 
     def piece(self, node: Node, call: ModuleCall, base: bool = False) -> Piece | None:
         """Collect the nodes between a call's output and its inputs.
@@ -358,10 +330,14 @@ class Walk:
         return not any(rows_of(call) is not None or batch_of(call) in found for call, found in lengths.items())
 
     @cached_property
+    def given_places(self) -> set[int]:
+        """Addresses of what outermost modules were given, which may be samples, in any layout."""
+        return {place_of(tensor) for call in self.outermost for tensor in given_to(call)} | {0}
+
+    @cached_property
     def constant_places(self) -> set[int]:
-        """Addresses of what outermost modules own, without those of what one was given, which may be samples, in any layout."""
-        own = {place_of(tensor) for call in self.outermost for tensor in (*call.module.buffers(), *call.module.parameters())}
-        return own - {place_of(tensor) for call in self.outermost for tensor in given_to(call)} - {0}
+        """Addresses of what outermost modules own, without those of what one was given."""
+        return {place_of(tensor) for call in self.outermost for tensor in (*call.module.buffers(), *call.module.parameters())} - self.given_places
 
     @cached_property
     def recorded(self) -> set[int]:
