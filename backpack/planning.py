@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -97,10 +98,12 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
     need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
     try:
         plan = Plan(walk, walk.roots, walk.second_order, need)
-    except (LossNotExtendedError, NotRecordedError, UnattributedError):
+    except (LossNotExtendedError, NotRecordedError, UnattributedError) as error:
         if returns and walk.to_loss.isdisjoint(walk.roots):  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
             return None
-        raise
+        plan = _plan_from_losses(walk, need)
+        if plan is None:
+            raise error
     if not plan.uses:
         return None
     if walk.second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
@@ -113,6 +116,24 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
             unreal,
         )
     return plan
+
+
+def _plan_from_losses(walk: Walk, need: Need) -> Plan | None:
+    """Plan a first-order pass of which a parameter lies behind the outputs of models, in a module that returns the loss, say.
+
+    Args:
+        walk: The graph.
+        need: What the pass needs to know of modules.
+
+    Returns:
+        A plan in which samples start at known losses, as for second-order quantities; ``None`` if that is refused, too.
+    """
+    if walk.second_order or walk.returns_loss:
+        return None
+    walk.returns_loss = True
+    with suppress(BackpackError):
+        return Plan(walk, walk.roots, walk.second_order, need)
+    return None
 
 
 def all_refused(

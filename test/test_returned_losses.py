@@ -365,6 +365,52 @@ def test_penalty_on_what_a_layer_makes_of_parameters() -> None:
         assert results(model) == {}
 
 
+@pytest.mark.parametrize("extension", [BatchGrad, Variance, BatchDiagGGNExact])
+@pytest.mark.parametrize("lossfunc", [F.mse_loss, extend(nn.MSELoss())], ids=["function", "module"])
+@pytest.mark.parametrize("made", [lambda net: net.rows, lambda net: net.rows.tanh(), lambda net: net.key(net.rows)], ids=["row", "tanh", "layer"])
+@pytest.mark.parametrize("number", [3, 4])
+def test_penalty_that_is_a_known_loss(number: int, made: Callable[[Prototypes], Tensor], lossfunc: Callable, extension: type) -> None:
+    model = extend(Prototypes(number, MADE["parameter"]))
+    model.forward = model.embed.forward
+    with pytest.raises(BackpackError, match=r"used outside of everything that has samples.*leave_out"), backpack(extension()):
+        out = model(torch.randn(3, 2))
+        (extend(nn.MSELoss())(out, torch.ones(3, 2)) + lossfunc(made(model), torch.ones(number, 2))).backward()
+    assert results(model) == {}
+
+
+class Angles(nn.Module):
+    """A loss with parameters of its own, which returns one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(8 * F.linear(F.normalize(z), F.normalize(self.weight)), y)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+@pytest.mark.parametrize("apart", [False, True])
+def test_losses_with_parameters(samples: int, apart: bool) -> None:
+    """Behind the output of the model, samples of first-order quantities start at the known loss inside, too."""
+    torch.manual_seed(0)
+    net, head = nn.Sequential(nn.Linear(2, 3), nn.Tanh()).double(), Angles().double()
+    x, y = torch.randn(samples, 2, dtype=torch.float64), torch.randint(4, (samples,))
+    parameters = [*net.parameters(), *head.parameters()]
+    alone = [torch.autograd.grad(head(net(x[n : n + 1]), y[n : n + 1]) / samples, parameters) for n in range(samples)]
+    extend(net)
+    extend(head)
+    with backpack(BatchGrad()):
+        (head(net(x), y) + (apart * net(2 * x).sum())).backward()
+    if apart:
+        alone = [
+            [g + more for g, more in zip(of_one, (*torch.autograd.grad(net(2 * x[n : n + 1]).sum(), parameters[:-1]), 0.0), strict=True)]
+            for n, of_one in enumerate(alone)
+        ]
+    for i, parameter in enumerate(parameters):
+        close(parameter.grad_batch, torch.stack([of_one[i] for of_one in alone]))
+
+
 def windows() -> Tensor:
     return torch.randn(6, dtype=torch.float64).unfold(0, 4, 1)
 

@@ -12,8 +12,9 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
-from backpack.core.graph import operation
-from backpack.core.slots import Slot
+from backpack.core.graph import operation, shape_of
+from backpack.core.samples import Layout
+from backpack.core.slots import Edge, Slot
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
 
 _OWN = OwnLossDerivatives()
@@ -215,4 +216,21 @@ def refuse_target(path: str) -> None:
         f"{path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
         "respect to its prediction is not all of it. Detach the target, or whatever else it is; or make one prediction of all that depends on "
         "parameters (the difference of two, say, with zeros as its target)."
+    )
+
+
+def refuse_axis(path: str, edge: Edge, layout: Layout) -> None:
+    """Refuse a prediction whose samples lie on another axis than the loss takes them from.
+
+    Args:
+        path: Name of the loss.
+        edge: Edge of the prediction.
+        layout: Where they lie.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"{path} takes its samples from axis 0 of a prediction of shape {list(shape_of(edge))}, but the {layout.samples} samples lie on axis "
+        f"{layout.axis} there. Give it the samples on axis 0, [N, C, T] or [N * T, C], say, instead of [T, C, N]."
     )

@@ -43,20 +43,18 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
     return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
 
 
-def is_shared(walk: Walk, node: Node, call: ModuleCall, samples: int) -> bool:
-    """Say whether a module has returned rows that stand beside the samples, as many of them: made of parameters and constants, like prototypes.
+def is_shared(walk: Walk, node: Node, samples: int) -> bool:
+    """Say whether rows stand beside the samples, maybe as many of them: made of parameters and constants, like prototypes.
 
     Args:
         walk: The graph.
         node: Node that made them.
-        call: Call of the module.
         samples: Number of rows.
 
     Returns:
-        Whether there is data, but none of it takes part, nor of unknown origin, as far as calls of modules tell.
+        Whether there is data, but none of it takes part, nor anything of unknown origin, as far as calls of modules tell.
     """
-    alone = samples <= 1 or (call.root and len(walk.outermost) == 1)
-    if alone or not any(map(walk.was_given_data, walk.outermost)):
+    if samples <= 1 or not any(map(walk.was_given_data, walk.outermost)):
         return False
     calls, brings = _data_of(walk, samples, node)
     tensors = [_tensor(slot) for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
