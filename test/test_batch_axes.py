@@ -159,6 +159,27 @@ def test_losses_that_look_at_axis_0() -> None:
     torch.testing.assert_close(model.weight_hh_l0.grad_batch.sum(0), model.weight_hh_l0.grad)
 
 
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_one_of_the_rows(extension: type, samples: int) -> None:
+    """The last step of ``[T, N, C]`` is no sample; losses of one sample after the other, and of a slice, are losses of samples."""
+    torch.manual_seed(0)
+    model, lossfunc, x, y = extend(nn.Linear(4, 3)), extend(nn.MSELoss()), torch.randn(3, samples, 4), torch.randn(3, samples, 3)
+    for last in (lambda out: out[-1], lambda out: out.unbind()[-1]):
+        with pytest.raises(UnsupportedError, match=r"one of the 3 rows that Linear returned, of shape .*Return the samples"), backpack(extension()):
+            lossfunc(last(model(x)), y[-1]).backward()
+        assert results(model) == {}
+    with backpack(extension()):
+        sum(lossfunc(out, one) for out, one in zip(model(x), y, strict=True)).backward()
+    whole = getattr(model.weight, extension.savefield)
+    with backpack(extension()):
+        (3 * lossfunc(model(x), y)).backward()
+    torch.testing.assert_close(getattr(model.weight, extension.savefield), whole)
+    with backpack(extension()):
+        lossfunc(model(x)[-1:], y[-1:]).backward()
+    assert getattr(model.weight, extension.savefield).count_nonzero() == 12
+
+
 def test_wrapped_sequences() -> None:
     """Of other modules it is not known: axis 0 of their output counts, and the error says to transpose."""
     model, x = extend(nn.Sequential(nn.GRU(4, 3), ReduceTuple(0))), torch.randn(5, 2, 4)

@@ -25,6 +25,7 @@ from backpack.core.refusals import (
     mixing,
     nowhere,
     refuse_compiled,
+    refuse_one_row,
     refuse_other_rows,
     refuse_second_order,
     single,
@@ -89,6 +90,9 @@ class Plan(Tracking):
         for start, doubt in self._doubts.items():
             if start not in self._told:
                 self._note(doubt)
+        if len(self.losses) == 1:
+            for start in self.losses.values():
+                refuse_one_row(self.walk, start.call, start.below, start.layout)
         if self._refusals:
             raise merge(self._refusals)
         if len(self.losses) > 1:

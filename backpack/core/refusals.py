@@ -21,6 +21,7 @@ from backpack.utils.errors import MixedSamplesError, NotRecordedError, Unattribu
 
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
 _RETURN = "Let the model return its predictions, with the samples on axis 0, and compute the loss of them."
+_SELECT = frozenset({"Select", "Unbind"})
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 """Where the classes of sharded modules and of sharded parameters come from."""
 
@@ -309,6 +310,34 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
         raise UnsupportedError(
             f"The loss takes the rows of its prediction for samples, but these are not the rows of what a module inside returns, at "
             f"{walk.where(node)}. {_RETURN}"
+        )
+
+
+def refuse_one_row(walk: Walk, loss: object, below: Edge, layout: Layout) -> None:
+    """Refuse a single loss of one row of what a module has returned, as ``out[-1]``: what lies on axis 0 there is something else than samples.
+
+    Args:
+        walk: The graph.
+        loss: The only loss.
+        below: Edge of its prediction.
+        layout: Where the samples would lie in it.
+
+    Raises:
+        UnsupportedError: If the prediction is such a row.
+    """
+    node, selects = below[0], False
+    while node not in walk.marks:
+        selects = selects or operation(node) in _SELECT
+        ways = [upstream for upstream, _ in node.next_functions if walk.is_tracked(upstream)]
+        if len(ways) != 1:
+            return
+        node = ways[0]
+    if selects and layout.samples > 1 and len(set(settle(layout).labels)) == 1:
+        raise UnsupportedError(
+            f"{loss} is a loss of one of the {layout.samples} rows that {walk.marks[node][-1].call} returned, of shape {list(shape_of((node, 0)))}: "
+            "on axis 0 there lie no samples, it seems, but steps in time, say. Return the samples on axis 0 (transpose, or batch_first=True), and "
+            "extend the whole model; for the loss of a single sample, take a slice (out[i : i + 1]).",
+            walk.named(walk.reach[node]),
         )
 
 
