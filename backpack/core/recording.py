@@ -11,7 +11,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils.hooks import RemovableHandle
 
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import pass_on
@@ -171,21 +170,17 @@ class Recorder:
             _show_recorded_tensors(type(module))
         self._last = ref(call)
 
-    def install(self, module: Module) -> tuple[RemovableHandle, ...]:
+    def install(self, module: Module) -> None:
         """Install the hooks.
 
         Args:
             module: The module to record.
-
-        Returns:
-            Handles that remove them.
         """
         if not module._modules and vars(module).get("inplace") is not True:
-            return (module.register_forward_hook(self.at_once, with_kwargs=True, prepend=True),)
-        return (
-            module.register_forward_pre_hook(self.before, with_kwargs=True),
-            module.register_forward_hook(self.after, with_kwargs=True, always_call=True, prepend=True),
-        )
+            module.register_forward_hook(self.at_once, with_kwargs=True, prepend=True)
+            return
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True, prepend=True)
 
 
 def _again(path: str, kind: str, bare: bool, fields: list[str], torn: bool = False) -> Recorder:

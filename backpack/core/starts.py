@@ -261,13 +261,13 @@ def start_at_output(walk: Walk, node: Node, mark: Mark, known: bool) -> Layout |
         walk: The graph.
         node: Node of the output.
         mark: What a call left there.
-        known: Whether samples have arrived there from a loss: then only a model has a say.
+        known: Whether samples have arrived there from a loss: then only a model has a say, and the call is that of an outermost module.
 
     Returns:
         The layout; ``None`` if the output does not tell.
     """
     call, shape = mark.call, mark.call.outputs[mark.index].shape
-    if mark.base or call.is_loss or (known and not (call.root and call.module._modules)):
+    if mark.base or call.is_loss or (known and not call.module._modules):
         return None
     axis = sample_axis(call, mark.index)
     size = shape[axis] if axis < len(shape) else None

@@ -65,7 +65,7 @@ def products_in(node: Node) -> tuple[int, int]:
     if name not in _FACTORS:
         return 0, 0
     edges = [node.next_functions[i] for i in _FACTORS[name]]
-    known = [edge is not None and edge[0] is not None for edge in edges]
+    known = [upstream is not None for upstream, _ in edges]
     output = prod(shape_of((node, 0)))
     if name == "Convolution":
         weight = shape_of(edges[1]) if known[1] else saved(node, "weight").shape

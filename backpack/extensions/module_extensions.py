@@ -227,10 +227,9 @@ class MatToJacMat(ModuleExtension):
         Returns:
             Columns ``[V, N, *input0]``, or a list of them. With subsampling ``N`` counts the chosen samples.
         """
-        chosen = extension.get_subsampling()
+        chosen, at = extension.get_subsampling(), _execution(module, self.derivatives)
         if self.derivatives.is_loss:
-            return self._start(extension, _execution(module, self.derivatives), g_out, chosen)
-        at = _execution(module, self.derivatives)
+            return self._start(extension, at, g_out, chosen)
         product = partial(self.derivatives.jac_t_mat_prod, at, g_inp, g_out, subsampling=chosen)
         return [product(columns) for columns in bpQuantities] if isinstance(bpQuantities, list) else product(bpQuantities)
 
