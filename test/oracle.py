@@ -114,7 +114,7 @@ class Problem:
         Returns:
             All outputs.
         """
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         outputs = self.output(self.model, self.x)
         return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
@@ -516,7 +516,7 @@ class Oracle:
         estimates = []
         with torch.random.fork_rng():
             for order in permutations(range(len(self.problem.terms))):
-                torch.set_rng_state(self._rng_after_forward) if seed is None else torch.manual_seed(seed)
+                torch.set_rng_state(self._rng_after_forward) if seed is None else torch.default_generator.manual_seed(seed)
                 columns = torch.cat([self._sampled_columns(i, mc_samples, index) for i in order])
                 estimates.append(torch.einsum("mnd,mne->nde", columns, columns))
         return estimates

@@ -608,6 +608,6 @@ def build(drawn: Drawn) -> Problem:
     """Build what was drawn, the same at every call."""
     seed, N, shape, steps, heads, terms = drawn
     with torch.random.fork_rng(), default_dtype(torch.float64):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         x = randn(N, *shape)
         return Problem(Net(steps, heads), x, [make_term(head, N, *term) for head, term in enumerate(terms)])

@@ -59,7 +59,7 @@ class Case:
             A new problem.
         """
         with torch.random.fork_rng(), default_dtype(dtype):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             return self.make(N)
 
 
