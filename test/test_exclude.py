@@ -17,6 +17,9 @@ from table import classify, default_dtype, regress
 from test_extensions import QUANTITIES, Expect, all_close, collect, run
 from torch import Tensor, nn, randn
 from torch.nn import Linear, Module, Sequential, Tanh
+from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 
 from backpack import backpack, extend
 from backpack.core.recording import recorder_of
@@ -267,7 +270,19 @@ def nested_afterwards() -> tuple[Module, ...]:
     return (model,)
 
 
-MOVED = [come_and_gone, taken_before, taken_afterwards, taken_and_put, exchanged, copied, nested_afterwards]
+def pruned() -> tuple[Module, ...]:
+    model = extend(nested())
+    prune.random_unstructured(model[0], "weight", amount=0.4)
+    return (model,)
+
+
+def parametrized() -> tuple[Module, ...]:
+    model = extend(nested())
+    register_parametrization(model[0], "weight", Tanh())
+    return (model,)
+
+
+MOVED = [come_and_gone, taken_before, taken_afterwards, taken_and_put, exchanged, copied, nested_afterwards, pruned, parametrized]
 
 
 @pytest.mark.parametrize("make", MOVED)
@@ -279,12 +294,25 @@ def test_names_are_those_of_now(make: Callable[[], tuple[Module, ...]]) -> None:
         assert written(model, name) == names - {name}
 
 
-@pytest.mark.parametrize("make", MOVED[:3])
+@pytest.mark.parametrize("make", MOVED)
 def test_messages_say_what_parameters_are_called_now(make: Callable[[], tuple[Module, ...]]) -> None:
     model, *_others = make()
     with backpack(KFAC()), pytest.raises(BackpackError) as caught:
         model(randn(N, 3)).sum().backward()
-    assert set(caught.value.about.values()) == {name for name, _ in model.named_parameters()}
+    assert caught.value.about == {parameter: name for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", [pruned, parametrized])
+def test_weight_that_a_layer_makes_can_be_left_out_as_told(make: Callable[[], tuple[Module, ...]]) -> None:
+    """What it is made of is called otherwise than it was when the model was extended."""
+    (model,), x = make(), randn(N, 3)
+    with backpack(KFLR()), pytest.raises(BackpackError) as caught:
+        mse_loss(model(x), x).backward()
+    ((parameter, name),) = caught.value.about.items()
+    assert name.startswith("0.") and parameter is model.get_parameter(name)
+    with backpack(KFLR(exclude=[name])):
+        mse_loss(model(x), x).backward()
+    assert {parameter for parameter in model.parameters() if not hasattr(parameter, "kflr")} == {parameter}
 
 
 def test_names_of_what_is_in_no_model_any_more() -> None:

@@ -225,10 +225,11 @@ def sizes(walk: Walk, edge: Edge, one: int, other: int) -> UnsupportedError:
     )
 
 
-def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
+def unequal(walk: Walk, parameter: Parameter, one: int, other: int) -> UnsupportedError:
     """Refuse a parameter that is used with mini-batches of different size.
 
     Args:
+        walk: The graph.
         parameter: The parameter.
         one: Number of samples for one use.
         other: Number of samples for another one.
@@ -240,7 +241,7 @@ def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
         f"{{names}}: used with mini-batches of {one} and of {other} samples in one backward pass: which samples belong together "
         "is not known. Call backward for each of them (backpack(..., accumulate=True) unites the results), or leave it out of all "
         "extensions: {exclude}.",
-        {parameter: owners[parameter]},
+        {parameter: walk.names[parameter]},
     )
 
 
