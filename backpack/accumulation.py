@@ -250,25 +250,25 @@ class Earlier:
         latest: dict[str, int] = {}
         for key in keys:
             latest[key[1]] = max(latest.get(key[1], 0), self._turn_of(key))
-        pairs, behind = [], set()
+        pairs, behind = [], {}
         by_field = {extension.savefield: extension for extension in self._extensions}
         for key in keys:
             parameter, field = self._parameters[key[0]], key[1]
             what = _What(parameter, field)
             combination = combination_of(by_field[field], what)
             if not combination.additive and (key not in coming or self._turn_of(key) < latest[field]):
-                behind.add((parameter, field))
+                behind.setdefault(parameter, []).append(field)
             elif key in self._found and key in coming:
                 _, value, note = self._found[key]
                 if note.done:
                     raise UnsupportedError(f"{what} was {', '.join(note.done)} between passes that accumulate. Do so after the last one.")
                 pairs.append((key, combination, part_of(value, note, what)))
         if behind:
-            fields = ", ".join(sorted({field for _, field in behind}))
+            fields = ", ".join(sorted(set().union(*behind.values())))
             raise UnsupportedError(
                 f"{{names}}: of the passes that accumulate {fields}, one has not reached these parameters, so that for its samples nothing is known. "
                 "Leave them out: {exclude}.",
-                owners.about(parameter for parameter, _ in behind),
+                {p: name for p, name in owners.about(self._parameters.values()).items() if p in behind},
             )
         return pairs
 

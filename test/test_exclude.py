@@ -324,6 +324,43 @@ def test_names_of_what_is_in_no_model_any_more() -> None:
     assert written(layer, "1.weight") == {"bias"}
 
 
+class Scaled(Module):
+    """Two products with matrices, of which some have no Kronecker factors."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.W, self.V, self.scale = parameter(3, 3)(), parameter(3, 3)(), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ (self.W if self.scale == 1 else self.scale * self.W)).tanh() @ (self.V if self.scale == 1 else self.V * self.scale)
+
+
+@pytest.mark.parametrize(("scale", "other"), [(2.0, 1.0), (2.0, 2.0)])
+def test_names_that_several_models_of_a_pass_have(scale: float, other: float) -> None:
+    """To leave out a name takes it out of all of them, which is said where that is more than is refused; parameters can be told apart."""
+    with default_dtype(torch.float64):
+        one, two, x = extend(Scaled(other)), extend(Scaled(scale)), randn(N, 3)
+    with backpack(KFLR()), pytest.raises(BackpackError) as caught:
+        mse_loss(two(one(x)), x).backward()
+    refused = {parameter for model in (one, two) if model.scale != 1 for parameter in model.parameters()}
+    assert caught.value.about.keys() == refused
+    (said,) = (part for part in str(caught.value).split("leave it out here: ")[1:])
+    assert said.startswith('`exclude=["W", "V"]`') and ("the keys of `error.about`" in said) == (other == 1)
+    with backpack(KFLR(exclude=caught.value.about), BatchGrad()):
+        mse_loss(two(one(x)), x).backward()
+    assert [hasattr(p, "kflr") for p in one.parameters()] == [other == 1] * 2 and not any(hasattr(p, "kflr") for p in two.parameters())
+
+
+def test_names_of_two_models_are_written_once() -> None:
+    layer, x = Linear(3, 3), randn(N, 3)
+    one, two = (extend(Sequential(layer, Linear(3, 3))) for _ in range(2))
+    with backpack(BatchGrad(), accumulate=True):
+        mse_loss(one(x), x).backward()
+        with pytest.raises(BackpackError, match=r'^1\.weight, 1\.bias: of the passes .*`exclude=\["1\.weight", "1\.bias"\]`\. ') as caught:
+            mse_loss(two(x), x).backward()
+    assert caught.value.about.keys() == {*one[1].parameters(), *two[1].parameters()}
+
+
 class Brackets(Module):
     """Names in which other characters than letters occur."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 from weakref import ref
 
 from torch.nn import Module, Parameter
+
+from backpack.utils.errors import Name
 
 savefields: set[str] = set()
 """Names of all attributes under which extensions save."""
@@ -184,7 +187,7 @@ class _Owners:
     def __getitem__(self, parameter: Parameter) -> str:
         return self.about([parameter])[parameter]
 
-    def about(self, parameters: Iterable[Parameter]) -> dict[Parameter, str]:
+    def about(self, parameters: Iterable[Parameter]) -> dict[Parameter, Name]:
         """Name parameters for messages, as they are called now: all modules are searched, hence once for all of a message.
 
         Args:
@@ -196,8 +199,14 @@ class _Owners:
         wanted, names = {id(parameter): parameter for parameter in parameters if parameter in self}, {}
         for key, place, name in self._current():
             names.setdefault(key, {}).setdefault(place, name)
-        ordered = [(wanted[key], names[key], self._named(wanted[key])) for key in list(self._names) if key in wanted]
-        return {parameter: own[next((place for place in reversed(named) if place in own), next(iter(own)))] for parameter, own, named in ordered}
+        found = {}
+        for parameter in (wanted[key] for key in list(self._names) if key in wanted):
+            own = names[id(parameter)]
+            found[parameter] = Name(own[next((place for place in reversed(self._named(parameter)) if place in own), next(iter(own)))])
+        bearers = Counter(found.values())
+        for name in found.values():
+            name.bearers = bearers[name]
+        return found
 
     def named(self, pattern: str) -> set[int]:
         """Find parameters by the name that they have now, in the outermost extended modules that live; the last one, if they are in none.
