@@ -185,7 +185,7 @@ def _counted(walk: Walk) -> str:
 
 
 def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> UnsupportedError:
-    """Refuse a tensor whose samples lie differently for two of its consumers.
+    """Refuse a tensor whose samples lie differently for two of its consumers: on another axis, or others; or the same in another order.
 
     Args:
         walk: The graph.
@@ -196,8 +196,12 @@ def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> Unsupported
     Returns:
         The error.
     """
+    shape = list(shape_of(edge))
+    if one._replace(labels=sorted(one.labels)) == other._replace(labels=sorted(other.labels)):
+        how = f"they lie in one order on axis {one.axis} of a tensor of shape {shape} for one of its consumers, and in another order for another one"
+        return mixing(walk, edge[0], f"{how}, as where each is added to another one (`x + x[permutation]`)")
     return UnsupportedError(
-        f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers, and on axis "
+        f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {shape} for one of its consumers, and on axis "
         f"{other.axis}, or in another order, for another one: per-sample quantities of {{names}} are ambiguous. What the model returns should have "
         "the samples on axis 0: transpose it, or set batch_first=True. If another axis of the model is as long as the mini-batch, use a mini-batch "
         "of another size. Or leave these parameters out of all extensions: {exclude}.",
