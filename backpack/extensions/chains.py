@@ -91,8 +91,8 @@ class ChainFlow(Flow):
             if count > 1:
                 bits = plan.walk.reach[node] & plan.concerned
                 raise BranchingError(
-                    f"{self.quantity} is exact on sequences of modules only, but {{names}} is reached "
-                    f"through {count} branches. Use the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of "
+                    f"{self.quantity} is exact on sequences of modules only, but {count} branches lead "
+                    "to {names}. Use the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of "
                     "backpack.hessianfree, or leave these parameters out: {exclude}.",
                     plan.walk.named(bits),
                 )

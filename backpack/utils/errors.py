@@ -35,11 +35,13 @@ class BackpackError(Exception):
         super().__init__(template.replace("{names}", short).replace("{exclude}", exclusion(*self.about.values())))
 
     def __str__(self) -> str:
-        """Return the message followed by the code under which the documentation explains it.
+        """Return the message followed by the code under which the documentation explains it; each reason has its own.
 
         Returns:
             The message.
         """
+        if len(self.parts) > 1:
+            return self.args[0]
         return f"{self.args[0] or type(self).__name__} [backpack:{self.code}]"
 
 

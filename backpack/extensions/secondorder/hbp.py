@@ -128,10 +128,10 @@ class HBP(SecondOrderBackpropExtension):
         for parameter, uses in sides_of(plan, self.averages_inputs).items():
             shape = list(parameter.shape)
             if id(parameter) in loose and sum(size > 1 for size in shape) > 1:
-                why = f"{{names}} of shape {shape} is used by an operation or a layer without a rule for Kronecker factors"
+                why = f"{{names}} of shape {shape}: used by an operation or a layer without a rule for Kronecker factors"
             elif len({(use.inputs, use.layout) for use in uses}) > 1:
                 why = (
-                    "{names} is used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
+                    "{names}: used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
                     "or transposed), so that its Kronecker factors are not defined"
                 )
             elif (why := _too_large(parameter, uses[0])) is None:
@@ -139,7 +139,7 @@ class HBP(SecondOrderBackpropExtension):
             yield self._without(plan, parameter, why)
 
     def _without(self, plan: Plan, parameter: Parameter, why: str) -> UnsupportedError:
-        way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclude}."
+        way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) there, and leave out {exclude} here."
         return UnsupportedError(f"{self.savefield}: {why}. {way_out}", {parameter: plan.walk.names[parameter]})
 
     def _without_averages(self, plan: Plan) -> Iterator[UnsupportedError]:
