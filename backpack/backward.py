@@ -43,6 +43,9 @@ class backpack:  # noqa: N801
 
     Contexts replace, they do not merge: inside a nested one only its own extensions are active.
 
+    ``backward(inputs=[w])`` fills ``.grad`` of ``w`` alone, but quantities are also written on other parameters that the pass comes by on its way to
+    ``w``, unless passes accumulate. It is ``exclude=`` of an extension that leaves parameters out of them.
+
     Example:
         >>> model, lossfunc = extend(model), extend(torch.nn.CrossEntropyLoss())
         >>> with backpack(Variance(), DiagGGNExact()):

@@ -93,7 +93,7 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
             call.part.frame.early_stop = False  # its last calls happen after the last tensor that autograd needs
     if walk.double or not walk.parameters:
         return None
-    if meta := [owners[parameter] for parameter in walk.parameters if parameter.is_meta]:
+    if meta := [walk.names[parameter] for parameter in walk.parameters if parameter.is_meta]:
         raise UnsupportedError(f"{meta[0]} is on the meta device, without numbers: where samples lie can be found out from numbers only.")
     need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
     try:
@@ -109,7 +109,7 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
     if walk.second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
         shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
         raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
-    if unreal := {parameter: owners[parameter] for parameter in plan.uses if parameter.is_complex()}:
+    if unreal := {parameter: walk.names[parameter] for parameter in plan.uses if parameter.is_complex()}:
         raise UnsupportedError(
             "{names}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex, or leave these parameters out of "
             "all extensions: {exclude}.",

@@ -154,6 +154,22 @@ def test_mixed_samples(name: str, differentiated: bool) -> None:
         assert results(made.model) == {}
 
 
+REORDERED: dict[str, Function] = {
+    "mixup": lambda net, x: net.other(0.7 * (h := net.layer(x).relu()) + 0.3 * h[torch.arange(len(x) - 1, -1, -1)]),
+    "neighbours": lambda net, x: (h := net.layer(x)) - h.roll(1, 0),
+    "neighbours, positions in front": lambda net, x: ((h := net.other(x.transpose(0, 1))) - h.roll(1, 1)).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_samples_in_two_orders(name: str) -> None:
+    for samples in (2, 4, 5):
+        made = problem(REORDERED[name], samples, False)
+        with pytest.raises(MixedSamplesError, match=r"influence one another: they lie in one order on axis \d of a tensor.*x\[permutation\]"):
+            run(made)
+        assert results(made.model) == {}
+
+
 @pytest.mark.parametrize("number", [6, 7])
 def test_points_that_the_model_is_given(number: int) -> None:
     """They may be rows of samples, as nodes of graphs are; those of a buffer are not."""

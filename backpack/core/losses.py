@@ -188,6 +188,11 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
             continue
         if call.is_loss and (swapped := _swapped(call)):
             hint = swapped
+        elif (call.is_loss or (call.recorder.bare and _makes_a_number(call))) and call.inputs and not isinstance(call.inputs[0], Slot):
+            hint = (
+                f"the first argument of {call.path}, the prediction, is a {type(call.inputs[0]).__name__}, but has to be one tensor with the samples "
+                "on axis 0. Give it all parts in one, as `torch.cat([mean, variance], 1)`, and let it take them apart"
+            )
         elif not call.recorder.bare and _makes_a_number(call):
             hint = f"{call.path} has parameters, but a loss is a function of the model's output: {write} for it"
         elif call.recorder.bare and len(call.inputs) > 1 and (call.derivatives in (None, _OWN) or isinstance(call.derivatives, GenericDerivatives)):

@@ -183,7 +183,7 @@ def other_rows(walk: Walk, node: Node, what: str, samples: int, axis: int | None
 
 
 def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> UnsupportedError:
-    """Refuse a tensor whose samples lie differently for two of its consumers.
+    """Refuse a tensor whose samples lie differently for two of its consumers: on another axis, or others; or the same in another order.
 
     Args:
         walk: The graph.
@@ -194,8 +194,12 @@ def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> Unsupported
     Returns:
         The error.
     """
+    shape = list(shape_of(edge))
+    if one._replace(labels=sorted(one.labels)) == other._replace(labels=sorted(other.labels)):
+        how = f"they lie in one order on axis {one.axis} of a tensor of shape {shape} for one of its consumers, and in another order for another one"
+        return mixing(walk, edge[0], f"{how}, as where each is added to another one (`x + x[permutation]`)")
     return UnsupportedError(
-        f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers, and on axis "
+        f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {shape} for one of its consumers, and on axis "
         f"{other.axis}, or in another order, for another one: per-sample quantities of {{names}} are ambiguous. What the model returns should have "
         "the samples on axis 0: transpose it, or set batch_first=True. If another axis of the model is as long as the mini-batch, use a mini-batch "
         "of another size. Or leave these parameters out of all extensions: {exclude}.",
@@ -223,10 +227,11 @@ def sizes(walk: Walk, edge: Edge, one: int, other: int) -> UnsupportedError:
     )
 
 
-def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
+def unequal(walk: Walk, parameter: Parameter, one: int, other: int) -> UnsupportedError:
     """Refuse a parameter that is used with mini-batches of different size.
 
     Args:
+        walk: The graph.
         parameter: The parameter.
         one: Number of samples for one use.
         other: Number of samples for another one.
@@ -238,7 +243,7 @@ def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
         f"{{names}}: used with mini-batches of {one} and of {other} samples in one backward pass: which samples belong together "
         "is not known. Call backward for each of them (backpack(..., accumulate=True) unites the results), or leave it out of all "
         "extensions: {exclude}.",
-        {parameter: owners[parameter]},
+        {parameter: walk.names[parameter]},
     )
 
 

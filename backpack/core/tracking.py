@@ -236,7 +236,7 @@ class Tracking:
         self.uses[parameter] = self.uses.get(parameter, 0) + uses
         before = self.batches.setdefault(parameter, samples)
         if before != samples:
-            self._note(unequal(parameter, before, samples))
+            self._note(unequal(self.walk, parameter, before, samples))
 
     def _refuse_uncovered(self, node: Node) -> None:
         if self._second_order and node in self._above:

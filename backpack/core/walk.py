@@ -308,6 +308,11 @@ class Walk:
         return [call for call in self.calls if call.root and not call.is_loss]
 
     @cached_property
+    def names(self) -> dict[Parameter, str]:
+        """Names of the tracked parameters, for errors; in the order of the model, whatever the graph was visited in."""
+        return owners.about(self.parameters)
+
+    @cached_property
     def models(self) -> dict[int, Parameter]:
         """Parameters of the outermost modules, used or not, by id."""
         return {id(p): p for call in self.calls if call.root for p in call.module.parameters()}
@@ -378,9 +383,9 @@ class Walk:
             bits: Bit set of parameters.
 
         Returns:
-            Parameter to name, for errors; in the order of the model, whatever the graph was visited in.
+            Parameter to name, for errors, in the order of the model.
         """
-        return {p: owners[p] for p in owners.in_order(p for i, p in enumerate(self.parameters) if bits >> i & 1)}
+        return {p: name for p, name in self.names.items() if self.bits[id(p)] & bits}
 
     def bits_of(self, ids: frozenset[int]) -> int:
         """Return the bit set of parameters.

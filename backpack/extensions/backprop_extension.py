@@ -158,7 +158,7 @@ class BackpropExtension(ABC):
             raise OverwrittenError(
                 f"{{names}}: {type(self).__name__}.finish changes what it is given in place, of which other extensions in the context make their "
                 f"quantities, too. Let it work out of place, or on a copy, or use {type(self).__name__} alone.",
-                {parameter: owners[parameter]},
+                owners.about([parameter]),
             )
         return value
 

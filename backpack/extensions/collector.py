@@ -335,7 +335,7 @@ class Collector(Reader):
                 raise UnattributedError(
                     f"{{names}}: nothing of which {extension.savefield!r} could be made has arrived there, although a loss was computed with it (a "
                     "function in between returns no gradient, say). Leave out {exclude}.",
-                    {p: owners[p] for p in missing},
+                    {p: self._plan.walk.names[p] for p in missing},
                 )
         return written
 
