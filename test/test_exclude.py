@@ -345,7 +345,7 @@ def test_names_that_several_models_of_a_pass_have(scale: float, other: float) ->
         mse_loss(two(one(x)), x).backward()
     refused = {parameter for model in (one, two) if model.scale != 1 for parameter in model.parameters()}
     assert caught.value.about.keys() == refused
-    (said,) = re.findall(r"^kflr: W, V of shape \[3, 3\]: used by .*, and leave out (.*) here\. ", str(caught.value))
+    (said,) = re.findall(r"^kflr: W, V of shape \[3, 3\]: used by .*, and leave them out here: (.*)\. \[", str(caught.value))
     assert said.startswith('`exclude=["W", "V"]`') and ("the keys of `error.about`" in said) == (other == 1)
     with backpack(KFLR(exclude=caught.value.about), BatchGrad()):
         mse_loss(two(one(x)), x).backward()

@@ -139,7 +139,7 @@ class HBP(SecondOrderBackpropExtension):
             yield self._without(plan, parameter, why)
 
     def _without(self, plan: Plan, parameter: Parameter, why: str) -> UnsupportedError:
-        way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) there, and leave out {exclude} here."
+        way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) there, and leave them out here: {exclude}."
         return UnsupportedError(f"{self.savefield}: {why}. {way_out}", {parameter: plan.walk.names[parameter]})
 
     def _without_averages(self, plan: Plan) -> Iterator[UnsupportedError]:
