@@ -56,18 +56,33 @@ def is_shared(walk: Walk, node: Node, samples: int) -> bool:
     """
     if samples <= 1 or not any(map(walk.was_given_data, walk.outermost)):
         return False
-    calls, brings = _data_of(walk, samples, node)
+    calls = {mark.call for mark in walk.marks.get(node, ()) if mark.call.root}
+    if any(slot.edge is not None and slot.edge[0] in walk.has_data for call in calls for slot in call.tensor_inputs):
+        return False
+    if not calls:  # what outermost modules were given tells
+        calls, brings = _data_of(walk, samples, node)
+        if brings:
+            return False
     tensors = [_tensor(slot) for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
-    attributes = (value for call in walk.outermost for module in call.module.modules() for value in vars(module).values())
-    constants = walk.constant_places | ({place_of(value) for value in attributes if isinstance(value, Tensor)} - walk.given_places)
-    nested = any(tensors_in(value) for call in calls for value in call.inputs if not isinstance(value, Slot))
-    return not (brings or nested) and all(place_of(tensor) in constants or _counts(tensor) for tensor in tensors)
+    if any(tensors_in(value) for call in calls for value in call.inputs if not isinstance(value, Slot)):
+        return False
+    return all(_counts(tensor) or _is_constant(walk, tensor) or _is_attribute(walk, tensor) for tensor in tensors)
 
 
 def _counts(tensor: Tensor | None) -> bool:
     # whether it is torch.arange(n)
     whole = tensor is not None and tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
     return whole and torch.equal(tensor, torch.arange(len(tensor), dtype=tensor.dtype, device=tensor.device))
+
+
+def _is_attribute(walk: Walk, tensor: Tensor | None) -> bool:
+    place = place_of(tensor)
+    return place not in walk.given_places and any(
+        isinstance(value, Tensor) and place_of(value) == place
+        for call in walk.outermost
+        for module in call.module.modules()
+        for value in vars(module).values()
+    )
 
 
 def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], shape: torch.Size) -> str:
