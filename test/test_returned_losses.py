@@ -365,6 +365,28 @@ def test_penalty_on_what_a_layer_makes_of_parameters() -> None:
         assert results(model) == {}
 
 
+@pytest.mark.parametrize("labels", [torch.arange(3), torch.tensor([0, 2, 2])])
+def test_labels_that_count_the_samples(labels: Tensor) -> None:
+    """What a model is given are samples, also if it could be numbers of positions."""
+
+    class Conditional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(3, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.layer(x * 2) * self.table(y)).tanh().square().sum()
+
+    torch.manual_seed(0)
+    model, x = Conditional().double(), torch.randn(3, 2, dtype=torch.float64)
+    alone = [torch.autograd.grad(model(x[n : n + 1], labels[n : n + 1]), tuple(model.parameters())) for n in range(3)]
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x, labels).backward()
+    for i, parameter in enumerate(model.parameters()):
+        close(parameter.grad_batch, torch.stack([of_one[i] for of_one in alone]))
+
+
 @pytest.mark.parametrize("extension", [BatchGrad, Variance, BatchDiagGGNExact])
 @pytest.mark.parametrize("lossfunc", [F.mse_loss, extend(nn.MSELoss())], ids=["function", "module"])
 @pytest.mark.parametrize("made", [lambda net: net.rows, lambda net: net.rows.tanh(), lambda net: net.key(net.rows)], ids=["row", "tanh", "layer"])

@@ -66,23 +66,18 @@ def is_shared(walk: Walk, node: Node, samples: int) -> bool:
     tensors = [_tensor(slot) for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
     if any(tensors_in(value) for call in calls for value in call.inputs if not isinstance(value, Slot)):
         return False
-    return all(_counts(tensor) or _is_constant(walk, tensor) or _is_attribute(walk, tensor) for tensor in tensors)
+    return all(_is_constant(walk, tensor) or _is_found_inside(walk, tensor) for tensor in tensors)
 
 
-def _counts(tensor: Tensor | None) -> bool:
-    # whether it is torch.arange(n)
-    whole = tensor is not None and tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex())
-    return whole and torch.equal(tensor, torch.arange(len(tensor), dtype=tensor.dtype, device=tensor.device))
-
-
-def _is_attribute(walk: Walk, tensor: Tensor | None) -> bool:
+def _is_found_inside(walk: Walk, tensor: Tensor | None) -> bool:
+    # whether it is torch.arange(n), or a tensor that is an attribute of a module, and was not given to an outermost one
     place = place_of(tensor)
-    return place not in walk.given_places and any(
-        isinstance(value, Tensor) and place_of(value) == place
-        for call in walk.outermost
-        for module in call.module.modules()
-        for value in vars(module).values()
-    )
+    if place in walk.given_places:
+        return False
+    if tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex()) and torch.equal(tensor, torch.arange(len(tensor)).to(tensor)):
+        return True
+    values = (value for call in walk.outermost for module in call.module.modules() for value in vars(module).values())
+    return any(isinstance(value, Tensor) and place_of(value) == place for value in values)
 
 
 def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], shape: torch.Size) -> str:
