@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.nn import Module, Parameter
 
@@ -17,7 +17,7 @@ from backpack.utils.errors import ArgumentError, UnsupportedError, require_modul
 _UNSCALED = "unscaled"
 
 
-def combination_of(extension: BackpropExtension, what: str, union: bool = True) -> Combination:
+def combination_of(extension: BackpropExtension, what: object, union: bool = True) -> Combination:
     """Return how results behave under scaling and union.
 
     Args:
@@ -45,7 +45,7 @@ def combination_of(extension: BackpropExtension, what: str, union: bool = True) 
     return combination
 
 
-def part_of(value: Any, note: Note, what: str, union: bool = True) -> Part:
+def part_of(value: Any, note: Note, what: object, union: bool = True) -> Part:
     """Return a result as a part of something larger.
 
     Args:
@@ -185,6 +185,16 @@ def refuse_overwriting(plan: Plan, extensions: Iterable[BackpropExtension], cont
                 )
 
 
+class _What(NamedTuple):
+    """What messages call a result: as its parameter is called when one is written."""
+
+    parameter: Parameter
+    field: str
+
+    def __str__(self) -> str:
+        return f"{owners[self.parameter]}.{self.field}"
+
+
 class Earlier:
     """Results of earlier passes under a context, to be united with those of one more."""
 
@@ -240,25 +250,25 @@ class Earlier:
         latest: dict[str, int] = {}
         for key in keys:
             latest[key[1]] = max(latest.get(key[1], 0), self._turn_of(key))
-        pairs, behind = [], set()
+        pairs, behind = [], {}
         by_field = {extension.savefield: extension for extension in self._extensions}
         for key in keys:
             parameter, field = self._parameters[key[0]], key[1]
-            what = f"{owners[parameter]}.{field}"
+            what = _What(parameter, field)
             combination = combination_of(by_field[field], what)
             if not combination.additive and (key not in coming or self._turn_of(key) < latest[field]):
-                behind.add((parameter, field))
+                behind.setdefault(parameter, []).append(field)
             elif key in self._found and key in coming:
                 _, value, note = self._found[key]
                 if note.done:
                     raise UnsupportedError(f"{what} was {', '.join(note.done)} between passes that accumulate. Do so after the last one.")
                 pairs.append((key, combination, part_of(value, note, what)))
         if behind:
-            fields = ", ".join(sorted({field for _, field in behind}))
+            fields = ", ".join(sorted(set().union(*behind.values())))
             raise UnsupportedError(
                 f"{{names}}: of the passes that accumulate {fields}, one has not reached these parameters, so that for its samples nothing is known. "
                 "Leave them out: {exclude}.",
-                {parameter: owners[parameter] for parameter in owners.in_order({parameter for parameter, _ in behind})},
+                {p: name for p, name in owners.about(self._parameters.values()).items() if p in behind},
             )
         return pairs
 
@@ -286,14 +296,12 @@ class Earlier:
         united = []
         for (key, field), combination, before in self._pairs(written):
             parameter = self._parameters[key]
-            what, note = f"{owners[parameter]}.{field}", owners.notes(parameter)[field]
+            what, note = _What(parameter, field), owners.notes(parameter)[field]
             parts = MicroBatches(before, part_of(vars(parameter)[field], note, what))
             if not combination.fits(*parts):
-                raise UnsupportedError(f"{what}: passes that accumulate have results of shapes {' and '.join(str(_shape(p)) for p in parts)}.")
+                raise UnsupportedError(
+                    f"{what}: passes that accumulate have results of shapes {' and '.join(str(list(part.value.shape)) for part in parts)}."
+                )
             united.append((parameter, field, combination.united(parts), note))
         for entry in united:
             store(*entry)
-
-
-def _shape(part: Part) -> list[int]:
-    return list(part.value.shape)

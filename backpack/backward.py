@@ -30,7 +30,8 @@ from backpack.extensions.collector import Collector
 from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.mapped import mapped
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.planning import all_refused, excluded_by, is_distributed, leaf_of, make_plan, nodes_of, walk_from
+from backpack.planning import all_refused, excluded_by, is_distributed, leaf_of, make_plan, walk_from
+from backpack.utils.differentiation import nodes_of
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError, UnsupportedError
 from backpack.utils.hooks import no_op
 from backpack.utils.memory import bytes_of
@@ -41,6 +42,9 @@ class backpack:  # noqa: N801
     """Context in which a backward pass also computes the quantities of the given extensions.
 
     Contexts replace, they do not merge: inside a nested one only its own extensions are active.
+
+    ``backward(inputs=[w])`` fills ``.grad`` of ``w`` alone, but quantities are also written on other parameters that the pass comes by on its way to
+    ``w``, unless passes accumulate. It is ``exclude=`` of an extension that leaves parameters out of them.
 
     Example:
         >>> model, lossfunc = extend(model), extend(torch.nn.CrossEntropyLoss())
@@ -200,7 +204,7 @@ def _on_backward(request: Request) -> Any:
     alone = hook is not no_op and not CTX.get_active_exts() and not request.batched
     if _entered.running or transformed() or not (stay or alone):
         return _with_quantities(request)
-    walk = Walk(nodes_of(list(request.roots)))
+    walk = Walk(nodes_of(request.roots))
     for call in walk.calls:
         call.stays = True
     try:

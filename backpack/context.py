@@ -10,7 +10,7 @@ from weakref import WeakSet
 
 from torch.nn import Module
 
-from backpack.core.recording import recorder_of
+from backpack.core.recording import remove_recorder
 from backpack.core.state import recording
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.hooks import no_op
@@ -112,9 +112,7 @@ class CTX(metaclass=_Attributes):
     def remove_hooks() -> None:
         """Remove the hooks of all extended modules, and those whose handles were added. The flags ``_backpack_extend`` stay."""
         for module in _extended:
-            recorder = recorder_of(module)
-            if recorder is not None:
-                recorder.remove(module)
+            remove_recorder(module)
         _extended.clear()
         for handle in CTX.hook_handles:
             handle.remove()

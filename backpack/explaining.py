@@ -20,7 +20,7 @@ from backpack.core.node_calls import NodeCall
 from backpack.core.owners import owners
 from backpack.core.passing import Pass
 from backpack.core.plan import Plan
-from backpack.core.recording import recorder_of
+from backpack.core.recording import recorder_of, remove_recorder
 from backpack.core.state import recording
 from backpack.core.units import Unit
 from backpack.core.walk import GENERIC, Walk
@@ -94,9 +94,7 @@ def _extended(modules: list[Module]) -> Iterator[None]:
         yield
     finally:
         for part in parts:
-            recorder = recorder_of(part)
-            if recorder is not None:
-                recorder.remove(part)
+            remove_recorder(part)
             part.__dict__.pop(FLAG, None)
         for recorder, path in paths.items():
             recorder.path = path

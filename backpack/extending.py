@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from backpack.context import CTX, disable
 from backpack.core.owners import owners, savefields
-from backpack.core.recording import Recorder, recorder_of
+from backpack.core.recording import Recorder, recorder_of, remove_recorder
 from backpack.core.walk import LEFT_OUT
 from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.utils.errors import ArgumentTypeError, UnsupportedError, require_module
@@ -96,9 +96,7 @@ def _register_hooks(module: Module, path: str = "") -> None:
         module: The module.
         path: What messages call it.
     """
-    recorder = recorder_of(module)
-    if recorder is not None:
-        recorder.remove(module)
+    remove_recorder(module)
     Recorder(path, type(module).__name__, next(module.parameters(), None) is None).install(module)
     CTX.add_extended(module)
 
@@ -115,9 +113,7 @@ def unextend(module: Module) -> Module:
     require_module(module, "unextend")
     clear(module)
     for child in module.modules():
-        recorder = recorder_of(child)
-        if recorder is not None:
-            recorder.remove(child)
+        remove_recorder(child)
         child.__dict__.pop(FLAG, None)
     for parameter in module.parameters():
         owners.remove(parameter)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from backpack.core.adoption import adopt, has_newcomers
 from backpack.core.owners import owners
@@ -16,6 +17,7 @@ from backpack.core.refusals import refuse_graph, refuse_sharded
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
+from backpack.utils.differentiation import nodes_of
 from backpack.utils.errors import (
     ArgumentError,
     BackpackError,
@@ -91,27 +93,47 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
             call.part.frame.early_stop = False  # its last calls happen after the last tensor that autograd needs
     if walk.double or not walk.parameters:
         return None
-    if meta := [owners[parameter] for parameter in walk.parameters if parameter.is_meta]:
+    if meta := [walk.names[parameter] for parameter in walk.parameters if parameter.is_meta]:
         raise UnsupportedError(f"{meta[0]} is on the meta device, without numbers: where samples lie can be found out from numbers only.")
     need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
     try:
         plan = Plan(walk, walk.roots, walk.second_order, need)
-    except (LossNotExtendedError, NotRecordedError, UnattributedError):
+    except (LossNotExtendedError, NotRecordedError, UnattributedError) as error:
         if returns and walk.to_loss.isdisjoint(walk.roots):  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
             return None
-        raise
+        plan = _plan_from_losses(walk, need)
+        if plan is None:
+            raise error
     if not plan.uses:
         return None
     if walk.second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
         shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
         raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
-    if unreal := {parameter: owners[parameter] for parameter in plan.uses if parameter.is_complex()}:
+    if unreal := {parameter: walk.names[parameter] for parameter in plan.uses if parameter.is_complex()}:
         raise UnsupportedError(
             "{names}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex, or leave these parameters out of "
             "all extensions: {exclude}.",
             unreal,
         )
     return plan
+
+
+def _plan_from_losses(walk: Walk, need: Need) -> Plan | None:
+    """Plan a first-order pass of which a parameter lies behind the outputs of models, in a module that returns the loss, say.
+
+    Args:
+        walk: The graph.
+        need: What the pass needs to know of modules.
+
+    Returns:
+        A plan in which samples start at known losses, as for second-order quantities; ``None`` if that is refused, too.
+    """
+    if walk.second_order or walk.returns_loss:
+        return None
+    walk.returns_loss = True
+    with suppress(BackpackError):
+        return Plan(walk, walk.roots, walk.second_order, need)
+    return None
 
 
 def all_refused(
@@ -152,19 +174,6 @@ def excluded_by(extensions: Iterable[BackpropExtension]) -> frozenset[int]:
         Their ids.
     """
     return frozenset.intersection(*(extension.excluded() for extension in extensions))
-
-
-def nodes_of(roots: list[Any]) -> list[Node]:
-    """Return where a pass begins.
-
-    Args:
-        roots: Tensors, or graph edges.
-
-    Returns:
-        Their nodes.
-    """
-    nodes = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in roots]
-    return [node for node in nodes if node is not None]
 
 
 def leaf_of(leaf: Any) -> Any:

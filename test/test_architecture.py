@@ -19,7 +19,7 @@ LAYERS = {
     "backpack.verification.reference": 0,
     "backpack.utils": 1,
     "backpack.hessianfree": 1,
-    "backpack.core.owners": 1,  # what is known of parameters, and of threads: these import nothing
+    "backpack.core.owners": 1,  # what is known of parameters, and of threads: these import nothing but names of errors
     "backpack.core.state": 1,
     "backpack.core.derivatives": 2,
     "backpack.core.samples": 2,

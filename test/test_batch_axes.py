@@ -19,19 +19,16 @@ from backpack.utils.errors import MixedSamplesError, UnsupportedError
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-class SelfAttention(nn.MultiheadAttention):
-    """Attention of a sequence to itself."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return super().forward(x, x, x)
-
-
 def encoder(batch_first: bool) -> nn.Module:
     return nn.TransformerEncoder(transformer(batch_first), 1, enable_nested_tensor=False)
 
 
 def transformer(batch_first: bool) -> nn.Module:
     return nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=batch_first)
+
+
+def call(module: nn.Module, x: Tensor) -> Any:
+    return module(x, x, x) if isinstance(module, nn.MultiheadAttention) else module(x)
 
 
 def first(out: Any) -> Tensor:
@@ -44,7 +41,7 @@ MODULES: dict[str, tuple[Callable[[bool], nn.Module], Callable[[Any], Tensor], b
     "LSTM in two directions": (lambda bf: nn.LSTM(4, 3, bidirectional=True, batch_first=bf), first, False),
     "states of a GRU": (lambda bf: nn.GRU(4, 3, num_layers=2, batch_first=bf), lambda out: out[1], True),
     "cells of an LSTM": (lambda bf: nn.LSTM(4, 3, num_layers=2, batch_first=bf), lambda out: out[1][1], True),
-    "attention": (lambda bf: SelfAttention(4, 2, batch_first=bf), first, False),
+    "attention": (lambda bf: nn.MultiheadAttention(4, 2, batch_first=bf), first, False),
     "transformer layer": (transformer, first, False),
     "transformer": (encoder, first, False),
 }
@@ -58,7 +55,7 @@ class BatchFirst(nn.Module):
         self.module, self.turned, self.choose, self.turned_back = module, turned, choose, turned_back
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.choose(self.module(x.transpose(0, 1) if self.turned else x))
+        out = self.choose(call(self.module, x.transpose(0, 1) if self.turned else x))
         return out.transpose(0, 1) if self.turned_back else out
 
 
@@ -81,7 +78,7 @@ def test_samples_of_an_outermost_module_of_torch(name: str, samples: int, steps:
     model, target = extend(made.model.module), made.terms[0].target
 
     def loss() -> Tensor:
-        out = choose(model(made.x if batch_first else made.x.transpose(0, 1)))
+        out = choose(call(model, made.x if batch_first else made.x.transpose(0, 1)))
         return extend(nn.CrossEntropyLoss())(out.flatten(0, 1), (target.T if back else target).flatten())
 
     with backpack(BatchGrad(), Variance(), DiagGGNExact(), BatchDiagGGNExact()):
@@ -94,6 +91,62 @@ def test_samples_of_an_outermost_module_of_torch(name: str, samples: int, steps:
         close(parameter.diag_ggn_exact, sum_batch(diagonals)[key])
 
 
+class Encoder(nn.GRU):
+    """Takes ``[N, T, D]``, and returns the last state."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1))[0][-1]
+
+
+class SelfAttention(nn.MultiheadAttention):
+    """Takes and returns ``[N, T, D]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.transpose(0, 1)
+        return super().forward(x, x, x)[0].transpose(0, 1)
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """Takes and returns ``[N, T, D]``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+
+class Cell(nn.GRUCell):
+    """Takes ``[D]`` numbers of each sample as a sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for step in x.unbind(1):
+            state = super().forward(step[:, None], state)
+        return state
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(1, 3), (2, 3), (3, 3), (4, 3), (3, 1)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Encoder(4, 3), lambda: SelfAttention(4, 2), lambda: Layer(4, 2, 3, dropout=0.0), lambda: Cell(1, 3)],
+    ids=["GRU", "MHA", "TEL", "cell"],
+)
+def test_samples_of_classes_that_inherit_from_torch(make: Callable[[], nn.Module], samples: int, steps: int) -> None:
+    """Who brings a ``forward`` of their own may take samples otherwise than the class that they inherit from: axis 0 counts."""
+
+    def problem() -> Problem:
+        torch.manual_seed(0)
+        model = make().double()
+        x = torch.randn(samples, steps, *[4] * (not isinstance(model, Cell)), dtype=torch.float64)
+        return Problem(model, x, [Term(nn.MSELoss(), torch.randn_like(model(x)))])
+
+    made, oracle = problem(), Oracle(problem())
+    extend(made.model)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        extend(nn.MSELoss())(made.model(made.x), made.terms[0].target).backward()
+    for name, parameter in made.model.named_parameters():
+        close(parameter.grad_batch, oracle.grad_batch[name])
+        close(parameter.diag_ggn_exact, sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))[name])
+
+
 def test_losses_that_look_at_axis_0() -> None:
     """Second-order quantities start where a loss has its samples, so the error says to turn them; first-order ones need no loss."""
     model, x = extend(nn.GRU(4, 3)), torch.randn(5, 2, 4)
@@ -104,6 +157,27 @@ def test_losses_that_look_at_axis_0() -> None:
         extend(nn.MSELoss())(model(x)[0], torch.zeros(5, 2, 3)).backward()
     assert model.weight_hh_l0.grad_batch.shape == (2, 9, 3)
     torch.testing.assert_close(model.weight_hh_l0.grad_batch.sum(0), model.weight_hh_l0.grad)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_one_of_the_rows(extension: type, samples: int) -> None:
+    """The last step of ``[T, N, C]`` is no sample; losses of one sample after the other, and of a slice, are losses of samples."""
+    torch.manual_seed(0)
+    model, lossfunc, x, y = extend(nn.Linear(4, 3)), extend(nn.MSELoss()), torch.randn(3, samples, 4), torch.randn(3, samples, 3)
+    for last in (lambda out: out[-1], lambda out: out.unbind()[-1]):
+        with pytest.raises(UnsupportedError, match=r"one of the 3 rows that Linear returned, of shape .*Return the samples"), backpack(extension()):
+            lossfunc(last(model(x)), y[-1]).backward()
+        assert results(model) == {}
+    with backpack(extension()):
+        sum(lossfunc(out, one) for out, one in zip(model(x), y, strict=True)).backward()
+    whole = getattr(model.weight, extension.savefield)
+    with backpack(extension()):
+        (3 * lossfunc(model(x), y)).backward()
+    torch.testing.assert_close(getattr(model.weight, extension.savefield), whole)
+    with backpack(extension()):
+        lossfunc(model(x)[-1:], y[-1:]).backward()
+    assert getattr(model.weight, extension.savefield).count_nonzero() == 12
 
 
 def test_wrapped_sequences() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from cases import CASES
@@ -14,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from backpack import backpack, clear, extend
 from backpack.extensions import BatchGrad, BatchL2Grad
 from backpack.utils.clip import clip_factors, clip_per_sample
-from backpack.utils.errors import ArgumentError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError
 
 N = 4
 
@@ -103,6 +104,19 @@ def test_parameters_without_norms_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"1\.bias carries no grad_batch"):
         clip_per_sample(model, 1.0)
     assert all(torch.equal(p.grad, gradient) for p, gradient in before.items())
+
+
+@pytest.mark.parametrize("function", [clip_factors, clip_per_sample])
+def test_bounds_that_are_no_numbers(function: Callable) -> None:
+    """Numbers of numpy, and in tensors, are some."""
+    model = extend(nn.Linear(3, 2))
+    with backpack(BatchGrad()):
+        model(torch.rand(4, 3)).sum().backward()
+    for wrong in ("1", None, [1.0], torch.ones(4), torch.tensor(1j), numpy.ones(4)):
+        with pytest.raises(ArgumentTypeError, match="max_norm must be a number, got"):
+            function(model, wrong)
+    for number in (numpy.float32(0.5), numpy.float64(0.5), torch.tensor(0.5)):
+        close(function(model, number), function(model, 0.5))
 
 
 def per_sample(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import cache
@@ -17,6 +18,9 @@ from table import classify, default_dtype, regress
 from test_extensions import QUANTITIES, Expect, all_close, collect, run
 from torch import Tensor, nn, randn
 from torch.nn import Linear, Module, Sequential, Tanh
+from torch.nn.functional import mse_loss
+from torch.nn.utils import prune
+from torch.nn.utils.parametrize import register_parametrization
 
 from backpack import backpack, extend
 from backpack.core.recording import recorder_of
@@ -267,7 +271,19 @@ def nested_afterwards() -> tuple[Module, ...]:
     return (model,)
 
 
-MOVED = [come_and_gone, taken_before, taken_afterwards, taken_and_put, exchanged, copied, nested_afterwards]
+def pruned() -> tuple[Module, ...]:
+    model = extend(nested())
+    prune.random_unstructured(model[0], "weight", amount=0.4)
+    return (model,)
+
+
+def parametrized() -> tuple[Module, ...]:
+    model = extend(nested())
+    register_parametrization(model[0], "weight", Tanh())
+    return (model,)
+
+
+MOVED = [come_and_gone, taken_before, taken_afterwards, taken_and_put, exchanged, copied, nested_afterwards, pruned, parametrized]
 
 
 @pytest.mark.parametrize("make", MOVED)
@@ -279,12 +295,25 @@ def test_names_are_those_of_now(make: Callable[[], tuple[Module, ...]]) -> None:
         assert written(model, name) == names - {name}
 
 
-@pytest.mark.parametrize("make", MOVED[:3])
+@pytest.mark.parametrize("make", MOVED)
 def test_messages_say_what_parameters_are_called_now(make: Callable[[], tuple[Module, ...]]) -> None:
     model, *_others = make()
     with backpack(KFAC()), pytest.raises(BackpackError) as caught:
         model(randn(N, 3)).sum().backward()
-    assert set(caught.value.about.values()) == {name for name, _ in model.named_parameters()}
+    assert caught.value.about == {parameter: name for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("make", [pruned, parametrized])
+def test_weight_that_a_layer_makes_can_be_left_out_as_told(make: Callable[[], tuple[Module, ...]]) -> None:
+    """What it is made of is called otherwise than it was when the model was extended."""
+    (model,), x = make(), randn(N, 3)
+    with backpack(KFLR()), pytest.raises(BackpackError) as caught:
+        mse_loss(model(x), x).backward()
+    ((parameter, name),) = caught.value.about.items()
+    assert name.startswith("0.") and parameter is model.get_parameter(name)
+    with backpack(KFLR(exclude=[name])):
+        mse_loss(model(x), x).backward()
+    assert {parameter for parameter in model.parameters() if not hasattr(parameter, "kflr")} == {parameter}
 
 
 def test_names_of_what_is_in_no_model_any_more() -> None:
@@ -294,6 +323,43 @@ def test_names_of_what_is_in_no_model_any_more() -> None:
         layer(randn(N, 3)).sum().backward()
     assert set(caught.value.about.values()) == {"1.weight", "1.bias"}
     assert written(layer, "1.weight") == {"bias"}
+
+
+class Scaled(Module):
+    """Two products with matrices, of which some have no Kronecker factors."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.W, self.V, self.scale = parameter(3, 3)(), parameter(3, 3)(), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ (self.W if self.scale == 1 else self.scale * self.W)).tanh() @ (self.V if self.scale == 1 else self.V * self.scale)
+
+
+@pytest.mark.parametrize(("scale", "other"), [(2.0, 1.0), (2.0, 2.0)])
+def test_names_that_several_models_of_a_pass_have(scale: float, other: float) -> None:
+    """To leave out a name takes it out of all of them, which is said where that is more than is refused; parameters can be told apart."""
+    with default_dtype(torch.float64):
+        one, two, x = extend(Scaled(other)), extend(Scaled(scale)), randn(N, 3)
+    with backpack(KFLR()), pytest.raises(BackpackError) as caught:
+        mse_loss(two(one(x)), x).backward()
+    refused = {parameter for model in (one, two) if model.scale != 1 for parameter in model.parameters()}
+    assert caught.value.about.keys() == refused
+    (said,) = re.findall(r"^kflr: W, V of shape \[3, 3\]: used by .*, and leave them out here: (.*)\. \[", str(caught.value))
+    assert said.startswith('`exclude=["W", "V"]`') and ("the keys of `error.about`" in said) == (other == 1)
+    with backpack(KFLR(exclude=caught.value.about), BatchGrad()):
+        mse_loss(two(one(x)), x).backward()
+    assert [hasattr(p, "kflr") for p in one.parameters()] == [other == 1] * 2 and not any(hasattr(p, "kflr") for p in two.parameters())
+
+
+def test_names_of_two_models_are_written_once() -> None:
+    layer, x = Linear(3, 3), randn(N, 3)
+    one, two = (extend(Sequential(layer, Linear(3, 3))) for _ in range(2))
+    with backpack(BatchGrad(), accumulate=True):
+        mse_loss(one(x), x).backward()
+        with pytest.raises(BackpackError, match=r'^1\.weight, 1\.bias: of the passes .*`exclude=\["1\.weight", "1\.bias"\]`\. ') as caught:
+            mse_loss(two(x), x).backward()
+    assert caught.value.about.keys() == {*one[1].parameters(), *two[1].parameters()}
 
 
 class Brackets(Module):

@@ -276,6 +276,10 @@ def test_plans_are_refused_at_once() -> None:
         loss().backward()
     reasons = {part.code: set(part.about.values()) for part in caught.value.parts}
     assert reasons == {"unattributed": {"4.weight", "4.bias"}, "mixed-samples": {"0.weight", "0.bias"}}
+    said = str(caught.value)
+    assert said.count("[backpack:unattributed]") == said.count("[backpack:mixed-samples]") == 1 and said.endswith(
+        f"[backpack:{caught.value.parts[-1].code}]"
+    )
     assert set(arguments_in(caught.value)) == {"4.weight", "4.bias", "0.weight", "0.bias"}
     with backpack(BatchGrad(exclude=arguments_in(caught.value))):
         loss().backward()

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from torch.distributions import Bernoulli, Binomial, Categorical, Normal, Poisson
 from torch.nn.modules.loss import _Loss
 
+from backpack import backpack, extend
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.loss_generic import GenericLossDerivatives
 from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
+from backpack.extensions import BatchGrad, DiagGGNExact
 from backpack.utils.errors import LossValueError, MixedSamplesError, ShapeError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # of KLDivLoss
@@ -281,6 +283,24 @@ def test_other_losses_broadcast_input_against_target(make_loss: Callable[..., nn
     if reduction == "none" and not isinstance(loss, nn.L1Loss) and not getattr(loss, "log_input", False):
         with pytest.raises(UnsupportedError, match="weighted differently"):
             derivatives.position_weights(loss, (uniform(3, 4),))
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("make_loss", [nn.L1Loss, partial(nn.SmoothL1Loss, beta=0.0), nn.MSELoss, nn.HuberLoss])
+@pytest.mark.parametrize("shape", [(3,), (1, 3), (3, 4)])
+def test_modules_that_broadcast_the_prediction(shape: tuple[int, ...], make_loss: Callable[..., nn.Module], reduction: str) -> None:
+    """Each entry of ``[N, 1]`` is compared with several: what the graph shows beside the loss is part of it."""
+    model, x, target = extend(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()), normal(3, 2), 4 * normal(*shape)
+    lossfunc = extend(make_loss(reduction=reduction))
+    with backpack(DiagGGNExact(), BatchGrad()):
+        lossfunc(model(x), target).sum().backward()
+    out = model(x).detach()
+    hessian = torch.autograd.functional.hessian(lambda out: lossfunc(out, target).sum(), out).reshape(3, 3)
+    for parameter in model.parameters():
+        rows = torch.stack([torch.autograd.grad(model(row).sum(), parameter)[0].flatten() for row in x])
+        torch.testing.assert_close(parameter.diag_ggn_exact.flatten(), (rows.T @ hessian @ rows).diagonal())
+        torch.testing.assert_close(parameter.grad_batch.sum(0), parameter.grad)
 
 
 # Monte Carlo

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 import torch
@@ -77,6 +78,11 @@ def experts(net: Net, x: Tensor) -> Tensor:
     return out
 
 
+def features_first(net: Net, x: Tensor) -> Tensor:
+    softmax = net._modules.setdefault("softmax", extend(nn.LogSoftmax(0)))
+    return softmax(net.layer(x).permute(2, 1, 0)).permute(2, 1, 0)
+
+
 ALONE: dict[str, Function] = {
     "rows of a loop": lambda net, x: stack([(row @ net.weight).tanh().sum(0) for row in x]),
     "rows of a loop, minus their mean": lambda net, x: stack([h - h.mean() for h in (row @ net.weight for row in x)]),
@@ -92,13 +98,17 @@ ALONE: dict[str, Function] = {
         (net.layer(x)[:, :, None] - net._parameters.setdefault("centers", nn.Parameter(x[0]))).square().sum(3)
     ),
     "an expert without rows": experts,
+    "softmax over features that come first": features_first,
 }
 
 
+@pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.parametrize("name", ALONE)
-def test_samples_alone(name: str) -> None:
+def test_samples_alone(name: str, differentiated: bool) -> None:
+    """Whether the gradient of the input is asked for makes no difference, here and below."""
     for samples in (1, 2, 4, 5):
         made, oracle = problem(ALONE[name], samples, False), Oracle(problem(ALONE[name], samples, False))
+        made.x.requires_grad_(differentiated)
         run(made)
         ggn = sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))
         for parameter_name, parameter in made.model.named_parameters():
@@ -121,6 +131,8 @@ MIXED: dict[str, Function] = {
     "batch norm behind a convolution": lambda net, x: net.norm(F.conv1d(F.pad(x.mT, (1, 1)), net.weight[..., None])),
     "function of batch statistics": lambda net, x: F.batch_norm(F.linear(F.normalize(x[:, 0]), net.weight), None, None, training=True),
     "softmax over samples": lambda net, x: (x + net.vector).softmax(0),
+    "softmax over samples, a module": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax(0)))(x + net.vector),
+    "softmax over samples, by default": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax2d()))(net.layer(x)),
     "keys of all samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[:, 1]).T, 1) @ x[:, 0],
 }
 MIXED_TOKENS: dict[str, Function] = {
@@ -132,11 +144,28 @@ MIXED_TOKENS: dict[str, Function] = {
 }
 
 
-@pytest.mark.parametrize("name", [*MIXED, *MIXED_TOKENS])
-def test_mixed_samples(name: str) -> None:
+@pytest.mark.parametrize(("name", "differentiated"), [*product(MIXED, [False, True]), *product(MIXED_TOKENS, [False])])
+def test_mixed_samples(name: str, differentiated: bool) -> None:
     for samples in (2, 4, 5):
         made = problem({**MIXED, **MIXED_TOKENS}[name], samples, name in MIXED_TOKENS)
+        made.x.requires_grad_(differentiated)
         with pytest.raises(MixedSamplesError, match=r"mixes them|is summed over the"):
+            run(made)
+        assert results(made.model) == {}
+
+
+REORDERED: dict[str, Function] = {
+    "mixup": lambda net, x: net.other(0.7 * (h := net.layer(x).relu()) + 0.3 * h[torch.arange(len(x) - 1, -1, -1)]),
+    "neighbours": lambda net, x: (h := net.layer(x)) - h.roll(1, 0),
+    "neighbours, positions in front": lambda net, x: ((h := net.other(x.transpose(0, 1))) - h.roll(1, 1)).transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("name", REORDERED)
+def test_samples_in_two_orders(name: str) -> None:
+    for samples in (2, 4, 5):
+        made = problem(REORDERED[name], samples, False)
+        with pytest.raises(MixedSamplesError, match=r"influence one another: they lie in one order on axis \d of a tensor.*x\[permutation\]"):
             run(made)
         assert results(made.model) == {}
 

@@ -51,6 +51,48 @@ class Combined(nn.Module):
         return self.cross_entropy(logits, target) + 0.1 * logits.square().mean()
 
 
+class TwoHeads(nn.Module):
+    """Returns means, and logarithms of variances."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.variance = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.mean(x), self.variance(x)
+
+
+class Gaussian(nn.Module):
+    """The likelihood of both, which it is given as one tensor or as several in one."""
+
+    def forward(self, prediction: Any, target: Tensor) -> Tensor:
+        if isinstance(prediction, dict):
+            prediction = prediction.values()
+        mean, variance = prediction.chunk(2, 1) if isinstance(prediction, Tensor) else prediction
+        return (variance + (target - mean).square() * (-variance).exp()).mean()
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("pack", [tuple, list, lambda parts: dict(zip("mv", parts, strict=True))], ids=["tuple", "list", "dict"])
+def test_predictions_in_several_tensors(pack: Callable, declared: bool) -> None:
+    """The message says why they are refused, and what it says to write is exact."""
+    kind = type("Declared", (Gaussian,), {})
+    if declared:
+        register(kind, GenericLossDerivatives)
+    model, lossfunc, x, y = extend(TwoHeads().double()), extend(kind()), torch.randn(N, 3).double(), torch.randn(N, 2).double()
+    for extension in (extensions.DiagGGNExact, extensions.DiagHessian):
+        with backpack(extension()), pytest.raises(LossNotExtendedError, match=r"is a (tuple|list|dict), .* one tensor .*torch\.cat\(\[") as caught:
+            lossfunc(pack(model(x)), y).backward()
+        assert "register" not in str(caught.value) and "module of your own" not in str(caught.value)
+    with backpack(extensions.DiagHessian()):
+        lossfunc(torch.cat(list(model(x)), 1), y).backward()
+    for parameter in model.parameters():
+        loss = lossfunc(model(x), y)
+        (gradient,) = torch.autograd.grad(loss, parameter, create_graph=True)
+        rows = [torch.autograd.grad(entry, parameter, retain_graph=True)[0].flatten() for entry in gradient.flatten()]
+        torch.testing.assert_close(parameter.diag_h.flatten(), torch.stack(rows).diagonal())
+
+
 class CombinedLoss(nn.modules.loss._Loss):
     """The same, declared as a loss by its base class."""
 

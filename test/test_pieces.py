@@ -65,7 +65,7 @@ def runs(name: str, modes: list[tuple[torch.dtype, int, str]] = MODES) -> Iterat
     """
     for (dtype, N, memory), training, trained, view in product(modes, (False, True), (False, True), (None, False, True)):
         with default_dtype(dtype):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             module = LAYERS[name].make().to(dtype).train(training).requires_grad_(trained)
             x = arranged(torch.randn(N, *LAYERS[name].shape), memory)
             if view is not None:

@@ -104,6 +104,20 @@ class Sequences(Model):
         return sum(F.cross_entropy(self.head(h), one) for h, one in zip(self.body(x).tanh(), y, strict=True)) / len(y)
 
 
+class Einsum(Model):
+    """``[N, 4]``, the last product with the samples on another axis."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.einsum("nd,cd->nc", self.body(x).tanh(), self.head.weight) + self.head.bias, y)
+
+
+class Turned(Model):
+    """``[N, 4]``, the last product of turned matrices."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy((self.head.weight @ self.body(x).tanh().T).T + self.head.bias, y)
+
+
 class Tokens(Model):
     """``[N, T, 4]``; the loss over parts of all tokens."""
 
@@ -167,7 +181,7 @@ class TwoHeads(Model):
 
 def given(cls: type[Model], samples: int, length: int) -> tuple[Model, Tensor, Tensor]:
     torch.manual_seed(0)
-    shape = (samples,) if cls in (Rows, Functional, Chunks, Sorted) else (samples, length)
+    shape = (samples,) if cls in (Rows, Functional, Einsum, Turned, Chunks, Sorted) else (samples, length)
     return cls().double(), torch.randn(*shape, 4, dtype=torch.float64), torch.randint(4, shape)
 
 
@@ -258,7 +272,7 @@ FIRST = (BatchGrad(), Variance())
 SECOND = (BatchDiagGGNExact(),)
 
 
-@pytest.mark.parametrize("cls", [Rows, Positions, Shifted, Functional, Cast])
+@pytest.mark.parametrize("cls", [Rows, Positions, Shifted, Functional, Einsum, Turned, Cast])
 @pytest.mark.parametrize(("samples", "length"), [(1, 2), (1, 4), (2, 3), (3, 2), (5, 3)])
 def test_one_row_a_sample(cls: type[Model], samples: int, length: int) -> None:
     """Where modules inside return as many rows as the model is given samples, these are the samples."""
@@ -298,6 +312,125 @@ def test_rows_that_may_be_something_else(cls: type[Model], samples: int, length:
     with pytest.raises(BackpackError), backpack(*extensions):
         model(x, y).backward()
     assert results(model) == {}
+
+
+class Prototypes(nn.Module):
+    """A loss by hand, of the products of what two layers make of samples and of prototypes."""
+
+    def __init__(self, number: int, made: Callable[[Prototypes], Tensor]) -> None:
+        super().__init__()
+        self.made, self.embed, self.key, self.table = made, nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(number, 2)
+        self.rows, self.attribute = nn.Parameter(torch.randn(number, 2)), torch.randn(number, 2, dtype=torch.float64)
+        self.register_buffer("grid", torch.randn(number, 2))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.embed(x).tanh() @ self.key(self.made(self)).T - y).square().sum()
+
+
+MADE: dict[str, Callable[[Prototypes], Tensor]] = {
+    "parameter": lambda net: net.rows,
+    "function of a parameter": lambda net: net.rows.tanh(),
+    "table": lambda net: net.table.weight,
+    "looked up": lambda net: net.table(torch.arange(len(net.rows))),
+    "buffer": lambda net: net.grid,
+    "attribute": lambda net: net.attribute,
+}
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("number", [3, 4])
+@pytest.mark.parametrize("name", MADE)
+def test_rows_that_are_the_same_for_all_samples(name: str, number: int, differentiated: bool) -> None:
+    """As many prototypes as samples are no samples; where they are left out, the others are exact."""
+    torch.manual_seed(0)
+    model, x, y = Prototypes(number, MADE[name]).double(), torch.randn(3, 2, dtype=torch.float64), torch.randn(3, number, dtype=torch.float64)
+    expected = torch.stack([torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]), model.embed.weight)[0] for n in range(3)])
+    extend(model)
+    with pytest.raises(BackpackError, match=r"key\.bias.*used outside of everything that has samples"), backpack(BatchGrad()):
+        model(x.requires_grad_(differentiated), y).backward()
+    assert results(model) == {}
+    with backpack(BatchGrad(exclude=["key.weight", "key.bias", "rows", "table.weight"])):
+        model(x, y).backward()
+    close(model.embed.weight.grad_batch, expected)
+
+
+def test_penalty_on_what_a_layer_makes_of_parameters() -> None:
+    """It is called from outside of the model, and returns as many rows as there are samples."""
+    model, lossfunc = extend(Prototypes(3, MADE["parameter"])), extend(nn.MSELoss())
+    model.forward = lambda x: model.embed(x) @ model.key(model.rows).T
+    for x in (torch.randn(3, 2), torch.randn(3, 2, requires_grad=True)):
+        with pytest.raises(BackpackError, match=r"used outside of everything that has samples.*leave_out"), backpack(BatchGrad()):
+            keys = model.key(model.rows)
+            (lossfunc(model(x), torch.ones(3, 3)) + (keys @ keys.T - torch.eye(3)).square().sum()).backward()
+        assert results(model) == {}
+
+
+@pytest.mark.parametrize("labels", [torch.arange(3), torch.tensor([0, 2, 2])])
+def test_labels_that_count_the_samples(labels: Tensor) -> None:
+    """What a model is given are samples, also if it could be numbers of positions."""
+
+    class Conditional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(3, 2), nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.layer(x * 2) * self.table(y)).tanh().square().sum()
+
+    torch.manual_seed(0)
+    model, x = Conditional().double(), torch.randn(3, 2, dtype=torch.float64)
+    alone = [torch.autograd.grad(model(x[n : n + 1], labels[n : n + 1]), tuple(model.parameters())) for n in range(3)]
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x, labels).backward()
+    for i, parameter in enumerate(model.parameters()):
+        close(parameter.grad_batch, torch.stack([of_one[i] for of_one in alone]))
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, Variance, BatchDiagGGNExact])
+@pytest.mark.parametrize("lossfunc", [F.mse_loss, extend(nn.MSELoss())], ids=["function", "module"])
+@pytest.mark.parametrize("made", [lambda net: net.rows, lambda net: net.rows.tanh(), lambda net: net.key(net.rows)], ids=["row", "tanh", "layer"])
+@pytest.mark.parametrize("number", [3, 4])
+def test_penalty_that_is_a_known_loss(number: int, made: Callable[[Prototypes], Tensor], lossfunc: Callable, extension: type) -> None:
+    model = extend(Prototypes(number, MADE["parameter"]))
+    model.forward = model.embed.forward
+    with pytest.raises(BackpackError, match=r"used outside of everything that has samples.*leave_out"), backpack(extension()):
+        out = model(torch.randn(3, 2))
+        (extend(nn.MSELoss())(out, torch.ones(3, 2)) + lossfunc(made(model), torch.ones(number, 2))).backward()
+    assert results(model) == {}
+
+
+class Angles(nn.Module):
+    """A loss with parameters of its own, which returns one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(8 * F.linear(F.normalize(z), F.normalize(self.weight)), y)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+@pytest.mark.parametrize("apart", [False, True])
+def test_losses_with_parameters(samples: int, apart: bool) -> None:
+    """Behind the output of the model, samples of first-order quantities start at the known loss inside, too."""
+    torch.manual_seed(0)
+    net, head = nn.Sequential(nn.Linear(2, 3), nn.Tanh()).double(), Angles().double()
+    x, y = torch.randn(samples, 2, dtype=torch.float64), torch.randint(4, (samples,))
+    parameters = [*net.parameters(), *head.parameters()]
+    alone = [torch.autograd.grad(head(net(x[n : n + 1]), y[n : n + 1]) / samples, parameters) for n in range(samples)]
+    extend(net)
+    extend(head)
+    with backpack(BatchGrad()):
+        (head(net(x), y) + (apart * net(2 * x).sum())).backward()
+    if apart:
+        alone = [
+            [g + more for g, more in zip(of_one, (*torch.autograd.grad(net(2 * x[n : n + 1]).sum(), parameters[:-1]), 0.0), strict=True)]
+            for n, of_one in enumerate(alone)
+        ]
+    for i, parameter in enumerate(parameters):
+        close(parameter.grad_batch, torch.stack([of_one[i] for of_one in alone]))
 
 
 def windows() -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch.nn import Module
-
 from backpack.core.owners import owners, savefields
 from backpack.core.recording import recorder_of
 from backpack.core.walk import Walk
@@ -56,7 +54,7 @@ def adopt(walk: Walk) -> bool:
                     owners.carry(parameter, field, None)
                 if parameter in owners or owners.released(parameter) or parameter.grad_fn is not None or parameter.is_inference():
                     continue
-                if _is_extended(module):
+                if recorder_of(module) is not None or is_no_op(module):
                     owners.add(parameter, f"{path}.{name}" if path else name)
                     found = True
                 elif id(parameter) in foreign:
@@ -67,7 +65,3 @@ def adopt(walk: Walk) -> bool:
                     )
         call.recorder.known = True
     return found
-
-
-def _is_extended(module: Module) -> bool:
-    return recorder_of(module) is not None or is_no_op(module)

@@ -37,7 +37,7 @@ def batch_of(call: ModuleCall) -> int | None:
         Length of the axis of samples of the first tensor; ``None`` if there is none.
     """
     shape = _first_shape(call)
-    return shape[0 if _batch_first(call) else 1] if shape and not lacks_batch(call) else None
+    return shape[_batch_axis(call)] if shape and not lacks_batch(call) else None
 
 
 def _first_shape(call: ModuleCall) -> torch.Size:
@@ -54,9 +54,9 @@ def sample_axis(call: ModuleCall, index: int) -> int:
     Returns:
         The axis.
     """
-    if index and isinstance(call.module, nn.RNNBase):
+    if index and _least_axes(type(call.module)) and isinstance(call.module, nn.RNNBase):
         return 1  # states of all layers
-    return 0 if _batch_first(call) or index else 1
+    return 0 if index else _batch_axis(call)
 
 
 def known_axis(call: ModuleCall) -> int | None:
@@ -68,7 +68,7 @@ def known_axis(call: ModuleCall) -> int | None:
     Returns:
         The axis, for recurrent layers and attention; ``None`` for all others.
     """
-    return (0 if _batch_first(call) else 1) if _least_axes(type(call.module)) == _SEQUENCE and isinstance(call.inputs[0], Slot) else None
+    return _batch_axis(call) if _least_axes(type(call.module)) == _SEQUENCE and isinstance(call.inputs[0], Slot) else None
 
 
 def lacks_batch(call: ModuleCall) -> bool:
@@ -172,7 +172,7 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
         Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
     """
     tensor, found = given.value if given.kept else given.origin(), None
-    for source, axis in ((source, 0 if _batch_first(call) else 1) for call in calls for source in given_to(call)):
+    for source, axis in ((source, _batch_axis(call)) for call in calls for source in given_to(call)):
         if tensor is None or source.shape[axis : axis + 1] != (layout.samples,):
             continue
         owners = _owners(tensor, source, axis)
@@ -187,7 +187,7 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
     return found
 
 
-def holds_samples(tensor: Tensor | None, calls: Iterable[ModuleCall], samples: int) -> bool:
+def holds_samples(tensor: Tensor, calls: Iterable[ModuleCall], samples: int) -> bool:
     """Say whether a tensor holds what an outermost module was given for several samples.
 
     Args:
@@ -198,10 +198,10 @@ def holds_samples(tensor: Tensor | None, calls: Iterable[ModuleCall], samples: i
     Returns:
         Whether it is a view of the first tensor with as many rows, or has the same integers, in any order; as long as somebody holds that.
     """
-    if tensor is None or tensor.is_nested or tensor.requires_grad:
+    if tensor.is_nested:
         return False
     for call in calls:
-        axis = 0 if _batch_first(call) else 1
+        axis = _batch_axis(call)
         source = next((t for t in given_to(call) if not t.is_nested and t.shape[axis : axis + 1] == (samples,)), None)
         owners = None if source is None else _owners(tensor, source, axis)
         if owners is not None and (owners != owners.flatten()[0]).any():
@@ -288,7 +288,7 @@ def lengths_of(call: ModuleCall) -> set[int]:
         The length of the axis of samples of each tensor.
     """
     first = batch_of(call)
-    shapes = [slot.shape for slot in call.tensor_inputs[1:]] + _nested(call) if _batch_first(call) else []
+    shapes = [slot.shape for slot in call.tensor_inputs[1:]] + _nested(call) if _batch_axis(call) == 0 else []
     return {shape[0] for shape in shapes if shape} | ({first} - {None})
 
 
@@ -301,10 +301,10 @@ def _nested(call: ModuleCall) -> list[torch.Size]:
     return [tensor.shape for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(value)]
 
 
-def _batch_first(call: ModuleCall) -> bool:
+def _batch_axis(call: ModuleCall) -> int:
     if _least_axes(type(call.module)) < _SEQUENCE or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
-        return True
-    return next(part.batch_first for part in call.as_called.modules() if isinstance(part, (nn.RNNBase, nn.MultiheadAttention)))
+        return 0
+    return 0 if next(part.batch_first for part in call.as_called.modules() if isinstance(part, (nn.RNNBase, nn.MultiheadAttention))) else 1
 
 
 @cache
@@ -312,6 +312,8 @@ def _least_axes(cls: type[nn.Module]) -> int:
     """Count the axes of a mini-batch for a class of torch's to which one axis less is a single sample; 3 where it has an option for their order.
 
     Returns:
-        Number of axes; 0 for all other classes.
+        Number of axes; 0 for all other classes, also for those that inherit from one and bring a ``forward`` of their own.
     """
+    if cls.forward is not next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn.")).forward:
+        return 0
     return 3 if issubclass(cls, (nn.RNNBase, *_ATTENTION)) else 2 if issubclass(cls, nn.RNNCellBase) else 0

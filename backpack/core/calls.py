@@ -19,6 +19,7 @@ from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
+from backpack.core.derivatives.records import named_arguments
 from backpack.core.derivatives.registry import find
 from backpack.core.options import Options
 from backpack.core.slots import Slot, same_data, version_of
@@ -102,24 +103,22 @@ class ModuleCall:
     versions: Sequence[int | None] = ()
     places: Sequence[int] = ()
     released = stays = False
-    keywords: Sequence[str] = ()
     _constants: Mapping[str, Tensor | None] = _NONE
 
-    def __init__(self, module: Module, recorder: Any, args: Sequence[Any], ruled: bool = True) -> None:
+    def __init__(self, module: Module, recorder: Any, args: tuple, kwargs: dict[str, Any], ruled: bool) -> None:
         """Begin the record of a call.
 
         Args:
             module: The module.
             recorder: Its recorder.
-            args: Its arguments, in the order of the signature.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
             ruled: Whether the rule of its class may hold.
         """
         self.found = find(module)
         rule = self.found.rule if ruled else None
         self.derivatives: BaseDerivatives | None = rule
-        self.recorder = recorder
-        self.order = next(_ORDER)
-        self.root = not recording.open
+        self.recorder, self.order, self.root = recorder, next(_ORDER), not recording.open
         self.outputs: list[Slot] = []
         # losses are often temporary objects, `extend(MSELoss())(...)`: held strongly, if they do not store what they return
         is_loss = self.root and recorder.bare if rule is None else rule.is_loss
@@ -139,19 +138,21 @@ class ModuleCall:
             if constants and rule is not None:
                 self._constants = {name: t if t is None or not t.requires_grad else t.detach() for name, t in constants.items()}
             self.versions = _versions(parameters, constants)
-        self.see(module, args)
+        self.see(module, args, kwargs)
 
-    def see(self, module: Module, args: Sequence[Any]) -> None:
-        """Record the arguments.
+    def see(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Record the arguments, in the order of the signature; those not given, between given ones, have their default values.
 
         Args:
             module: The module.
-            args: Its arguments, in the order of the signature.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
         """
         keep = "input" in self._keeps
         clone = keep and vars(module).get("inplace") is True
-        self.inputs, self.tensor_inputs = list(args), []
-        for i, arg in enumerate(args):
+        named = named_arguments(type(module), len(args), tuple(kwargs)) | kwargs if kwargs else {}
+        self.inputs, self.tensor_inputs, self.keywords = [*args, *named.values()], [], tuple(named)
+        for i, arg in enumerate(self.inputs):
             if isinstance(arg, Tensor):
                 self.inputs[i] = slot = Slot(arg, keep, clone, True)
                 self.tensor_inputs.append(slot)
@@ -181,16 +182,10 @@ class ModuleCall:
     @property
     def as_called(self) -> Module:
         """The module with the options, and with the tensors other than parameters, that it had: a stand-in, if it has others now."""
-        module = self.module
-        options, constants = self._options, self._constants
+        module, options, constants = self.module, self._options, self._constants
         now = options.constants(module) if constants else constants
         same = options.hold(module) and len(now) == len(constants) and all(map(is_, now.values(), constants.values()))
         return module if same else options.restored(module, constants)
-
-    @property
-    def has_data(self) -> bool:
-        """Whether some input is a tensor that depends on no parameter."""
-        return any([slot.edge is None for slot in self.tensor_inputs])
 
     @property
     def odd_types(self) -> bool:

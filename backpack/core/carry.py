@@ -74,6 +74,15 @@ class Carry:
     def _concerns(self, flow: Flow, upstream: tuple) -> bool:
         return bool(self._plan.walk.reach[upstream[0]] & self._concerned[flow])
 
+    def _wants(self, flow: Flow, upstream: tuple) -> bool:
+        # the gradient goes its own way, in autograd, as far as it can
+        return self._concerns(flow, upstream) and (not flow.is_gradient or self._explicit(upstream))
+
+    def _arrived(self, flow: Flow, node: Node, nr: int, grads: tuple[Tensor | None, ...]) -> Columns:
+        if not flow.is_gradient:
+            return self._data[flow].pop((node, nr), {})
+        return {} if grads[nr] is None else {0: grads[nr].unsqueeze(0)}
+
     def _is_leaf(self, node: Node) -> bool:
         return node in self._plan.walk.leaves
 
@@ -104,7 +113,7 @@ class Carry:
             use = Use(view, unit.parameters, value, grad, unit.layout)
             self._at_use(flow, unit, use)
             below = unit.below
-            if below is None or (flow.is_gradient and not self._explicit(below)) or not self._concerns(flow, below):
+            if below is None or not self._wants(flow, below):
                 continue
             if call.moved:
                 raise OverwrittenError(
@@ -184,9 +193,8 @@ class Carry:
         # the columns of all flows are carried together
         arrived: dict[tuple[Flow, Hashable], dict[int, Tensor]] = {}
         for flow in self._each_flow():
-            for nr, grad in enumerate(grads):
-                given = self._data[flow].pop((node, nr), {}) if not flow.is_gradient else {} if grad is None else {0: grad.unsqueeze(0)}
-                for source, columns in given.items():
+            for nr in range(len(grads)):
+                for source, columns in self._arrived(flow, node, nr, grads).items():
                     arrived.setdefault((flow, source), {})[nr] = columns
         inner, below, places = composite.pull_all(node, list(arrived.values()))
         for flow in self._each_flow():
@@ -203,7 +211,7 @@ class Carry:
                 grad = columns[0][0] if flow.is_gradient else inner.new_full((), nan).expand(next(iter(columns.values())).shape[1:])
                 self._at_use(flow, unit, Use(BatchFirst(unit.call, turn), unit.parameters, columns, grad, unit.layout, notes))
             for (edge, layout), send in zip(composite.below, below, strict=True):
-                if self._concerns(flow, edge) and (not flow.is_gradient or self._explicit(edge)):
+                if self._wants(flow, edge):
                     self.deposit(flow, edge, Way.DATA, {source: send(place) for source, place in value.items()}, layout)
         self._leave(composite)
 
@@ -214,16 +222,8 @@ class Carry:
                 continue
             if self._connection is not None:
                 self._connection.cross(node)
-            wanted = [
-                c is not None and self._concerns(flow, n) and (not flow.is_gradient or self._explicit(n))
-                for n, c in zip(gap.nexts, gap.crossings, strict=True)
-            ]
-            arrived = self._data[flow]
-            data = {
-                nr: ({} if grads[nr] is None else {0: grads[nr].unsqueeze(0)}) if flow.is_gradient else arrived.pop((node, nr), {})
-                for nr, state in gap.states.items()
-                if state is not SPLIT
-            }
+            wanted = [c is not None and self._wants(flow, n) for n, c in zip(gap.nexts, gap.crossings, strict=True)]
+            data = {nr: self._arrived(flow, node, nr, grads) for nr, state in gap.states.items() if state is not SPLIT}
             parts = {nr: self._split[flow].pop((node, nr), {}) for nr, state in gap.states.items() if state is SPLIT}
             sources = dict.fromkeys(source for value in (*data.values(), *parts.values()) for source in value)
             for source in sources if any(wanted) else ():

@@ -75,14 +75,14 @@ class Connection:
         if slot.alive is not None:
             return slot.alive
         node, unit = self._units.get(call, (None, None))
-        if name != "output":
-            if slot.edge is None:
-                return slot.value
+        if name == "output":
+            edges = [] if unit is None else [(node, unit.nr)]
+        elif slot.edge is None:
+            return slot.value
+        else:
             edges = [slot.edge] if slot.base_edge is None else [slot.edge, slot.base_edge]
-            found = None if unit is None else _saved_at(edges, unit.inside, slot.shape)
-            return call.recover(name) if found is None else found
-        found = None if unit is None else _saved_at([(node, unit.nr)], unit.inside, slot.shape)
-        return call.replay() if found is None else found
+        found = None if unit is None else _saved_at(edges, unit.inside, slot.shape)
+        return call.recover(name) if found is None else found
 
 
 def _saved_at(edges: list[Edge], nodes: Iterable[Node], shape: torch.Size) -> Tensor | None:

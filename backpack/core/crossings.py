@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container
 from enum import Enum
 from math import prod
 from typing import Any, NamedTuple
@@ -13,7 +13,9 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.graph import LINEAR, PRODUCTS, call_node, operation, outputs_of, saved, saved_tensors, settings_of, shape_of, tensor_at
-from backpack.core.samples import Layout, after_sum, blocks, decode, probe, split, sum_to
+from backpack.core.samples import Layout, after_sum, decode, probe, split, sum_to
+from backpack.core.walk import Walk
+from backpack.utils.columns import blocks
 
 # operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
 _STATIC = LINEAR - frozenset(
@@ -37,16 +39,16 @@ _STACKED = frozenset(
     """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
     ScaledDotProductCudnnAttention""".split()
 )
+_MASKED = 2**24
+"""Entries of columns that are masked at once."""
 
 
-def is_of_parameter(
-    node: Node, leaves: Mapping[Node, Tensor], samples: int | None = None, is_constant: Callable[[Tensor], bool] | None = None
-) -> bool:
+def is_of_parameter(walk: Walk, node: Node, samples: int | None = None, is_constant: Callable[[Tensor], bool] | None = None) -> bool:
     """Say whether a node makes something of parameters, and of nothing else, so of no data.
 
     Args:
+        walk: The graph.
         node: The node.
-        leaves: The leaves of the graph.
         samples: Number of samples, if constants and rows of a table count, too, as long as there are not as many.
         is_constant: Says of a tensor that a matrix is multiplied with whether it is known to be the same for all samples.
 
@@ -57,34 +59,45 @@ def is_of_parameter(
     given: dict[Node | None, bool] = {None: False}  # whether something else takes part that is not known to be constant
     while stack and (pure or few):
         node = stack[-1]
-        upstream = [] if node in leaves else [n for n, _ in node.next_functions]
+        upstream = [n if walk.is_tracked(n) else None for n, _ in node.next_functions]
         waits = [n for n in upstream if n not in given]
         stack += waits
         if waits:
             continue
         stack.pop()
-        if node in leaves:
+        if node in walk.leaves:
             given[node] = False
-            if not isinstance(leaves[node], Parameter):
-                return False
         elif operation(node) == "Embedding":
             given[node] = samples is None or samples in rows_looked_up(node)
             pure, few = pure and not given[node], few and not given[node]
         else:
             data = None in upstream or operation(node) not in _OF_INPUTS
             pure = pure and not data
-            data = data and few and not _uses_constants(node, is_constant)
+            data = data and few and not _uses_constants(walk, node, is_constant)
             given[node] = data or any(given[n] for n in upstream if n is not None)
             few = few and not (data and operation(node) not in _ENTRYWISE) and not (given[node] and any(r % samples == 0 for r in rows_made(node)))
     return pure or few
 
 
-def _uses_constants(node: Node, is_constant: Callable[[Tensor], bool]) -> bool:
+def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool]) -> bool:
     # whether what takes part beside the graph is known to be constant, a number, or to have no rows of its own
-    if operation(node) in _ENTRYWISE and any(n is not None and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
+    if operation(node) in _ENTRYWISE and any(walk.is_tracked(n) and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
         return True
-    others = [tensor for tensor in saved_tensors(node) if not tensor.requires_grad]
+    others = [tensor for tensor in saved_tensors(node) if not is_made(walk, tensor)]
     return bool(others) and all(not tensor.dim() or is_constant(tensor) for tensor in others)
+
+
+def is_made(walk: Walk, tensor: Tensor) -> bool:
+    """Say whether a tensor is a parameter, or was made of tracked ones.
+
+    Args:
+        walk: The graph.
+        tensor: A tensor that a node has saved, or a module was called with.
+
+    Returns:
+        Whether it is or was.
+    """
+    return isinstance(tensor, Parameter) or walk.is_tracked(tensor.grad_fn)
 
 
 def rows_made(node: Node) -> torch.Size:
@@ -113,22 +126,24 @@ def rows_looked_up(node: Node) -> torch.Size:
     return shape[:2] if len(shape) > 1 and shape[0] != 1 else shape[:0]
 
 
-def brings_rows(node: Node, samples: int) -> bool:
+def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
     """Say whether a node may bring in data of samples, as far as shapes tell.
 
     Args:
+        walk: The graph.
         node: The node.
         samples: Number of samples.
 
     Returns:
-        Whether some input depends on nothing in the graph, and what the node makes has as many rows as there are samples, and another shape than
+        Whether some input depends on no tracked parameter, and what the node makes has as many rows as there are samples, and another shape than
         its other inputs.
     """
     if operation(node) == "Embedding":
         return samples in rows_looked_up(node)
-    if all(n is not None for n, _ in node.next_functions) or samples not in rows_made(node):
+    tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
+    if len(tracked) == len(node.next_functions) or samples not in rows_made(node):
         return False
-    return operation(node) in MATRIX_PRODUCTS or all(n is None or shape_of((n, nr)) != shape_of((node, 0)) for n, nr in node.next_functions)
+    return operation(node) in MATRIX_PRODUCTS or all(shape_of(edge) != shape_of((node, 0)) for edge in tracked)
 
 
 class Way(Enum):
@@ -228,7 +243,10 @@ class Gap:
         """
         samples = next(layout.samples for layout in self.states.values())
         size = sum(prod(c.shape) for c in given.values())
-        rows = [self.call_split({nr: split(c, self.states[nr], block) for nr, c in given.items()}) for block in blocks(samples, size)]
+        rows = [
+            self.call_split({nr: split(c, self.states[nr], block) for nr, c in given.items()})
+            for block in blocks(samples, size, _MASKED) or [slice(0, 0)]
+        ]
         return [None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*rows, strict=True)]
 
 

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
 from backpack.core.owners import owners
+from backpack.utils.differentiation import nodes_below
 from backpack.utils.errors import UnsupportedError
 
 
@@ -183,14 +184,7 @@ def _leaves(request: Request) -> list[Tensor]:
     """
     if request.inputs:
         return [leaf for leaf in request.inputs if isinstance(leaf, Tensor)]
-    stack = [root.grad_fn if isinstance(root, Tensor) else root.node for root in request.roots]
-    seen: dict[Node, None] = {}
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen[node] = None
-            stack += [upstream for upstream, _ in node.next_functions]
-    return [node.variable for node in seen if hasattr(node, "variable")]
+    return [node.variable for node in nodes_below(request.roots) if hasattr(node, "variable")]
 
 
 def transformed() -> bool:

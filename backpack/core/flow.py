@@ -22,6 +22,19 @@ Columns = dict[Hashable, Tensor]
 """Columns of each source, ``[V, ...]``. Columns of one source add where branches meet; those of different sources stand side by side."""
 
 
+def add_columns(one: Columns, other: Columns) -> Columns:
+    """Add columns source by source.
+
+    Args:
+        one: ``{source: [V, ...]}``.
+        other: ``{source: [V, ...]}``.
+
+    Returns:
+        The sum; columns of sources that only one of them has as they are.
+    """
+    return {**one, **{source: one[source] + c if source in one else c for source, c in other.items()}}
+
+
 class Flow(ABC):
     """What travels backward beside the gradient."""
 
@@ -62,7 +75,7 @@ class Flow(ABC):
         Returns:
             Columns added source by source.
         """
-        return {**old, **{source: old[source] + c if source in old else c for source, c in new.items()}}
+        return add_columns(old, new)
 
     def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Hashable, list[Born]] | None:
         """Return what is born at a graph node that no rule covers: nothing, by default.

@@ -12,32 +12,26 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
-from backpack.core.graph import operation
-from backpack.core.slots import Slot
+from backpack.core.graph import operation, shape_of
+from backpack.core.samples import Layout
+from backpack.core.slots import Edge, Slot
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
 
 _OWN = OwnLossDerivatives()
 LINEAR_IN_LOG_PROBABILITIES = frozenset({"NllLoss", "NllLoss2D"})
 """Operations that make losses of log-probabilities."""
-MODULES: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
-    "MseLoss": (nn.MSELoss, ()),
-    "BinaryCrossEntropyWithLogits": (nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
-    "BinaryCrossEntropy": (nn.BCELoss, ("weight",)),
-    "HuberLoss": (nn.HuberLoss, ("delta",)),
-    "SmoothL1Loss": (nn.SmoothL1Loss, ("beta",)),
-    "SoftMarginLoss": (nn.SoftMarginLoss, ()),
+FUNCTIONS: dict[str, tuple[str, type[nn.Module], tuple[str, ...]]] = {
+    "LogSoftmax": ("cross_entropy", nn.CrossEntropyLoss, ()),
+    "MseLoss": ("mse_loss", nn.MSELoss, ()),
+    "BinaryCrossEntropyWithLogits": ("binary_cross_entropy_with_logits", nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
+    "BinaryCrossEntropy": ("binary_cross_entropy", nn.BCELoss, ("weight",)),
+    "HuberLoss": ("huber_loss", nn.HuberLoss, ("delta",)),
+    "SmoothL1Loss": ("smooth_l1_loss", nn.SmoothL1Loss, ("beta",)),
+    "SoftMarginLoss": ("soft_margin_loss", nn.SoftMarginLoss, ()),
 }
-"""Operations that are losses: the class of the module that does the same, and its options beside the reduction."""
-FUNCTIONS = {
-    "LogSoftmax": "cross_entropy",
-    "MseLoss": "mse_loss",
-    "BinaryCrossEntropyWithLogits": "binary_cross_entropy_with_logits",
-    "BinaryCrossEntropy": "binary_cross_entropy",
-    "HuberLoss": "huber_loss",
-    "SmoothL1Loss": "smooth_l1_loss",
-    "SoftMarginLoss": "soft_margin_loss",
-}
-"""Operations at which second-order quantities can start: the function that is called."""
+"""Operations at which second-order quantities can start: the function that is called, the module that does the same, and those of its options,
+beside the reduction, that the operation saves.
+"""
 _SYMMETRIC = frozenset({"MseLoss", "HuberLoss", "SmoothL1Loss"})
 """Those of them whose two arguments may be swapped."""
 
@@ -52,7 +46,7 @@ def title(node: Node) -> str:
         Name of the function and of the node; of a node of something else, its name.
     """
     name = operation(node)
-    return f"{FUNCTIONS[name]} ({node.name()})" if name in FUNCTIONS else node.name()
+    return f"{FUNCTIONS[name][0]} ({node.name()})" if name in FUNCTIONS else node.name()
 
 
 def prediction_first(node: Node, reach: Mapping[Node, int]) -> tuple[tuple[Node | None, int], ...]:
@@ -194,6 +188,11 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
             continue
         if call.is_loss and (swapped := _swapped(call)):
             hint = swapped
+        elif (call.is_loss or (call.recorder.bare and _makes_a_number(call))) and call.inputs and not isinstance(call.inputs[0], Slot):
+            hint = (
+                f"the first argument of {call.path}, the prediction, is a {type(call.inputs[0]).__name__}, but has to be one tensor with the samples "
+                "on axis 0. Give it all parts in one, as `torch.cat([mean, variance], 1)`, and let it take them apart"
+            )
         elif not call.recorder.bare and _makes_a_number(call):
             hint = f"{call.path} has parameters, but a loss is a function of the model's output: {write} for it"
         elif call.recorder.bare and len(call.inputs) > 1 and (call.derivatives in (None, _OWN) or isinstance(call.derivatives, GenericDerivatives)):
@@ -203,7 +202,40 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
             )
     raise LossNotExtendedError(
         "No loss is known on a path from the tensor on which backward was called to {names}. Second-order quantities start at a loss that is an "
-        f"extended module, or one of {', '.join(FUNCTIONS.values())} in torch.nn.functional: {hint}. "
+        f"extended module, or one of {', '.join(name for name, *_ in FUNCTIONS.values())} in torch.nn.functional: {hint}. "
         "Write `backpack.leave_out(term)` for a term to be ignored.",
         parameters,
+    )
+
+
+def refuse_target(path: str) -> None:
+    """Refuse a loss of which not only the prediction depends on parameters.
+
+    Args:
+        path: Its name.
+
+    Raises:
+        LossValueError: Always.
+    """
+    raise LossValueError(
+        f"{path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
+        "respect to its prediction is not all of it. Detach the target, or whatever else it is; or make one prediction of all that depends on "
+        "parameters (the difference of two, say, with zeros as its target)."
+    )
+
+
+def refuse_axis(path: str, edge: Edge, layout: Layout) -> None:
+    """Refuse a prediction whose samples lie on another axis than the loss takes them from.
+
+    Args:
+        path: Name of the loss.
+        edge: Edge of the prediction.
+        layout: Where they lie.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(
+        f"{path} takes its samples from axis 0 of a prediction of shape {list(shape_of(edge))}, but the {layout.samples} samples lie on axis "
+        f"{layout.axis} there. Give it the samples on axis 0, [N, C, T] or [N * T, C], say, instead of [T, C, N]."
     )

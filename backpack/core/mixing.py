@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import given_to, holds_samples, place_of
+from backpack.core.batches import holds_samples, place_of
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import MATRIX_PRODUCTS, brings_rows, is_of_parameter, rows_looked_up
+from backpack.core.crossings import MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, rows_looked_up
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.refusals import mixing
 from backpack.core.slots import Slot
 from backpack.core.walk import Walk
+from backpack.utils.nested import tensors_in
 
 
 def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
@@ -32,14 +33,51 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
         Whether that input may have samples: not so if it is made without data, of constants, or of what is copied for all.
     """
     calls, brings = _data_of(walk, samples, upstream)
-    given = [slot for call in calls for slot in call.tensor_inputs if slot.edge is None]
+    given = [slot for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
     if operation(node) in MATRIX_PRODUCTS and not brings and all(_is_constant(walk, _tensor(slot)) for slot in given):
         return False
     if brings or (upstream in walk.has_data and operation(node) != "Repeat"):
         return True
-    times = Counter(call.module for call in calls if call.has_data)  # once a sample
+    times = Counter(call.module for call in calls if walk.was_given_data(call))  # once a sample
     rows = [slot.shape[:-1] if slot.dtype.is_floating_point and len(slot.shape) > 1 else slot.shape for slot in given]
     return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
+
+
+def is_shared(walk: Walk, node: Node, samples: int) -> bool:
+    """Say whether rows stand beside the samples, maybe as many of them: made of parameters and constants, like prototypes.
+
+    Args:
+        walk: The graph.
+        node: Node that made them.
+        samples: Number of rows.
+
+    Returns:
+        Whether there is data, but none of it takes part, nor anything of unknown origin, as far as calls of modules tell.
+    """
+    if samples <= 1 or not any(map(walk.was_given_data, walk.outermost)):
+        return False
+    calls = {mark.call for mark in walk.marks.get(node, ()) if mark.call.root}
+    if any(slot.edge is not None and slot.edge[0] in walk.has_data for call in calls for slot in call.tensor_inputs):
+        return False
+    if not calls:  # what outermost modules were given tells
+        calls, brings = _data_of(walk, samples, node)
+        if brings:
+            return False
+    tensors = [_tensor(slot) for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
+    if any(tensors_in(value) for call in calls for value in call.inputs if not isinstance(value, Slot)):
+        return False
+    return all(_is_constant(walk, tensor) or _is_found_inside(walk, tensor) for tensor in tensors)
+
+
+def _is_found_inside(walk: Walk, tensor: Tensor | None) -> bool:
+    # whether it is torch.arange(n), or a tensor that is an attribute of a module, and was not given to an outermost one
+    place = place_of(tensor)
+    if place in walk.given_places:
+        return False
+    if tensor.dim() == 1 and not (tensor.is_floating_point() or tensor.is_complex()) and torch.equal(tensor, torch.arange(len(tensor)).to(tensor)):
+        return True
+    values = (value for call in walk.outermost for module in call.module.modules() for value in vars(module).values())
+    return any(isinstance(value, Tensor) and place_of(value) == place for value in values)
 
 
 def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], shape: torch.Size) -> str:
@@ -78,16 +116,16 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
         return
     for call, slot in ((mark.call, slot) for mark in marks for slot in mark.call.tensor_inputs):
         rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
-        known = holds_samples(_tensor(slot), walk.outermost, samples)
-        if slot.edge is None:
+        known = _holds_samples(walk, _tensor(slot), samples)
+        if walk.is_data(slot):
             batched = samples in rows[:2] and rows[0] != 1
         else:
-            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and walk.leads(node, slot.edge[0])
-        if (known or batched) and not is_of_parameter(node, walk.leaves, samples, partial(_is_constant, walk)):
+            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and _leads(walk, node, slot.edge[0])
+        if (known or batched) and not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
-            raise mixing(walk, node, how + ("" if known or slot.edge is not None else _unknown_rows(slot.shape, rows.index(samples))))
+            raise mixing(walk, node, how + ("" if known or not walk.is_data(slot) else _unknown_rows(slot.shape, rows.index(samples))))
     rows = rows_looked_up(node) if operation(node) == "Embedding" else ()
-    if samples in rows or any(holds_samples(tensor, walk.outermost, samples) for tensor in saved_tensors(node)):
+    if samples in rows or any(_holds_samples(walk, tensor, samples) for tensor in saved_tensors(node)):
         how = f"what {node.name()} computes of data is summed over the {samples} samples"
         raise mixing(walk, node, how + (_unknown_rows(saved(node, "indices").shape, rows.index(samples)) if samples in rows else ""))
 
@@ -115,21 +153,31 @@ def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], boo
         node = stack.pop()
         ended = [mark.call for mark in walk.marks.get(node, ())]
         calls.update(ended)
-        brings = brings or (not ended and brings_rows(node, samples))
+        brings = brings or (not ended and brings_rows(walk, node, samples))
         layer = next((call for call in ended if not call.module._modules), None)  # its inputs tell, whatever its nodes make of them
         upstream = node.next_functions if layer is None else [slot.edge for slot in layer.tensor_inputs if slot.edge is not None]
-        new = {n for n, _ in upstream if n is not None and walk.reach[n]} - seen
+        new = {n for n, _ in upstream if walk.is_tracked(n)} - seen
         seen |= new
         stack += new
     return calls, brings
 
 
+def _leads(walk: Walk, node: Node, goal: Node) -> bool:
+    # whether a node was computed from another one, from which a parameter is reached
+    seen, stack = {node}, [node]
+    while stack:
+        new = {n for n, _ in stack.pop().next_functions if walk.is_tracked(n)} - seen
+        seen |= new
+        stack += new
+    return goal in seen
+
+
+def _holds_samples(walk: Walk, tensor: Tensor | None, samples: int) -> bool:
+    return tensor is not None and not is_made(walk, tensor) and holds_samples(tensor, walk.outermost, samples)
+
+
 def _is_constant(walk: Walk, tensor: Tensor | None) -> bool:
-    # whether it is a view of a buffer of an outermost module; what one was given may be samples, in any layout
-    if not walk.places:
-        buffers = [buffer for call in walk.outermost for buffer in call.module.buffers()]
-        walk.places |= {place_of(t): True for t in buffers} | {place_of(t): False for call in walk.outermost for t in given_to(call)} | {0: False}
-    return walk.places.get(place_of(tensor), False)
+    return place_of(tensor) in walk.constant_places  # a view of a buffer, say
 
 
 def _tensor(slot: Slot) -> Tensor | None:

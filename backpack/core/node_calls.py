@@ -250,14 +250,8 @@ def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias
     return layer(node, call, int(bias), {"weight": 2, "bias": 0} if bias else {"weight": 1}, layout, walk, turned)
 
 
-@reads("Mm", "Bmm")
-def _matrix(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
-    return _product(node, states, walk, "self")
-
-
-@reads("Addmm")
-def _matrix_and_bias(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
-    return _product(node, states, walk, "mat1", bias=True)
+reads("Mm", "Bmm")(partial(_product, first="self"))
+reads("Addmm")(partial(_product, first="mat1", bias=True))
 
 
 @reads("MkldnnRnnLayer")

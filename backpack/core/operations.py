@@ -41,6 +41,7 @@ class _Names(dict):
 
 NAMES = _Names()
 
+_ABSOLUTE = "((Mean|Sum) )?Abs Sub( Expand)?"  # against a target of another shape
 _CIRCULAR = "CopySlices Slice( CopySlices Slice)*( Slice)*"
 _BATCH_NORM = "(Native|Cudnn|Miopen)BatchNorm"
 _PAD = f"ConstantPadNd|(Reflection|Replication)Pad[123]D|{_CIRCULAR}"
@@ -182,8 +183,8 @@ _TABLE: dict[type[Module], tuple[Pattern, Shape]] = {
     **_reduced("MseLoss", nn.MSELoss),
     **_reduced("BinaryCrossEntropy", nn.BCELoss),
     **_reduced("BinaryCrossEntropyWithLogits", nn.BCEWithLogitsLoss),
-    **_reduced("((Mean|Sum) )?Abs Sub", nn.L1Loss),
-    **_reduced("SmoothL1Loss|((Mean|Sum) )?Abs Sub", nn.SmoothL1Loss),
+    **_reduced(_ABSOLUTE, nn.L1Loss),
+    **_reduced(f"SmoothL1Loss|{_ABSOLUTE}", nn.SmoothL1Loss),
     **_reduced("HuberLoss", nn.HuberLoss),
     **_reduced("SoftMarginLoss", nn.SoftMarginLoss),
     **_reduced("MultiMarginLoss", nn.MultiMarginLoss),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 from weakref import ref
 
 from torch.nn import Module, Parameter
+
+from backpack.utils.errors import Name
 
 savefields: set[str] = set()
 """Names of all attributes under which extensions save."""
@@ -40,16 +43,17 @@ class _Owners:
         # those in which parameters have names, as far as they live
         return {root for _, named in self._entries() for place in list(named) if place is not None and (root := place()) is not None}
 
-    def _current(self) -> Iterator[tuple[int, str]]:
+    def _current(self) -> Iterator[tuple[int, ref | None, str]]:
         # names in the outermost modules as they are now; of what is in none, as in a copy, the latest that is known
         parts = {root: list(root.named_modules(remove_duplicate=False)) for root in self._roots()}
         inside, lost = {part for own in parts.values() for _, part in own[1:]}, dict(self._entries())
-        for path, module in (part for root in parts.keys() - inside for part in parts[root]):
-            for name, parameter in module._parameters.items():
-                if (key := id(parameter)) in self._names:
-                    lost.pop(key, None)
-                    yield key, f"{path}.{name}" if path else name
-        yield from ((key, name) for key, named in lost.items() for own in list(named.values())[-1:] for name in own)
+        for root in parts.keys() - inside:
+            for path, module in parts[root]:
+                for name, parameter in module._parameters.items():
+                    if (key := id(parameter)) in self._names:
+                        lost.pop(key, None)
+                        yield key, ref(root), f"{path}.{name}" if path else name
+        yield from ((key, place, name) for key, named in lost.items() for place, own in list(named.items())[-1:] for name in own)
 
     def add(self, parameter: Parameter, name: str) -> None:
         """Track a parameter that an extended module has got since ``extend``.
@@ -181,12 +185,28 @@ class _Owners:
         return entry is not None and entry[0]() is parameter
 
     def __getitem__(self, parameter: Parameter) -> str:
-        named = self._names[id(parameter)][1]
-        for place, own in reversed(named.items()) if len(named) > 1 else ():
-            root = place and place()
-            if root is not None and any(part is parameter for part in root.parameters()):
-                return own[0]
-        return next(reversed(named.values()))[0]
+        return self.about([parameter])[parameter]
+
+    def about(self, parameters: Iterable[Parameter]) -> dict[Parameter, Name]:
+        """Name parameters for messages, as they are called now: all modules are searched, hence once for all of a message.
+
+        Args:
+            parameters: The parameters.
+
+        Returns:
+            Of those that are tracked, in the order in which they were first, that of their model: the name in the module that was extended last.
+        """
+        wanted, names = {id(parameter): parameter for parameter in parameters if parameter in self}, {}
+        for key, place, name in self._current():
+            names.setdefault(key, {}).setdefault(place, name)
+        found = {}
+        for parameter in (wanted[key] for key in list(self._names) if key in wanted):
+            own = names[id(parameter)]
+            found[parameter] = Name(own[next((place for place in reversed(self._named(parameter)) if place in own), next(iter(own)))])
+        bearers = Counter(found.values())
+        for name in found.values():
+            name.bearers = bearers[name]
+        return found
 
     def named(self, pattern: str) -> set[int]:
         """Find parameters by the name that they have now, in the outermost extended modules that live; the last one, if they are in none.
@@ -198,19 +218,7 @@ class _Owners:
             Their ids.
         """
         fits = re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"(\..*)?", re.DOTALL).fullmatch
-        return {key for key, name in self._current() if fits(name)}
-
-    def in_order(self, parameters: Iterable[Parameter]) -> list[Parameter]:
-        """Sort parameters.
-
-        Args:
-            parameters: Tracked ones.
-
-        Returns:
-            The same in the order in which they were tracked first, that of their model.
-        """
-        places = {key: place for place, key in enumerate(list(self._names))}
-        return sorted(parameters, key=lambda parameter: places[id(parameter)])
+        return {key for key, _, name in self._current() if fits(name)}
 
     def like(self, name: str) -> list[str]:
         """Find names that resemble one that is nobody's.
@@ -221,7 +229,7 @@ class _Owners:
         Returns:
             A pattern of all that end so; else up to three names of parameters and modules, the most similar first.
         """
-        names = {some for _, some in self._current()}
+        names = {some for _, _, some in self._current()}
         if any(some.endswith(f".{name}") for some in names):
             return [f"*.{name}"]
         return get_close_matches(name, sorted(names | {some.rpartition(".")[0] for some in names}), cutoff=0.75)

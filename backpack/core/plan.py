@@ -25,6 +25,7 @@ from backpack.core.refusals import (
     mixing,
     nowhere,
     refuse_compiled,
+    refuse_one_row,
     refuse_other_rows,
     refuse_second_order,
     single,
@@ -89,6 +90,9 @@ class Plan(Tracking):
         for start, doubt in self._doubts.items():
             if start not in self._told:
                 self._note(doubt)
+        if len(self.losses) == 1:
+            for start in self.losses.values():
+                refuse_one_row(self.walk, start.call, start.below, start.layout)
         if self._refusals:
             raise merge(self._refusals)
         if len(self.losses) > 1:
@@ -121,10 +125,9 @@ class Plan(Tracking):
             states.update(dict.fromkeys(states, SPLIT))
         if SPLIT in states.values():
             refuse_summed(self.walk, node, marks, self._samples_at[node])
-        if node in self._unsure:
+        if node in self._unsure and any(not mark.base for mark in marks):
             refuse_other_rows(self.walk, node, states.values())
-            if any(not mark.base for mark in marks):
-                self._unsure.discard(node)
+            self._unsure.discard(node)
         if not (self._choose_unit(node, states, marks) or self._choose_node(node, states)):
             self._cross(node, states)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.utils.hooks import RemovableHandle
 
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import pass_on
@@ -24,39 +21,6 @@ from backpack.core.slots import Slot
 from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError
 from backpack.utils.module_classification import loses_hooks
-
-
-@cache
-def _keywords(cls: type[Module], count: int, given: tuple[str, ...]) -> dict[str, Any]:
-    """List the arguments behind the positional ones, in the order of the forward method's signature.
-
-    Args:
-        cls: Class of the module.
-        count: Number of positional arguments.
-        given: Names of keyword arguments.
-
-    Returns:
-        Name to default value, from the first to the last of those that were given; and those of which the signature does not know.
-    """
-    arguments = list(inspect.signature(cls.forward).parameters.values())[1:]
-    by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
-    behind = [*by_place[count:], *(a for a in arguments if a.kind is a.KEYWORD_ONLY)]
-    last = max((i for i, a in enumerate(behind) if a.name in given), default=-1)
-    return {a.name: a.default for a in behind[: last + 1]} | {name: None for name in given if name not in {a.name for a in behind}}
-
-
-def _positional(module: Module, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """Return all arguments in the order of the forward method's signature.
-
-    Args:
-        module: The called module.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
-    Returns:
-        The arguments; those not given, between given ones, have their default values.
-    """
-    return [*args, *(_keywords(type(module), len(args), tuple(kwargs)) | kwargs).values()]
 
 
 def _drop_interrupted() -> None:
@@ -157,10 +121,7 @@ class Recorder:
         if kwargs is not None and not transformed() and recording.on and torch.is_grad_enabled():
             if recording.open:
                 _drop_interrupted()
-            ruled = self.know(module) and not intercepted(args)
-            call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
-            if kwargs:
-                call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
+            call = ModuleCall(module, self, args, kwargs, ruled=self.know(module) and not intercepted(args))
             call.seen = args
             recording.open.append((call, sys._getframe(1)))
 
@@ -177,8 +138,7 @@ class Recorder:
             call, _ = recording.open.pop()
             if output is not None:
                 if args is not call.seen:  # a hook that ran after ours has given the module something else
-                    call.see(module, _positional(module, args, kwargs))
-                    call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
+                    call.see(module, args, kwargs)
                     if vars(module).get("inplace") is True:
                         call.derivatives = None  # what it was given has been overwritten since
                 call.seen = None
@@ -197,10 +157,7 @@ class Recorder:
             return
         if recording.open and not self.path:  # one with a path is called by others, as a rule
             _drop_interrupted()
-        ruled = self.know(module) and not intercepted(args)
-        call = ModuleCall(module, self, _positional(module, args, kwargs) if kwargs else args, ruled)
-        if kwargs:
-            call.keywords = tuple(_keywords(type(module), len(args), tuple(kwargs)))
+        call = ModuleCall(module, self, args, kwargs, ruled=self.know(module) and not intercepted(args))
         if vars(module).get("inplace") is True:
             call.derivatives = None  # switched on after extend()
         self._end(module, call, output)
@@ -213,33 +170,17 @@ class Recorder:
             _show_recorded_tensors(type(module))
         self._last = ref(call)
 
-    def install(self, module: Module) -> tuple[RemovableHandle, ...]:
+    def install(self, module: Module) -> None:
         """Install the hooks.
 
         Args:
             module: The module to record.
-
-        Returns:
-            Handles that remove them.
         """
         if not module._modules and vars(module).get("inplace") is not True:
-            return (module.register_forward_hook(self.at_once, with_kwargs=True, prepend=True),)
-        return (
-            module.register_forward_pre_hook(self.before, with_kwargs=True),
-            module.register_forward_hook(self.after, with_kwargs=True, always_call=True, prepend=True),
-        )
-
-    def remove(self, module: Module) -> None:
-        """Remove the hooks, also those of a copied module, for which no handles exist.
-
-        Args:
-            module: The module.
-        """
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[key]
-                for group in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
-                    group.pop(key, None)
+            module.register_forward_hook(self.at_once, with_kwargs=True, prepend=True)
+            return
+        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_hook(self.after, with_kwargs=True, always_call=True, prepend=True)
 
 
 def _again(path: str, kind: str, bare: bool, fields: list[str], torn: bool = False) -> Recorder:
@@ -263,6 +204,38 @@ def recorder_of(module: Module) -> Recorder | None:
     return None
 
 
+def remove_recorder(module: Module) -> None:
+    """Remove the hooks of the recorder of a module, if it has one, also those of a copied module, for which no handles exist.
+
+    Args:
+        module: Any module.
+    """
+    recorder = recorder_of(module)
+    if recorder is None:
+        return
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) is recorder]:
+            del hooks[key]
+            for group in (module._forward_pre_hooks_with_kwargs, module._forward_hooks_with_kwargs, module._forward_hooks_always_called):
+                group.pop(key, None)
+
+
+def last_call(module: Module) -> ModuleCall | None:
+    """Return the call to which ``input0``, ... and ``output`` of a module belong.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The latest one that is alive, unless ``reading`` says something else; ``None`` if there is none.
+    """
+    call = (recording.read_from or {}).get(module)
+    if call is not None:
+        return call
+    recorder = recorder_of(module)
+    return None if recorder is None else recorder.last
+
+
 class _RecordedTensor:
     """``module.input0``, ``module.output``: views onto the last call of an extended module, readable while its graph lives.
 
@@ -275,10 +248,7 @@ class _RecordedTensor:
     def __get__(self, module: Module | None, cls: type | None = None) -> Any:
         if module is None:
             return self
-        call = (recording.read_from or {}).get(module)
-        if call is None:
-            recorder = recorder_of(module)
-            call = None if recorder is None else recorder.last
+        call = last_call(module)
         registered = any(self.name in module.__dict__.get(group, ()) for group in ("_parameters", "_buffers", "_modules"))
         value = None if call is None or registered or call.released else call.at_hand(self.name)
         if value is None:

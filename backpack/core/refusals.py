@@ -21,6 +21,7 @@ from backpack.utils.errors import MixedSamplesError, NotRecordedError, Unattribu
 
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
 _RETURN = "Let the model return its predictions, with the samples on axis 0, and compute the loss of them."
+_SELECT = frozenset({"Select", "Unbind"})
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 """Where the classes of sharded modules and of sharded parameters come from."""
 
@@ -150,9 +151,10 @@ def nowhere(walk: Walk, node: Node) -> UnattributedError:
     Returns:
         The error.
     """
+    counted = f" ({', '.join(map(str, sorted(walk.batches)))})" if walk.batches else ""
     return UnattributedError(
         "{names}: nothing on the way to the tensor on which backward was called is known to hold the samples. No outermost module returns as many "
-        f"rows as it was given samples{_counted(walk)}, nor does one inside. {_RETURN}",
+        f"rows as it was given samples{counted}, nor does one inside. {_RETURN}",
         walk.named(walk.reach[node]),
     )
 
@@ -180,12 +182,8 @@ def other_rows(walk: Walk, node: Node, what: str, samples: int, axis: int | None
     )
 
 
-def _counted(walk: Walk) -> str:
-    return f" ({', '.join(map(str, sorted(walk.batches)))})" if walk.batches else ""
-
-
 def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> UnsupportedError:
-    """Refuse a tensor whose samples lie differently for two of its consumers.
+    """Refuse a tensor whose samples lie differently for two of its consumers: on another axis, or others; or the same in another order.
 
     Args:
         walk: The graph.
@@ -196,8 +194,12 @@ def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> Unsupported
     Returns:
         The error.
     """
+    shape = list(shape_of(edge))
+    if one._replace(labels=sorted(one.labels)) == other._replace(labels=sorted(other.labels)):
+        how = f"they lie in one order on axis {one.axis} of a tensor of shape {shape} for one of its consumers, and in another order for another one"
+        return mixing(walk, edge[0], f"{how}, as where each is added to another one (`x + x[permutation]`)")
     return UnsupportedError(
-        f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {list(shape_of(edge))} for one of its consumers, and on axis "
+        f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {shape} for one of its consumers, and on axis "
         f"{other.axis}, or in another order, for another one: per-sample quantities of {{names}} are ambiguous. What the model returns should have "
         "the samples on axis 0: transpose it, or set batch_first=True. If another axis of the model is as long as the mini-batch, use a mini-batch "
         "of another size. Or leave these parameters out of all extensions: {exclude}.",
@@ -225,10 +227,11 @@ def sizes(walk: Walk, edge: Edge, one: int, other: int) -> UnsupportedError:
     )
 
 
-def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
+def unequal(walk: Walk, parameter: Parameter, one: int, other: int) -> UnsupportedError:
     """Refuse a parameter that is used with mini-batches of different size.
 
     Args:
+        walk: The graph.
         parameter: The parameter.
         one: Number of samples for one use.
         other: Number of samples for another one.
@@ -240,7 +243,7 @@ def unequal(parameter: Parameter, one: int, other: int) -> UnsupportedError:
         f"{{names}}: used with mini-batches of {one} and of {other} samples in one backward pass: which samples belong together "
         "is not known. Call backward for each of them (backpack(..., accumulate=True) unites the results), or leave it out of all "
         "extensions: {exclude}.",
-        {parameter: owners[parameter]},
+        {parameter: walk.names[parameter]},
     )
 
 
@@ -302,7 +305,7 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
 
     Args:
         walk: The graph.
-        node: A node between a loss, whose rows have been taken for samples, and the output of a module, which will tell.
+        node: A node that made the output of a module, upstream of a loss whose rows have been taken for samples.
         states: States of its outputs.
 
     Raises:
@@ -310,8 +313,36 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
     """
     if any(state is not SPLIT and settle(state) != first_axis(state.samples) for state in states):
         raise UnsupportedError(
-            f"Axis 0 of what a loss takes does not hold the samples: there is no such axis at {walk.where(node)}. Compute the loss from "
-            "predictions with the samples on axis 0."
+            f"The loss takes the rows of its prediction for samples, but these are not the rows of what a module inside returns, at "
+            f"{walk.where(node)}. {_RETURN}"
+        )
+
+
+def refuse_one_row(walk: Walk, loss: object, below: Edge, layout: Layout) -> None:
+    """Refuse a single loss of one row of what a module has returned, as ``out[-1]``: what lies on axis 0 there is something else than samples.
+
+    Args:
+        walk: The graph.
+        loss: The only loss.
+        below: Edge of its prediction.
+        layout: Where the samples would lie in it.
+
+    Raises:
+        UnsupportedError: If the prediction is such a row.
+    """
+    node, selects = below[0], False
+    while node not in walk.marks:
+        selects = selects or operation(node) in _SELECT
+        ways = [upstream for upstream, _ in node.next_functions if walk.is_tracked(upstream)]
+        if len(ways) != 1:
+            return
+        node = ways[0]
+    if selects and layout.samples > 1 and len(set(settle(layout).labels)) == 1:
+        raise UnsupportedError(
+            f"{loss} is a loss of one of the {layout.samples} rows that {walk.marks[node][-1].call} returned, of shape {list(shape_of((node, 0)))}: "
+            "on axis 0 there lie no samples, it seems, but steps in time, say. Return the samples on axis 0 (transpose, or batch_first=True), and "
+            "extend the whole model; for the loss of a single sample, take a slice (out[i : i + 1]).",
+            walk.named(walk.reach[node]),
         )
 
 

@@ -293,14 +293,13 @@ def pairs(one: Tensor, other: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
         Both parts of the columns ``[2 P, N, *]``, and signs ``[2 P, N]``.
     """
     scale = other.flatten(2).norm(dim=2).sqrt()
-    scales = [(factor * 0.5**0.5).reshape(*scale.shape, *[1] * (t.dim() - 2)) for factor, t in ((scale, one), (_inverse(scale), other))]
+    scales = [
+        (factor * 0.5**0.5).reshape(*scale.shape, *[1] * (t.dim() - 2))
+        for factor, t in ((scale, one), (torch.where(scale > 0, 1 / scale, 0.0), other))
+    ]
     one, other = one * scales[0], other * scales[1]
     ones = torch.ones_like(scale)
     return (torch.cat([one, one]), torch.cat([other, -other])), torch.cat([ones, -ones])
-
-
-def _inverse(scale: Tensor) -> Tensor:
-    return torch.where(scale > 0, 1 / scale, 0.0)
 
 
 def _whole(layout: Layout) -> bool:

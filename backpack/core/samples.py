@@ -370,18 +370,3 @@ def add_rows(columns: Tensor, layout: Layout) -> Tensor:
     layout = settle(layout)
     out = columns.new_zeros(columns.shape[0], layout.samples, *columns.shape[2:])
     return out.index_add_(1, label_tensor(layout.labels, columns.device), columns)
-
-
-def blocks(samples: int, elements: int, limit: int = 2**24) -> list[slice]:
-    """Cut the samples into blocks so that one block of columns stays below a number of elements.
-
-    Args:
-        samples: Number of samples.
-        elements: Elements a sample.
-        limit: Elements a block.
-
-    Returns:
-        The blocks.
-    """
-    size = max(1, limit // max(1, elements))
-    return [slice(start, start + size) for start in range(0, samples, size)] or [slice(0, 0)]

@@ -108,13 +108,11 @@ def same_data(tensor: Tensor) -> Tensor | None:
     """Return the tensor of which another one is a view with the same entries in the same order.
 
     Args:
-        tensor: Any tensor.
+        tensor: A view.
 
     Returns:
         The base; ``None`` if there is no such tensor.
     """
-    if not tensor._is_view():
-        return None
     base = tensor._base
     return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.batches import rows_of, sample_axis
@@ -20,7 +20,9 @@ from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, MODULES, has_samples, prediction_first, title
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, has_samples, prediction_first, refuse_axis, refuse_target, title
+from backpack.core.mixing import is_shared
+from backpack.core.refusals import bare
 from backpack.core.samples import Layout, along, first_axis, layout_of
 from backpack.core.slots import Edge, Slot
 from backpack.core.state import recording
@@ -58,12 +60,12 @@ class LossNode:
         self._node, self.axes, self.path = node, axes, title(node)
         self._names = ("self", "target") if edge == node.next_functions[0] else ("target", "self")
         shape, like = shape_of(edge), tensor_at(edge)
+        _, make, options = FUNCTIONS[operation(node)]
         if axes is None:
-            make, options = MODULES[operation(node)]
             self.module = make(reduction=_REDUCTIONS[saved(node, "reduction")], **{name: saved(node, name) for name in options})
             self.derivatives = derivatives_for(self.module)
         else:
-            self.module, self.derivatives = nn.CrossEntropyLoss(reduction="sum"), _LOG_PROBABILITIES
+            self.module, self.derivatives = make(reduction="sum"), _LOG_PROBABILITIES
             shape = torch.Size(shape[axis] for axis in axes)
         self.inputs = [torch.empty(shape, dtype=like.dtype, device="meta")]
 
@@ -180,7 +182,7 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
         The loss; ``None`` if its rule cannot stand for its piece of the graph.
 
     Raises:
-        LossValueError: If the target depends on parameters and a second-order quantity is asked for.
+        bare: If the prediction has no samples.
     """
     call = mark.call
     piece = walk.piece(node, call)
@@ -189,7 +191,7 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
         return None
     if any(slot.edge is not None and walk.reach.get(slot.edge[0]) for slot in call.tensor_inputs[1:]):
         if second_order:
-            _refuse_target(call.path)
+            refuse_target(call.path)
         return None
     if not has_samples(call, second_order):
         return None
@@ -197,8 +199,10 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
     layout = _find_samples(walk, below, dim)
     if layout is None and not second_order:
         return None  # samples begin at the output of a module
+    if layout is None and is_shared(walk, below[0], call.inputs[0].shape[0]):
+        raise bare(walk, below[0])
     if layout is not None and second_order and layout.axis:
-        _refuse_axis(call.path, below, layout)
+        refuse_axis(call.path, below, layout)
     return Start(call, mark.nr, below, layout or first_axis(call.inputs[0].shape[0]), piece.inside, layout is not None)
 
 
@@ -214,6 +218,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
         The loss; ``None`` if the node is none.
 
     Raises:
+        bare: If the prediction has no samples.
         UnsupportedError: If the samples do not lie where the loss looks for them.
     """
     name, nexts = operation(node), prediction_first(node, walk.reach)
@@ -225,7 +230,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     if curved is not None:
         refuse_curved(node, curved)
     if any(walk.reach.get(upstream) for upstream, _ in nexts[1:]):
-        _refuse_target(title(node))
+        refuse_target(title(node))
     below, shape = nexts[0], shape_of(nexts[0])
     dim = saved(node, "dim") % len(shape) if classes and shape else None
     if len(shape) < 1 + classes:
@@ -233,8 +238,10 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     layout = _find_samples(walk, below, dim)
     sure = layout is not None
     if layout is not None and (layout.axis == dim if classes else layout.axis):
-        _refuse_axis(title(node), below, layout)
+        refuse_axis(title(node), below, layout)
     if layout is None:
+        if is_shared(walk, below[0], shape[0]):
+            raise bare(walk, below[0])
         if shape[0] not in walk.batches or dim == 0:
             raise UnsupportedError(
                 f"{title(node)} takes a prediction of shape {list(shape)}, and which of its entries belong to which sample cannot be read off the "
@@ -254,18 +261,21 @@ def start_at_output(walk: Walk, node: Node, mark: Mark, known: bool) -> Layout |
         walk: The graph.
         node: Node of the output.
         mark: What a call left there.
-        known: Whether samples have arrived there from a loss: then only a model has a say.
+        known: Whether samples have arrived there from a loss: then only a model has a say, and the call is that of an outermost module.
 
     Returns:
         The layout; ``None`` if the output does not tell.
     """
     call, shape = mark.call, mark.call.outputs[mark.index].shape
-    if mark.base or call.is_loss or (known and not (call.root and call.module._modules)):
+    if mark.base or call.is_loss or (known and not call.module._modules):
         return None
     axis = sample_axis(call, mark.index)
     size = shape[axis] if axis < len(shape) else None
     expected = {rows_of(call, walk.marks[node])} if call.root else walk.batches or {size}
-    return first_axis(size, axis) if size is not None and size in expected else None
+    if size is None or size not in expected:
+        return None
+    alone = call.root and len(walk.outermost) == 1
+    return None if not alone and is_shared(walk, node, size) else first_axis(size, axis)
 
 
 def refuse_curved(node: Node, curved: Node) -> None:
@@ -286,21 +296,6 @@ def refuse_curved(node: Node, curved: Node) -> None:
         f"{name} lies between {loss} and the tensor on which backward was called. Second-order quantities are exact only for weighted "
         "sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss. Call backward on the loss "
         "without this operation; products with the Hessian of what you have are in backpack.hessianfree."
-    )
-
-
-def _refuse_target(path: str) -> None:
-    raise LossValueError(
-        f"{path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
-        "respect to its prediction is not all of it. Detach the target, or whatever else it is; or make one prediction of all that depends on "
-        "parameters (the difference of two, say, with zeros as its target)."
-    )
-
-
-def _refuse_axis(path: str, edge: Edge, layout: Layout) -> None:
-    raise UnsupportedError(
-        f"{path} takes its samples from axis 0 of a prediction of shape {list(shape_of(edge))}, but the {layout.samples} samples lie on axis "
-        f"{layout.axis} there. Give it the samples on axis 0, [N, C, T] or [N * T, C], say, instead of [T, C, N]."
     )
 
 
@@ -389,11 +384,16 @@ def _samples_at(walk: Walk, edge: Edge) -> tuple[int, int] | None:
     Returns:
         Their number, and the axis on which they lie; -1 if it is the output of an outermost module whose input has another number of rows, so that
         every row is one; ``None`` if it is no output, or that of an inner module, with something else than samples on the axis.
+
+    Raises:
+        bare: If it is made of parameters and constants.
     """
     for mark in reversed(walk.marks.get(edge[0], ())):
         call, shape = mark.call, mark.call.outputs[mark.index].shape
         axis = sample_axis(call, mark.index)
         size = shape[axis] if axis < len(shape) else None
         if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or size in walk.batches):
+            if call.root and len(walk.outermost) > 1 and is_shared(walk, edge[0], shape[0]):
+                raise bare(walk, edge[0])
             return (-1, 0) if call.root and size != rows_of(call, walk.marks[edge[0]]) else (size, axis)
     return None

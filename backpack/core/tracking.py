@@ -222,7 +222,7 @@ class Tracking:
                 self._note(mixing(self.walk, node, how))
         elif known is not state:
             states[nr] = unite(known, state) or SPLIT  # what is made of parameters alone may be used by each sample in another way
-            if states[nr] is SPLIT and not is_of_parameter(node, self.walk.leaves):
+            if states[nr] is SPLIT and not is_of_parameter(self.walk, node):
                 self._note(ambiguous(self.walk, edge, known, state))
 
     def _count(self, parameter: Parameter, uses: int, samples: int) -> None:
@@ -236,7 +236,7 @@ class Tracking:
         self.uses[parameter] = self.uses.get(parameter, 0) + uses
         before = self.batches.setdefault(parameter, samples)
         if before != samples:
-            self._note(unequal(parameter, before, samples))
+            self._note(unequal(self.walk, parameter, before, samples))
 
     def _refuse_uncovered(self, node: Node) -> None:
         if self._second_order and node in self._above:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, is_single, lengths_of, rows_of
+from backpack.core.batches import batch_of, given_to, is_single, lengths_of, place_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, is_linear, operation
@@ -72,7 +72,6 @@ class Walk:
         double: Whether the graph contains derivatives of derivatives.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
         leaves_out: Whether a term is left out of all quantities.
-        places: Address of a tensor to whether it is known to be the same for all samples; filled when it is asked for.
     """
 
     def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset()) -> None:
@@ -90,7 +89,6 @@ class Walk:
         self.double = self.hidden = False
         self.foreign = 0
         self.consumers: dict[Node, int] = {}
-        self.places: dict[int, bool] = {}
         self.order = self._visit(roots)
 
     def _visit(self, roots: list[Node]) -> list[Node]:
@@ -200,8 +198,41 @@ class Walk:
             if mark.call.is_loss or (self.second_order and node not in self.to_loss and take_for_loss(mark.call)):
                 if not mark.base:  # else it ends further down
                     self.to_loss.add(node)
-            elif node not in self.has_data and mark.call.has_data:
+            elif node not in self.has_data and self.was_given_data(mark.call):
                 self.has_data.add(node)
+
+    def is_tracked(self, node: Node | None) -> bool:
+        """Say whether something depends on tracked parameters, and does not only have a graph, as inputs that require a gradient do.
+
+        Args:
+            node: The node that made it; ``None`` if it has no graph.
+
+        Returns:
+            Whether it does.
+        """
+        return bool(self.reach.get(node))
+
+    def is_data(self, slot: Slot) -> bool:
+        """Say whether a module was called with a tensor that depends on no tracked parameter.
+
+        Args:
+            slot: The tensor.
+
+        Returns:
+            Whether it does not.
+        """
+        return slot.edge is None or not self.is_tracked(slot.edge[0])
+
+    def was_given_data(self, call: ModuleCall) -> bool:
+        """Say whether a module was called with such a tensor.
+
+        Args:
+            call: Its call.
+
+        Returns:
+            Whether it was.
+        """
+        return any(map(self.is_data, call.tensor_inputs))
 
     def is_linear(self, node: Node) -> bool:
         """Say whether a node between a loss and the root is linear, almost everywhere, in what depends on parameters.
@@ -215,23 +246,6 @@ class Walk:
         if operation(node) in LINEAR_IN_LOG_PROBABILITIES and node not in self.to_loss:
             return True
         return is_linear(node, lambda n: n in self.to_loss or self.reach[n])
-
-    def leads(self, node: Node, goal: Node) -> bool:
-        """Say whether a node was computed from another one.
-
-        Args:
-            node: The node.
-            goal: The other one, from which a parameter is reached.
-
-        Returns:
-            Whether a path leads there.
-        """
-        seen, stack = {node}, [node]
-        while stack:
-            new = {n for n, _ in stack.pop().next_functions if self.reach.get(n)} - seen
-            seen |= new
-            stack += new
-        return goal in seen
 
     def piece(self, node: Node, call: ModuleCall, base: bool = False) -> Piece | None:
         """Collect the nodes between a call's output and its inputs.
@@ -294,6 +308,11 @@ class Walk:
         return [call for call in self.calls if call.root and not call.is_loss]
 
     @cached_property
+    def names(self) -> dict[Parameter, str]:
+        """Names of the tracked parameters, for errors; in the order of the model, whatever the graph was visited in."""
+        return owners.about(self.parameters)
+
+    @cached_property
     def models(self) -> dict[int, Parameter]:
         """Parameters of the outermost modules, used or not, by id."""
         return {id(p): p for call in self.calls if call.root for p in call.module.parameters()}
@@ -314,6 +333,16 @@ class Walk:
         """Whether no outermost module has returned as many rows as it was given samples."""
         lengths = {call: {length for slot in call.outputs for length in slot.shape} for call in self.outermost}
         return not any(rows_of(call) is not None or batch_of(call) in found for call, found in lengths.items())
+
+    @cached_property
+    def given_places(self) -> set[int]:
+        """Addresses of what outermost modules were given, which may be samples, in any layout."""
+        return {place_of(tensor) for call in self.outermost for tensor in given_to(call)} | {0}
+
+    @cached_property
+    def constant_places(self) -> set[int]:
+        """Addresses of what outermost modules own, without those of what one was given."""
+        return {place_of(tensor) for call in self.outermost for tensor in (*call.module.buffers(), *call.module.parameters())} - self.given_places
 
     @cached_property
     def recorded(self) -> set[int]:
@@ -354,9 +383,9 @@ class Walk:
             bits: Bit set of parameters.
 
         Returns:
-            Parameter to name, for errors; in the order of the model, whatever the graph was visited in.
+            Parameter to name, for errors, in the order of the model.
         """
-        return {p: owners[p] for p in owners.in_order(p for i, p in enumerate(self.parameters) if bits >> i & 1)}
+        return {p: name for p, name in self.names.items() if self.bits[id(p)] & bits}
 
     def bits_of(self, ids: frozenset[int]) -> int:
         """Return the bit set of parameters.

@@ -158,20 +158,19 @@ class BackpropExtension(ABC):
             raise OverwrittenError(
                 f"{{names}}: {type(self).__name__}.finish changes what it is given in place, of which other extensions in the context make their "
                 f"quantities, too. Let it work out of place, or on a copy, or use {type(self).__name__} alone.",
-                {parameter: owners[parameter]},
+                owners.about([parameter]),
             )
         return value
 
     @property
     def adds_up(self) -> bool:
         """Whether results of blocks of columns add up, unless a subclass has made something else of its quantity."""
-        says = next(cls for cls in type(self).__mro__ if "sums_columns" in vars(cls))
-        return self.sums_columns and type(self).finish is says.finish
+        return self.sums_columns and type(self).finish is self._said_by("sums_columns").finish
 
     @property
     def takes_any_root(self) -> bool:
         """Whether any root will do, unless a user reads the columns, or a subclass has made something else of its quantity."""
-        cls, says = type(self), next(cls for cls in type(self).__mro__ if "any_root" in vars(cls))
+        cls, says = type(self), self._said_by("any_root")
         return self.any_root and not self.has_module_exts and (cls.finish, cls.rule_at) == (says.finish, says.rule_at)
 
     def beside(self, kept: Any, state: Any) -> Any:
@@ -204,8 +203,11 @@ class BackpropExtension(ABC):
         Returns:
             The combination; ``None`` where it is not known.
         """
-        says = next(cls for cls in type(self).__mro__ if "combination" in vars(cls))
-        return self.combination if type(self).finish is says.finish else None
+        return self.combination if type(self).finish is self._said_by("combination").finish else None
+
+    @classmethod
+    def _said_by(cls, name: str) -> type[BackpropExtension]:
+        return next(part for part in cls.__mro__ if name in vars(part))
 
     def samples(self, total: int) -> tuple[int, ...] | None:
         """Return the sub-sampled indices, non-negative.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import inf, prod
 from typing import Any
 
@@ -26,6 +25,7 @@ from backpack.extensions.costs import width
 from backpack.extensions.flows import ColumnFlow
 from backpack.extensions.rules import ColumnRule, Rule, find_faster, finish_at_once
 from backpack.extensions.secondorder import HBP
+from backpack.extensions.sides import edges_below
 from backpack.utils.errors import UnsupportedError
 
 AUTOMATIC = 128 << 20
@@ -141,7 +141,9 @@ class Weight:
             here = sum(waiting.pop((node, nr), 0) for nr in sorted(plan.states.get(node, ())))
             if not here and node not in plan.losses:
                 continue
-            arriving = {edge: self._at(edge) for edge in self._below(node) if plan.walk.reach[edge[0]] & self._concerned and edge not in waiting}
+            arriving = {
+                edge: self._at(edge) for edge in edges_below(plan, node) if plan.walk.reach[edge[0]] & self._concerned and edge not in waiting
+            }
             read, held = self._reading(node)
             live += sum(arriving.values())
             self.most = max(self.most, live + read)
@@ -152,18 +154,6 @@ class Weight:
     def _at(self, edge: Edge) -> int:
         like, split = tensor_at(edge), self._plan.states.get(edge[0], {}).get(edge[1]) is SPLIT or edge[0] in self._plan.walk.leaves
         return prod(like.shape) * like.dtype.itemsize * (self._samples if split else 1)
-
-    def _below(self, node: Any) -> Iterator[Edge]:
-        plan = self._plan
-        if node in plan.losses:
-            yield plan.losses[node].below
-        elif node in plan.units:
-            unit = plan.units[node]
-            yield from (edge for edge in (unit.below, *unit.split.values()) if edge is not None)
-        elif node in plan.composites:
-            yield from (edge for edge, _ in plan.composites[node].below)
-        elif node in plan.gaps:
-            yield from (n[:2] for n in plan.gaps[node].nexts if n is not None)
 
     def _reading(self, node: Any) -> tuple[int, int]:
         """Count what is formed to read quantities off.

@@ -13,7 +13,6 @@ from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.flow import Flow
 from backpack.core.graph import shape_of
-from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout
 from backpack.core.starts import LossNode
@@ -92,18 +91,17 @@ class ChainFlow(Flow):
             if count > 1:
                 bits = plan.walk.reach[node] & plan.concerned
                 raise BranchingError(
-                    f"{self.quantity} is exact on sequences of modules only, but {{names}} is reached "
-                    f"through {count} branches. Use the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of "
+                    f"{self.quantity} is exact on sequences of modules only, but {count} branches lead "
+                    "to {names}. Use the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC), or the matrix-free products of "
                     "backpack.hessianfree, or leave these parameters out: {exclude}.",
                     plan.walk.named(bits),
                 )
         for node, unit in plan.units.items():
-            again = {p: owners[p] for p in unit.parameters.values() if plan.uses.get(p, 0) > 1}
-            if again:
+            if again := [p for p in unit.parameters.values() if plan.uses.get(p, 0) > 1]:
                 raise BranchingError(
                     f"{self.quantity} of {unit.call.path}: a parameter is used more than once, for which no exact rule exists. "
                     "Leave it out: {exclude}.",
-                    again,
+                    {p: plan.walk.names[p] for p in again},
                 )
             if unit.arrangement is not None or not unit.layout.plain:
                 bits = plan.walk.reach[node] & plan.concerned

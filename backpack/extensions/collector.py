@@ -76,7 +76,7 @@ class Collector(Reader):
         self.finishes = {ext: ext.finish_beside if keys.count(key) > 1 else ext.finish for ext, key in self._keys.items()}
         self._rules: dict[tuple[BackpropExtension, int], Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
-        self._parts: dict[tuple[int, Flow], list[tuple[Part, str]]] = {}
+        self._parts: dict[tuple[int, Flow], list[Part]] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
         # the extension hook may read what modules have recorded, which is given back before the gradient is there
         self._after_gradients = plan.whole and hook is None
@@ -156,7 +156,7 @@ class Collector(Reader):
             if not readers:
                 continue
             if uses > 1 and use.layout.plain and joins(use, self._plan, flow, parameter):
-                self._parts.setdefault((id(parameter), flow), []).append((Part.of(use, name), name))
+                self._parts.setdefault((id(parameter), flow), []).append(Part.of(use, name))
             else:
                 self._read(flow, readers, use, name, parameter, uses == 1)
         self.spared.take(use)
@@ -260,8 +260,8 @@ class Collector(Reader):
         states = {}
         for flow in self._of_flow if self._parts else ():
             parts = self._parts.pop((id(parameter), flow), ())
-            for use, count in join((part for part, _ in parts), parts[0][1]) if parts else ():
-                self._read(flow, self._readers(flow, parameter), use, parts[0][1], parameter, count == self._plan.uses[parameter])
+            for use, count in join(parts):
+                self._read(flow, self._readers(flow, parameter), use, parts[0].name, parameter, count == self._plan.uses[parameter])
         for extension in self._extensions:
             key = (id(parameter), extension)
             if key in self._values:
@@ -335,7 +335,7 @@ class Collector(Reader):
                 raise UnattributedError(
                     f"{{names}}: nothing of which {extension.savefield!r} could be made has arrived there, although a loss was computed with it (a "
                     "function in between returns no gradient, say). Leave out {exclude}.",
-                    {p: owners[p] for p in missing},
+                    {p: self._plan.walk.names[p] for p in missing},
                 )
         return written
 

@@ -29,7 +29,7 @@ from backpack.extensions.flows import RootFlow, SqrtFlow, carried_for
 from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
-from backpack.extensions.sides import Sides, sides
+from backpack.extensions.sides import Sides, edges_below, sides
 from backpack.extensions.signed_flow import SignedSqrtFlow, curved_in
 from backpack.extensions.spared import POSITIONS
 
@@ -65,7 +65,7 @@ def products_in(node: Node) -> tuple[int, int]:
     if name not in _FACTORS:
         return 0, 0
     edges = [node.next_functions[i] for i in _FACTORS[name]]
-    known = [edge is not None and edge[0] is not None for edge in edges]
+    known = [upstream is not None for upstream, _ in edges]
     output = prod(shape_of((node, 0)))
     if name == "Convolution":
         weight = shape_of(edges[1]) if known[1] else saved(node, "weight").shape
@@ -142,25 +142,18 @@ class Costs:
         columns = 1 if self._flow.is_gradient or isinstance(self._flow, ChainFlow) else sum(births.values())
         if node in plan.losses:
             self.carried += 0 if self._flow.is_gradient else HOOK
-            below, births = [plan.losses[node].below[0]], {node: width(self._flow, plan, node)}
+            births = {node: width(self._flow, plan, node)}
         elif node in plan.units:
-            unit = plan.units[node]
-            below = [edge[0] for edge in (unit.below, *unit.split.values()) if edge is not None]
-            births = self._at_unit(node, unit, columns, births)
+            births = self._at_unit(node, plan.units[node], columns, births)
         elif node in plan.composites:
-            composite = plan.composites[node]
-            below = [edge[0] for edge, _ in composite.below]
-            for unit in composite.parts:
+            for unit in plan.composites[node].parts:
                 self._at_unit(node, unit, columns, births)
         elif node in plan.gaps:
             gap = plan.gaps[node]
-            below = [upstream[0] for upstream in gap.nexts if upstream is not None]
             self._at_gap(gap, columns if called else 0)
             if isinstance(self._flow, SignedSqrtFlow) and curved_in(plan.walk, plan.concerned, gap):
                 births = {**births, node: self._at_birth(gap)}
-        else:
-            return
-        for upstream in below:
+        for upstream, _ in edges_below(plan, node):
             self._births.setdefault(upstream, {}).update(births)
 
     def _at_gap(self, gap: Gap, columns: int) -> None:

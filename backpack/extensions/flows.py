@@ -19,7 +19,6 @@ from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.flow import Columns, Flow
 from backpack.core.graph import shape_of
-from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, label_tensor
 from backpack.core.units import Unit
@@ -264,7 +263,7 @@ def refuse_coupled(plan: Plan, quantity: str, is_solved: Callable[[Unit], bool] 
             raise UnsupportedError(
                 f"{quantity} of {unit.call.path} ({names}): {type(unit.call.module).__name__} has no rule, so that its second derivative "
                 "with respect to its own parameters is not known to be zero. Use the generalized Gauss-Newton, or leave them out: {exclude}.",
-                {p: owners[p] for p in unit.parameters.values() if p in plan.uses},
+                {p: plan.walk.names[p] for p in unit.parameters.values() if p in plan.uses},
             )
         if unit.couples & plan.concerned and not is_solved(unit):
             raise UnsupportedError(
@@ -295,5 +294,5 @@ def refuse_curved(plan: Plan, quantity: str) -> None:
                     f"{quantity} of {unit.call.path}.{name}: the output of {type(module).__name__} is not linear in {name}, as far as can be told, "
                     f"so that there are terms of which {type(rule).__name__} does not know. Leave the layer without a rule, so that the graph takes "
                     f"its place in the diagonal of the Hessian, use the generalized Gauss-Newton, or leave it out: {{exclude}}.",
-                    {parameter: owners[parameter]},
+                    {parameter: plan.walk.names[parameter]},
                 )

@@ -8,10 +8,10 @@ from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
-from backpack.core.flow import Columns, Use
+from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.samples import Layout, add_rows
 from backpack.extensions.flows import apply_to_all, repetitions
-from backpack.extensions.rules import Rule, add_columns, stack
+from backpack.extensions.rules import Rule, stack
 from backpack.utils.moment import second_moment
 from backpack.utils.precision import wide
 

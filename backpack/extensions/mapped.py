@@ -77,8 +77,8 @@ def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[No
                 extension.fail(call.module, call.path)
     for extension, heard in asked.items():
         out = extension.excluded()
-        if unheard := owners.in_order(p for p in plan.uses if p not in heard and id(p) not in out):
-            extension.fail_at({p: owners[p] for p in unheard})
+        if unheard := [p for p in plan.uses if p not in heard and id(p) not in out]:
+            extension.fail_at(owners.about(unheard))
     return found
 
 
@@ -125,7 +125,7 @@ def _refuse_rows(plan: Plan, node: Node, mark: Mark, extension: BackpropExtensio
     if isinstance(layout, Layout) and mark.base:
         layout = seen_through_reshape(layout, shape_of((node, mark.nr)), shape)
     if not (isinstance(layout, Layout) and settle(layout) == first_axis(layout.samples)):
-        about = {} if parameter is None or parameter not in owners else {parameter: owners[parameter]}
+        about = {} if parameter is None else owners.about([parameter])
         raise UnsupportedError(
             f"{'{names}: ' if about else ''}{type(chosen).__name__} makes {extension.savefield!r} of a call in which the samples of the mini-batch "
             f"are not, or not known to be, those of axis 0: {mark.call} returned {list(shape)}. Put the samples on axis 0, use the library's own rule"

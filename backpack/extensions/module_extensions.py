@@ -17,10 +17,9 @@ from torch.nn import Module
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.flow import Use
-from backpack.core.recording import reading, recorder_of
+from backpack.core.recording import last_call, reading
 from backpack.core.samples import first_axis
 from backpack.core.slots import Slot
-from backpack.core.state import recording
 from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
@@ -93,8 +92,7 @@ def _execution(module: Module, derivatives: BaseDerivatives) -> Any:
     Returns:
         The record of its execution; the module, if it has none.
     """
-    recorder = recorder_of(module)
-    call = (recording.read_from or {}).get(module, None if recorder is None else recorder.last)
+    call = last_call(module)
     return module if call is None else _Execution(call, derivatives)
 
 
@@ -229,10 +227,9 @@ class MatToJacMat(ModuleExtension):
         Returns:
             Columns ``[V, N, *input0]``, or a list of them. With subsampling ``N`` counts the chosen samples.
         """
-        chosen = extension.get_subsampling()
+        chosen, at = extension.get_subsampling(), _execution(module, self.derivatives)
         if self.derivatives.is_loss:
-            return self._start(extension, _execution(module, self.derivatives), g_out, chosen)
-        at = _execution(module, self.derivatives)
+            return self._start(extension, at, g_out, chosen)
         product = partial(self.derivatives.jac_t_mat_prod, at, g_inp, g_out, subsampling=chosen)
         return [product(columns) for columns in bpQuantities] if isinstance(bpQuantities, list) else product(bpQuantities)
 

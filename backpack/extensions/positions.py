@@ -29,6 +29,7 @@ class Part(NamedTuple):
 
     Attributes:
         use: The use.
+        name: Name of the parameter in the layer.
         rule: Says how the weight is laid out.
         columns: View of the input ``[N, G, K, L]``; ``None`` for a bias.
         rows: View of the columns at the output ``{source: [V, N, G, O, L]}``.
@@ -37,6 +38,7 @@ class Part(NamedTuple):
     """
 
     use: Use
+    name: str
     rule: AffineDerivatives
     columns: Tensor | None
     rows: Columns
@@ -60,10 +62,10 @@ class Part(NamedTuple):
             grads = lookups.weighted(rule.rows(call, use.grad[None], lookups))[0]
             places = grads.new_zeros(len(grads), size).scatter_(1, lookups.indices[:, None], 1)
             columns, rows = (part.reshape(samples, 1, len(grads) // max(samples, 1), part.shape[1]).mT for part in (grads, places))
-            return cls(use, _LINEAR, columns, dict.fromkeys(use.value, rows[None]), rows[None], call.weight)
+            return cls(use, name, _LINEAR, columns, dict.fromkeys(use.value, rows[None]), rows[None], call.weight)
         rows = {source: rule.rows(call, mat) for source, mat in use.value.items()}
         inputs = (None, None) if name == "bias" else (rule.columns(call), call.weight)
-        return cls(use, rule, inputs[0], rows, rule.rows(call, use.grad[None]), inputs[1])
+        return cls(use, name, rule, inputs[0], rows, rule.rows(call, use.grad[None]), inputs[1])
 
     @property
     def kind(self) -> tuple:
@@ -97,10 +99,6 @@ class PositionDerivatives(AffineDerivatives):
         """
         self._rule, self._groups = rule, groups
         self.transposed = rule.transposed
-
-    @property
-    def weight_layout(self) -> Hashable:
-        return self._rule.weight_layout
 
     def groups(self, module: Positions) -> int:
         return self._groups
@@ -137,12 +135,11 @@ def joins(use: Use, plan: Plan, flow: Flow, parameter: Parameter) -> bool:
     return flow.is_gradient and any(isinstance(other, AffineDerivatives) for other in others)
 
 
-def join(parts: Iterable[Part], name: str) -> list[tuple[Use, int]]:
+def join(parts: Iterable[Part]) -> list[tuple[Use, int]]:
     """Join the uses of a parameter that go together.
 
     Args:
         parts: One entry a use.
-        name: Name of the parameter in its layers.
 
     Returns:
         For each kind of use: the joint use, and how many it stands for.

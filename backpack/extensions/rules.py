@@ -19,7 +19,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_at_output, sum_of_squares
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import add_at
-from backpack.core.flow import Columns, Use
+from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.samples import add_rows
 from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
 from backpack.extensions.signed_flow import SignedSqrtFlow
@@ -67,30 +67,6 @@ class Rule(ABC):
 def _owned(result: Tensor, carried: Tensor) -> Tensor:
     # a copy where memory is shared with what is carried on, so that whoever changes the result changes nothing else
     return result.clone() if result.untyped_storage().data_ptr() == carried.untyped_storage().data_ptr() else result
-
-
-def add_columns(one: Columns, other: Columns) -> Columns:
-    """Add columns source by source.
-
-    Args:
-        one: ``{source: [V, N, *]}``.
-        other: ``{source: [V, N, *]}``.
-
-    Returns:
-        The sum.
-
-    Raises:
-        UnsupportedError: If they have different numbers of samples.
-    """
-    total = dict(one)
-    for source, columns in other.items():
-        if source in total and total[source].shape[1] != columns.shape[1]:
-            raise UnsupportedError(
-                f"A parameter is used with mini-batches of {total[source].shape[1]} and of {columns.shape[1]} samples in one backward pass: which "
-                "samples belong together is not known. Call backward for each of them."
-            )
-        total[source] = total[source] + columns if source in total else columns
-    return total
 
 
 class ColumnRule(Rule):

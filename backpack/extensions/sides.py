@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Size
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.plan import Plan
+from backpack.core.slots import Edge
 from backpack.core.units import Unit
 
 
@@ -43,6 +45,27 @@ def units_of(plan: Plan) -> Iterator[Unit]:
     yield from plan.units.values()
     for composite in plan.composites.values():
         yield from composite.parts
+
+
+def edges_below(plan: Plan, node: Node) -> Iterator[Edge]:
+    """Go through the edges to which a node hands on what is carried.
+
+    Args:
+        plan: The plan.
+        node: Any node of its graph.
+
+    Yields:
+        Edges; none where nothing is carried.
+    """
+    if node in plan.losses:
+        yield plan.losses[node].below
+    elif node in plan.units:
+        unit = plan.units[node]
+        yield from (edge for edge in (unit.below, *unit.split.values()) if edge is not None)
+    elif node in plan.composites:
+        yield from (edge for edge, _ in plan.composites[node].below)
+    elif node in plan.gaps:
+        yield from (n[:2] for n in plan.gaps[node].nexts if n is not None)
 
 
 def rows_of(unit: Unit) -> Size:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.owners import owners
-from backpack.utils.errors import ArgumentError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError
 from backpack.utils.precision import wide
 
 _OWN = (inf, 0)
@@ -32,8 +32,9 @@ def clip_factors(model: Module, max_norm: float) -> Tensor:
         ``[[N]]``.
 
     Raises:
-        ArgumentError: If the bound is not positive; if a parameter would be left out of the norm: one with a gradient carries neither, or one of an
-            earlier context than others, or any carries one of an earlier pass under the same context; or if samples are not the same everywhere.
+        ArgumentError: If the bound is no positive number; if a parameter would be left out of the norm: one with a gradient carries neither, or one
+            of an earlier context than others, or any carries one of an earlier pass under the same context; or if samples are not the
+            same everywhere.
     """
     found = _of_last_pass(model, max_norm)
     return _factors(max_norm, [(name, parameter, "batch_l2" if "batch_l2" in fields else "grad_batch") for name, parameter, fields in found])
@@ -76,9 +77,14 @@ def _of_last_pass(model: Module, max_norm: float) -> list[tuple[str, Parameter, 
         Name, parameter, and those of the two fields that it carries; no parameters without.
 
     Raises:
+        ArgumentTypeError: If the bound is no number.
         ArgumentError: See ``clip_factors``.
     """
-    if not max_norm > 0:
+    try:
+        positive = bool(max_norm > 0)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentTypeError(f"max_norm must be a number, got {max_norm!r}.") from error
+    if not positive:
         raise ArgumentError(f"max_norm must be positive, got {max_norm!r}.")
     written: dict[Parameter, dict[str, tuple[float, int]]] = {}  # when: numbers of pass and context
     for parameter in model.parameters():

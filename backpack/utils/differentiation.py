@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 
 from backpack.utils.errors import DifferentiationError
 
@@ -45,16 +45,29 @@ def undifferentiable(value: Any, anchor: Tensor, what: str, reason: str) -> Any:
     return _Undifferentiable.apply(value, anchor, what, reason) if isinstance(value, Tensor) else value
 
 
-def nodes_below(tensors: Iterable[Tensor]) -> Iterator[Node]:
+def nodes_of(tensors: Iterable[Tensor | GradientEdge]) -> list[Node]:
+    """Return where the graph of tensors begins.
+
+    Args:
+        tensors: Any tensors, or their graph edges.
+
+    Returns:
+        The nodes of those that have one.
+    """
+    nodes = [tensor.node if isinstance(tensor, GradientEdge) else tensor.grad_fn for tensor in tensors]
+    return [node for node in nodes if node is not None]
+
+
+def nodes_below(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[Node]:
     """Go through the graph of tensors.
 
     Args:
-        tensors: Any tensors.
+        tensors: Any tensors, or their graph edges.
 
     Yields:
         Each node once.
     """
-    open_nodes, seen = [tensor.grad_fn for tensor in tensors], set()
+    open_nodes, seen = nodes_of(tensors), set()
     while open_nodes:
         node = open_nodes.pop()
         if node is not None and node not in seen:

@@ -30,16 +30,18 @@ class BackpackError(Exception):
             about: Parameters on whose account it is raised, with their names.
         """
         self.template, self.about, self.parts = template, dict(about or {}), [self]
-        names = list(self.about.values())
+        names = list(dict.fromkeys(self.about.values()))
         short = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-        super().__init__(template.replace("{names}", short).replace("{exclude}", exclusion(*names)))
+        super().__init__(template.replace("{names}", short).replace("{exclude}", exclusion(*self.about.values())))
 
     def __str__(self) -> str:
-        """Return the message followed by the code under which the documentation explains it.
+        """Return the message followed by the code under which the documentation explains it; each reason has its own.
 
         Returns:
             The message.
         """
+        if len(self.parts) > 1:
+            return self.args[0]
         return f"{self.args[0] or type(self).__name__} [backpack:{self.code}]"
 
 
@@ -200,6 +202,16 @@ class DifferentiationError(BackpackError, RuntimeError):
     code = "not-differentiable"
 
 
+class Name(str):
+    """What a parameter is called, among others.
+
+    Attributes:
+        bearers: How many of them are called so, each in a model of its own.
+    """
+
+    bearers = 1
+
+
 def exclusion(*names: str) -> str:
     """Write the argument that leaves parameters out of an extension.
 
@@ -207,9 +219,12 @@ def exclusion(*names: str) -> str:
         *names: Names of the parameters.
 
     Returns:
-        Code, for messages.
+        Code, for messages; and what to write instead where other parameters have these names, too.
     """
-    return f"`exclude={list(names)}`".replace("'", '"')
+    code = f"`exclude={list(dict.fromkeys(names))}`".replace("'", '"')
+    if all(names.count(name) == getattr(name, "bearers", names.count(name)) for name in names):
+        return code
+    return f"{code} (which leaves out what is called so in other models, too: to keep that, give the parameters instead, the keys of `error.about`)"
 
 
 def merge(errors: Iterable[BackpackError]) -> BackpackError:

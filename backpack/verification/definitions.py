@@ -72,7 +72,7 @@ class Comparison:
     layers: Layers | None
     lossfunc: Callable[..., Tensor]
     rewind: Callable[[], None]
-    positions: Sequence[int]
+    positions: list[int]
     entries: int
 
     @property
@@ -82,6 +82,12 @@ class Comparison:
         chosen = self.extension.samples(total)
         return list(range(total) if chosen is None else chosen)
 
+    @property
+    def chosen(self) -> list[int]:
+        """Those of them that are compared."""
+        samples = self.samples
+        return [samples[position] for position in self.positions]
+
     def roots(self) -> tuple[Tensor, list[int]] | None:
         """Return the sampled square root of the loss's Hessian, and its samples; ``None`` where the Hessian is exact."""
         extension = self.extension
@@ -90,17 +96,6 @@ class Comparison:
         self.rewind()
         mc_samples = extension.get_num_mc_samples()
         return draw(self.lossfunc, self.reference.output, self.reference.curvature, mc_samples, self.samples), self.samples
-
-    def per_sample(self, found: Tensor) -> Tensor:
-        """Select from what is known of all samples of the mini-batch.
-
-        Args:
-            found: ``[[N, ...]]``.
-
-        Returns:
-            The extension's samples, ``[[K, ...]]``.
-        """
-        return found[self.samples]
 
 
 def _tensor_of(value: Any, shape: Sequence[int]) -> Tensor:
@@ -143,14 +138,12 @@ def _entries_of(at: Comparison, name: str, value: Any, *leading: int) -> Tensor:
 # --- first order --------------------------------------------------------------------------------------------------------------------------
 def _batch_grad(at: Comparison, name: str, value: Any) -> Compared:
     actual = _entries_of(at, name, value, len(at.samples))
-    chosen = [at.samples[position] for position in at.positions]
-    yield Numbers(actual[list(at.positions)], at.reference.sample_gradients(name, chosen)[0])
+    yield Numbers(actual[at.positions], at.reference.sample_gradients(name, at.chosen)[0])
 
 
 def _batch_l2(at: Comparison, name: str, value: Any) -> Compared:
     actual = _tensor_of(value, (len(at.samples),))
-    chosen = [at.samples[position] for position in at.positions]
-    yield Numbers(actual[list(at.positions)], at.reference.sample_gradients(name, chosen)[1])
+    yield Numbers(actual[at.positions], at.reference.sample_gradients(name, at.chosen)[1])
 
 
 def _sum_grad_squared(at: Comparison, name: str, value: Any) -> Compared:
@@ -166,7 +159,7 @@ def _variance(at: Comparison, name: str, value: Any) -> Compared:
 def _ggn_blocks(at: Comparison, name: str) -> Tensor:
     roots, reference = at.roots(), at.reference
     blocks = reference.block(reference.parameters[name], reference.entries[name], roots)
-    return at.per_sample(blocks) if roots is None else blocks
+    return blocks[at.samples] if roots is None else blocks
 
 
 def _diag_ggn(at: Comparison, name: str, value: Any) -> Compared:
@@ -175,14 +168,14 @@ def _diag_ggn(at: Comparison, name: str, value: Any) -> Compared:
 
 def _batch_diag_ggn(at: Comparison, name: str, value: Any) -> Compared:
     actual = _entries_of(at, name, value, len(at.samples))
-    yield Numbers(actual[list(at.positions)], _ggn_blocks(at, name).diagonal(dim1=1, dim2=2)[list(at.positions)])
+    yield Numbers(actual[at.positions], _ggn_blocks(at, name).diagonal(dim1=1, dim2=2)[at.positions])
 
 
 def _sqrt_ggn(at: Comparison, name: str, value: Any) -> Compared:
     # columns themselves are unique up to a rotation only: compare their products, entries of blocks
     columns = len(value) if isinstance(value, Tensor) and value.dim() else 0
-    root = _entries_of(at, name, value, columns, len(at.samples))[:, list(at.positions)]
-    yield Numbers(torch.einsum("vni,vnj->nij", root, root), _ggn_blocks(at, name)[list(at.positions)])
+    root = _entries_of(at, name, value, columns, len(at.samples))[:, at.positions]
+    yield Numbers(torch.einsum("vni,vnj->nij", root, root), _ggn_blocks(at, name)[at.positions])
 
 
 def _diag_hessian(at: Comparison, name: str, value: Any) -> Compared:
@@ -191,8 +184,8 @@ def _diag_hessian(at: Comparison, name: str, value: Any) -> Compared:
 
 
 def _batch_diag_hessian(at: Comparison, name: str, value: Any) -> Compared:
-    actual = _entries_of(at, name, value, len(at.samples))[list(at.positions)]
-    yield Numbers(actual, at.reference.hessian_diagonal(name, [at.samples[position] for position in at.positions]))
+    actual = _entries_of(at, name, value, len(at.samples))[at.positions]
+    yield Numbers(actual, at.reference.hessian_diagonal(name, at.chosen))
 
 
 def _product(at: Comparison, name: str, value: Any, expected: Callable[[Reference], Callable[[str, Tensor], Tensor]]) -> Compared:

@@ -93,7 +93,7 @@ def verify(
         reference = Reference(trainable, layers.probes, z, loss, precision, entries, generator)
         rows: list[Row] = []
         for extension in active:
-            comparison = Comparison(extension, reference, layers, lossfunc, rewind, (), entries)
+            comparison = Comparison(extension, reference, layers, lossfunc, rewind, [], entries)
             comparison.positions = torch.randperm(len(comparison.samples), generator=generator)[:samples].sort().values.tolist()
             rows += _judge(comparison, copies, rtol, atol)
     return Report(tuple(rows))

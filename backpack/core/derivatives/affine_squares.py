@@ -13,7 +13,8 @@ import torch
 from torch import Size, Tensor, einsum
 from torch.nn import Module
 
-from backpack.core.derivatives.affine import SMALL, AffineDerivatives, blocks
+from backpack.core.derivatives.affine import SMALL, AffineDerivatives
+from backpack.utils.columns import blocks
 from backpack.utils.moment import sum_of_squared_columns
 from backpack.utils.pages import compute
 from backpack.utils.precision import wide

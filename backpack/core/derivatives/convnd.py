@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.func import vjp
 from torch.nn import Conv1d, Conv2d, Conv3d, Module
 
-from backpack.core.derivatives.affine import LARGE, SMALL, AffineDerivatives, blocks
+from backpack.core.derivatives.affine import LARGE, SMALL, AffineDerivatives
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.registry import register
+from backpack.utils.columns import blocks
 from backpack.utils.conv import pad, paddings, unfold_by_conv, unfolded_moment
 from backpack.utils.pages import empty
 from backpack.utils.precision import wide

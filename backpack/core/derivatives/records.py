@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from inspect import signature
 from itertools import count, takewhile
 from typing import Any
 
@@ -27,6 +29,25 @@ def module_of(record: Any) -> Module:
         return record
     as_called = getattr(record, "as_called", None)
     return record.module if as_called is None else as_called
+
+
+@cache
+def named_arguments(cls: type[Module], count: int, given: tuple[str, ...]) -> dict[str, Any]:
+    """List the arguments behind the positional ones, in the order of the forward method's signature.
+
+    Args:
+        cls: Class of the module.
+        count: Number of positional arguments.
+        given: Names of keyword arguments.
+
+    Returns:
+        Name to default value, from the first to the last of those that were given; and those of which the signature does not know.
+    """
+    arguments = list(signature(cls.forward).parameters.values())[1:]
+    by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
+    behind = [*by_place[count:], *(a for a in arguments if a.kind is a.KEYWORD_ONLY)]
+    last = max((i for i, a in enumerate(behind) if a.name in given), default=-1)
+    return {a.name: a.default for a in behind[: last + 1]} | {name: None for name in given if name not in {a.name for a in behind}}
 
 
 def call_arguments(record: Any, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -18,6 +18,9 @@ class NormalizedExponentialDerivatives(BaseDerivatives):
 
     keeps = frozenset({"output"})
 
+    def applies(self, module: Module) -> bool:
+        return module.output.dim() + self._axis(module) > 0
+
     def hessian_is_zero(self, module: Module) -> bool:
         return False
 
@@ -28,23 +31,26 @@ class NormalizedExponentialDerivatives(BaseDerivatives):
         return module.dim
 
     def _axis(self, module: Module) -> int:
+        # negative, so that it is the same in a matrix; where there is none, it is torch's choice, which it warns about
+        ndim, dim = module.output.dim(), self._dim(module)
+        dim = int(ndim not in {0, 1, 3}) if dim is None else dim
+        return dim if dim < 0 else dim - ndim
+
+    def _axis_of_features(self, module: Module) -> int:
         """Axis of the output along which probabilities add up to one.
 
         Returns:
-            The axis, negative, so that it is the same in a matrix.
+            The axis, negative.
 
         Raises:
             MixedSamplesError: If the axis is the one of the samples.
         """
-        ndim, dim = module.output.dim(), self._dim(module)
-        if dim is None:  # torch's choice, which it warns about
-            dim = 0 if ndim in {0, 1, 3} else 1
-        if dim in {0, -ndim}:
+        if not self.applies(module):
             raise MixedSamplesError(
                 f"{module} normalizes over axis 0 of a tensor of shape {list(module.output.shape)}, which holds the samples, so that these "
                 "influence one another. Normalize over another axis, and add a batch axis to an unbatched input."
             )
-        return dim if dim < 0 else dim - ndim
+        return self._axis(module)
 
     @abstractmethod
     def _jac_t(self, output: Tensor, mat: Tensor, axis: int) -> Tensor:
@@ -60,7 +66,7 @@ class NormalizedExponentialDerivatives(BaseDerivatives):
         """
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        return self._jac_t(subsample(module.output, subsampling=subsampling), mat, self._axis(module))
+        return self._jac_t(subsample(module.output, subsampling=subsampling), mat, self._axis_of_features(module))
 
 
 def _centered(probabilities: Tensor, mat: Tensor, axis: int) -> Tensor:
@@ -85,7 +91,7 @@ class SoftmaxDerivatives(NormalizedExponentialDerivatives):
 
     def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         # differentiate p * (g - p^T g) in the direction of the columns, in which p changes by `change`
-        p, g, axis = module.output, g_out[0], self._axis(module)
+        p, g, axis = module.output, g_out[0], self._axis_of_features(module)
         change = _centered(p, mat, axis)
         return change * (g - (p * g).sum(axis, keepdim=True)) - p * (change * g).sum(axis, keepdim=True)
 
@@ -111,11 +117,11 @@ class LogSoftmaxDerivatives(NormalizedExponentialDerivatives):
     """``log(p) = x - logsumexp(x)`` with Jacobian ``I - 1 p^T``."""
 
     def _jac_mat_prod(self, module: LogSoftmax, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        return mat - (module.output.exp() * mat).sum(self._axis(module), keepdim=True)
+        return mat - (module.output.exp() * mat).sum(self._axis_of_features(module), keepdim=True)
 
     def _jac_t(self, output: Tensor, mat: Tensor, axis: int) -> Tensor:
         return mat - output.exp() * mat.sum(axis, keepdim=True)
 
     def _residual_mat_prod(self, module: LogSoftmax, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        axis = self._axis(module)
+        axis = self._axis_of_features(module)
         return -g_out[0].sum(axis, keepdim=True) * _centered(module.output.exp(), mat, axis)

@@ -14,7 +14,6 @@ from torch.nn import Parameter
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.core.flow import Flow, Use
-from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.state import recording
 from backpack.extensions.backprop_extension import Excluded
@@ -89,7 +88,7 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
                         f"{self.savefield} of {unit.call.path}.{name}: {type(rule).__name__} has no _{name}_jac_mat_prod, the product with the "
                         "Jacobian of the output with respect to this parameter. Implement it, use the products of backpack.hessianfree, or leave it "
                         "out: {exclude}.",
-                        {parameter: owners[parameter]},
+                        {parameter: plan.walk.names[parameter]},
                     )
 
     def rule_key(self) -> Any:

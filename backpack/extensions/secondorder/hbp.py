@@ -18,7 +18,6 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.bilinear import BilinearDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import Flow
-from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.chains import LARGEST, AverageFlow, too_large
@@ -129,19 +128,19 @@ class HBP(SecondOrderBackpropExtension):
         for parameter, uses in sides_of(plan, self.averages_inputs).items():
             shape = list(parameter.shape)
             if id(parameter) in loose and sum(size > 1 for size in shape) > 1:
-                why = f"{{names}} of shape {shape} is used by an operation or a layer without a rule for Kronecker factors"
+                why = f"{{names}} of shape {shape}: used by an operation or a layer without a rule for Kronecker factors"
             elif len({(use.inputs, use.layout) for use in uses}) > 1:
                 why = (
-                    "{names} is used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
+                    "{names}: used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
                     "or transposed), so that its Kronecker factors are not defined"
                 )
             elif (why := _too_large(parameter, uses[0])) is None:
                 continue
-            yield self._without(parameter, why)
+            yield self._without(plan, parameter, why)
 
-    def _without(self, parameter: Parameter, why: str) -> UnsupportedError:
-        way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) for it, and leave it out here: {exclude}."
-        return UnsupportedError(f"{self.savefield}: {why}. {way_out}", {parameter: owners[parameter]})
+    def _without(self, plan: Plan, parameter: Parameter, why: str) -> UnsupportedError:
+        way_out = "Use a diagonal (DiagGGNExact, DiagGGNMC) there, and leave them out here: {exclude}."
+        return UnsupportedError(f"{self.savefield}: {why}. {way_out}", {parameter: plan.walk.names[parameter]})
 
     def _without_averages(self, plan: Plan) -> Iterator[UnsupportedError]:
         """Refuse modules other than affine ones without extra axes and groups, and factors that are too large.
@@ -155,18 +154,18 @@ class HBP(SecondOrderBackpropExtension):
         for unit in plan.units.values():
             rule, call = unit.call.derivatives, unit.call
             extra_axes = isinstance(rule, LinearDerivatives) and len(call.outputs[0].shape) > 2
-            about = {p: owners[p] for p in unit.parameters.values() if p in plan.uses}
+            about = [p for p in unit.parameters.values() if p in plan.uses]
             fits = isinstance(rule, AffineDerivatives) and not isinstance(rule, BilinearDerivatives) and not extra_axes and rule.groups(call) == 1
             if about and not fits:
                 yield UnsupportedError(
                     f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions "
                     f"without groups. {call.path} ({type(call.module).__name__}, output {list(call.outputs[0].shape)}) is none of these: use KFLR or "
                     "KFAC, or leave it out: {exclude}.",
-                    about,
+                    {p: plan.walk.names[p] for p in about},
                 )
             for name, parameter in unit.parameters.items() if fits else ():
-                if parameter in about and (why := _too_large(parameter, sides(unit, name, parameter))) is not None:
-                    yield self._without(parameter, why)
+                if parameter in plan.uses and (why := _too_large(parameter, sides(unit, name, parameter))) is not None:
+                    yield self._without(plan, parameter, why)
 
     def beside(self, kept: KroneckerState | None, state: KroneckerState) -> KroneckerState:
         moment = state.outputs.moment()
