@@ -866,6 +866,32 @@ def test_generic_products_know_what_cannot_be_differentiated_twice() -> None:
         by_weight()
 
 
+class Normalized(Module):
+    """A normalization with a bias, which may depend on the input, and without weight."""
+
+    def __init__(self, adaptive: bool) -> None:
+        super().__init__()
+        self.bias, self.adaptive = nn.Parameter(rand(3, dtype=DOUBLE)), adaptive
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, (3,), None, self.bias * x[0].exp() if self.adaptive else self.bias)
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_generic_products_know_what_torch_forgets(adaptive: bool) -> None:
+    """Torch takes such a bias for a constant where it differentiates gradients."""
+    rule, truth = GenericDerivatives(), Recorded(Normalized(adaptive), randn(1, 3, dtype=DOUBLE))
+    jac, mat = truth.jac(), truth.like_input()
+    close(rule.jac_t_mat_prod(truth.module, None, None, mat), einsum("noi,vno->vni", jac, mat))
+    if not adaptive:
+        close(rule.jac_mat_prod(truth.module, None, None, mat), einsum("noi,vni->vno", jac, mat))
+    else:
+        with pytest.raises(UnsupportedError, match="bias were constant"):
+            rule.jac_mat_prod(truth.module, None, None, mat)
+    with pytest.raises(UnsupportedError, match="bias were constant"):
+        rule.param_jac_mat_prod("bias", truth.module, None, None, mat[:, 0])
+
+
 def test_generic_products_use_the_first_output() -> None:
     module, x = TwoOutputs(), randn(3, 4, dtype=DOUBLE)
     module.input0, module.output = x, module(x)[0]

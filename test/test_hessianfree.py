@@ -1,5 +1,6 @@
 """Products with Jacobians, Hessians and generalized Gauss-Newton matrices, compared with the dense matrices."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.functional import hessian, jacobian
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Sequential, Tanh
+from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
 from backpack import backpack, clear, extend, results
@@ -326,3 +328,29 @@ def test_second_derivatives_of_a_fused_weight_norm_are_refused() -> None:
             hessian_vector_product(loss, directions, torch.rand(2, 4))
     directions.requires_grad_(False)
     hessian_vector_product(layer(x).square().sum(), layer.bias, torch.rand(2))
+
+
+NORMS: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "layer": (lambda x, weight, bias: F.layer_norm(x, (3,), weight, bias), 3),
+    "batch": (lambda x, weight, bias: F.batch_norm(x, torch.zeros(4), torch.ones(4), weight, bias), 4),
+    "instance": (lambda x, weight, bias: F.instance_norm(x, weight=weight, bias=bias), 4),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_normalizations_with_a_bias_and_without_weight(name: str) -> None:
+    """Torch takes the bias for a constant where it differentiates gradients; not so beside a weight, also a frozen one."""
+    normalize, size = NORMS[name]
+    x, weight, bias, v = torch.rand(2, 4, 3), torch.ones(size), torch.rand(size, requires_grad=True), torch.rand(size)
+    out = normalize(x, weight, bias)
+    product = hessian_vector_product(out.square().sum(), bias, v)[0]
+    torch.testing.assert_close(product, 2 * out.numel() / size * v)
+    torch.testing.assert_close(L_op(normalize(x, None, bias), bias, torch.ones_like(out))[0], torch.full((size,), out.numel() / size))
+    out = normalize(x, None, bias)
+    for multiply in (
+        lambda: R_op(out, bias, v),
+        lambda: hessian_vector_product(out.square().sum(), bias, v),
+        lambda: ggn_vector_product_from_plist(out.square().sum(), out, [bias], [v]),
+    ):
+        with pytest.raises(UnsupportedError, match="bias were constant"):
+            multiply()

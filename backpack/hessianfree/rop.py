@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_missing_terms
+from backpack.utils.differentiation import refuse_biased_norms
 
 
 def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:
@@ -26,6 +27,7 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
 
     Raises:
         ArgumentError: If the number or the shapes of ``vs`` do not fit ``xs``.
+        UnsupportedError: If torch's own derivatives of gradients would be wrong.
 
     Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
     """
@@ -34,6 +36,7 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
     ws = [torch.zeros_like(y, requires_grad=True) for y in outputs]
     gs = pull_back(outputs, xs, ws, retain_graph=retain_graph, detach=False)
     refuse_missing_terms([*gs, *outputs])
+    refuse_biased_norms([*gs, *outputs])
     return pull_back(gs, ws, vs, retain_graph=True, detach=detach)
 
 

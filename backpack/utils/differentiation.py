@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from backpack.utils.errors import DifferentiationError
+from backpack.utils.errors import DifferentiationError, UnsupportedError
+
+_NORMS = frozenset(f"Native{kind}NormBackward0" for kind in ("Layer", "Batch"))
 
 
 class _Undifferentiable(torch.autograd.Function):
@@ -89,6 +91,25 @@ def lacks_terms(gradients: Iterable[Tensor]) -> bool:
         Whether they would.
     """
     return any(node.name() == "torch::autograd::Error" for node in nodes_below(gradients))
+
+
+def refuse_biased_norms(tensors: Iterable[Tensor], made: bool = False) -> None:
+    """Refuse to differentiate gradients through a normalization that has a bias, but no weight: torch takes the bias for a constant there.
+
+    Args:
+        tensors: Any tensors.
+        made: Refuse only where the bias was computed from something.
+
+    Raises:
+        UnsupportedError: If such a normalization took part in their computation, and its bias requires a gradient.
+    """
+    for node in nodes_below(tensors):
+        bias = node.next_functions[2][0] if node.name() in _NORMS and node._saved_weight is None else None
+        if bias is not None and (bias.next_functions or not made):
+            raise UnsupportedError(
+                f"A normalization with a bias and without weight took part ({node.name()}, as of F.layer_norm(x, shape, None, bias)), of which torch "
+                "differentiates gradients as if the bias were constant. Give it a weight of ones, or add the bias to its output."
+            )
 
 
 def square_root(value: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, 
 from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.utils.columns import unit_columns
-from backpack.utils.differentiation import lacks_terms
+from backpack.utils.differentiation import lacks_terms, refuse_biased_norms
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.module_state import kept_random_state, kept_state
 from backpack.utils.precision import tolerance
@@ -187,6 +187,7 @@ class _Replay:
                     f"{type(self.module).__name__} cannot be differentiated twice: it calls a torch.autograd.Function whose backward is marked as "
                     "once_differentiable. Write it with differentiable operations, and without the mark."
                 )
+            refuse_biased_norms([output], made=self.param_str is None)  # parameters are constants of its input
             return output
 
         # vmap may lose the mark, and what is marked passes for a constant
