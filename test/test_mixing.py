@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import product
 
 import pytest
@@ -51,10 +52,12 @@ def _double() -> Iterator[None]:
     torch.set_default_dtype(torch.float32)
 
 
-def problem(made: Function, samples: int, tokens: bool) -> Problem:
+def problem(made: Function, samples: int, tokens: bool, **more: nn.Parameter) -> Problem:
     torch.manual_seed(0)
     x = torch.randint(TOKENS, (samples, LENGTH)) if tokens else torch.randn(samples, LENGTH, 2)
     model = Net(made)
+    for name, parameter in more.items():
+        model.register_parameter(name, parameter)
     out = model(x)
     used = torch.autograd.grad(out.sum(), list(model.parameters()), allow_unused=True)
     for parameter, gradient in zip(list(model.parameters()), used, strict=True):
@@ -170,6 +173,33 @@ def test_samples_in_two_orders(name: str) -> None:
         assert results(made.model) == {}
 
 
+def compare_with_each(model: nn.Module, x: Tensor) -> None:
+    """Compare gradients of samples with those of mini-batches of one."""
+    with backpack(BatchGrad()):
+        (model(x) ** 3).sum().backward()
+    alone = [torch.autograd.grad((model(row) ** 3).sum(), list(model.parameters())) for row in x.split(1)]
+    for parameter, gradients in zip(model.parameters(), zip(*alone, strict=True), strict=True):
+        close(parameter.grad_batch, torch.stack(gradients))
+
+
+FIRST: dict[str, Function] = {
+    "product": lambda net, x: x @ net.first,
+    "sum": lambda net, x: x + net.first[0],
+    "function of a product": lambda net, x: (x @ net.first).tanh(),
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_samples_behind_a_parameter_that_is_left_out(name: str, first: str) -> None:
+    """What is made of data and of such a parameter has samples, as what is made of data alone."""
+    made = problem(lambda net, x: MIXED[name](net, FIRST[first](net, x)), 4, False, first=nn.Parameter(torch.randn(2, 2)))
+    left = [p for key, p in made.model.named_parameters() if p.requires_grad and key != "first"]
+    with pytest.raises(MixedSamplesError) if left else nullcontext(), backpack(BatchGrad(exclude=["first"])):
+        extend(made.losses[0])(extend(made.model)(made.x), made.terms[0].target).backward()
+    assert results(made.model) == {}
+
+
 @pytest.mark.parametrize("number", [6, 7])
 def test_points_that_the_model_is_given(number: int) -> None:
     """They may be rows of samples, as nodes of graphs are; those of a buffer are not."""
@@ -185,12 +215,7 @@ def test_points_that_the_model_is_given(number: int) -> None:
 
     torch.manual_seed(0)
     x, model = torch.randn(3, 3), extend(Operator())
-    with backpack(BatchGrad()):
-        (model(x) ** 2).sum().backward()
-    for n in range(3):
-        alone = torch.autograd.grad((model(x[n : n + 1]) ** 2).sum(), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), alone, strict=True):
-            close(parameter.grad_batch[n], gradient)
+    compare_with_each(model, x)
     with pytest.raises(MixedSamplesError, match=r"mixes them .*made of constants: then let them be a buffer"), backpack(BatchGrad()):
         (model(x, torch.randn(number, 2)) ** 2).sum().backward()
 
@@ -224,9 +249,4 @@ def test_states_of_recurrent_layers() -> None:
 
     torch.manual_seed(0)
     model, x = extend(States()), torch.randn(4, 5, 2)
-    with backpack(BatchGrad()):
-        (model(x) ** 3).sum().backward()
-    for n in range(4):
-        alone = torch.autograd.grad((model(x[n : n + 1]) ** 3).sum(), list(model.parameters()))
-        for parameter, gradient in zip(model.parameters(), alone, strict=True):
-            close(parameter.grad_batch[n], gradient)
+    compare_with_each(model, x)
