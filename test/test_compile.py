@@ -260,6 +260,21 @@ def test_cuda_graphs_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> Non
     check_step(problem)
 
 
+@pytest.mark.parametrize("layered", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_traced_models(layered: bool, batch_size: int) -> None:
+    """They have no modules, so that quantities are followed through their graph."""
+    torch.manual_seed(0)
+    plain = Sequential(Linear(4, 3), Tanh(), Linear(3, 2)) if layered else Linear(4, 2)
+    traced, x, found = torch.jit.trace(plain, torch.rand(5, 4)), torch.rand(batch_size, 4), []
+    for model in (plain, traced):
+        with backpack(BatchGrad(), DiagGGNExact(), KFLR()):
+            F.cross_entropy(extend(model)(x), torch.arange(batch_size) % 2).backward()
+        found.append([(p.grad_batch, p.diag_ggn_exact, *p.kflr) for p in model.parameters()])
+        clear(model)
+    torch.testing.assert_close(*found)
+
+
 def test_nothing_else_counts_as_compiled() -> None:
     x = torch.rand(2, requires_grad=True)
     double = type("CompiledFunction", (torch.autograd.Function,), {"forward": lambda _, x: 2 * x, "backward": lambda _, g: 2 * g})

@@ -1496,6 +1496,7 @@ def test_hooks_that_look(first: str) -> None:
 CHANGES: dict[str, Callable[[Module], Any]] = {
     "input": lambda model: model[2].register_forward_pre_hook(lambda m, args: (args[0].sin() + args[0],)),
     "first input": lambda model: model[0].register_forward_pre_hook(lambda m, args: (args[0].square(),)),
+    "input of the model": lambda model: model.register_forward_pre_hook(lambda m, args: (args[0].square(),)),
     "output": lambda model: model[0].register_forward_hook(lambda m, args, out: 2 * out),
     "output of an activation": lambda model: model[1].register_forward_hook(lambda m, args, out: out.square()),
     "input, in place": lambda model: model[0].register_forward_hook(lambda m, args, out: out.mul_(3)),
@@ -1522,6 +1523,24 @@ def test_hooks_that_change_something(change: str, first: str) -> None:
     for name, param in problem.model.named_parameters():
         close(param.grad_batch, expected[name])
         close(param.grad_batch.sum(0), param.grad)
+
+
+@pytest.mark.parametrize("late", ["hook", "in place", "hook in place"])
+def test_activation_that_changes_after_extend(late: str) -> None:
+    """A hook that gives an activation something else, and one that overwrites its input from now on."""
+    torch.manual_seed(0)
+    model, x = extend(Sequential(Linear(3, 4), nn.ELU(inplace="hook" in late), Linear(4, 2))).double(), torch.rand(5, 3).double() - 0.5
+    if "hook" in late:
+        model[1].register_forward_pre_hook(lambda m, args: (2 * args[0],))
+    if "in place" in late:
+        model[1].inplace = True
+    with backpack(BatchGrad(), DiagGGNExact()):
+        extend(nn.MSELoss(reduction="sum"))(model(x), torch.zeros(5, 2).double()).backward()
+    weight = model[0].weight
+    rows = [model(row[None])[0] for row in x]
+    jacobians = torch.stack([torch.stack([torch.autograd.grad(out, weight, retain_graph=True)[0] for out in row]) for row in rows])
+    close(weight.grad_batch, 2 * torch.einsum("nc,ncij->nij", torch.stack(rows).detach(), jacobians))
+    close(weight.diag_ggn_exact, 2 * jacobians.square().sum((0, 1)))
 
 
 def test_retained_gradients() -> None:

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.functional import hessian, jacobian
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Sequential, Tanh
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import weight_norm
 
 from backpack import backpack, clear, extend, results
@@ -354,3 +355,23 @@ def test_normalizations_with_a_bias_and_without_weight(name: str) -> None:
     ):
         with pytest.raises(UnsupportedError, match="bias were constant"):
             multiply()
+
+
+@pytest.mark.parametrize(("operation", "way_out"), [("attention", "under torch.nn.attention.sdpa_kernel"), ("hardsigmoid", "with other operations")])
+def test_gradients_that_torch_does_not_differentiate(operation: str, way_out: str) -> None:
+    """The operation is named, and the way out works."""
+    x, layer = torch.rand(2, 3, 4), Linear(4, 4)
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
+        "attention": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None]),
+        "hardsigmoid": F.hardsigmoid,
+    }
+
+    def value() -> Tensor:
+        return functions[operation](layer(x)).square().sum()
+
+    v = [torch.rand(4, 4), torch.rand(4)]
+    with pytest.raises(UnsupportedError, match=f"no derivative of \\w*{operation}\\w*backward.*{way_out}"):
+        hessian_vector_product(value(), list(layer.parameters()), v)
+    with sdpa_kernel(SDPBackend.MATH):
+        functions["hardsigmoid"] = lambda h: (h / 6 + 0.5).clamp(0, 1)
+        hessian_vector_product(value(), list(layer.parameters()), v)

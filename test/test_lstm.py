@@ -14,14 +14,15 @@ from table import classify, default_dtype
 from test_extensions import QUANTITIES, Quantity, collect, run
 from torch import Tensor, nn
 from torch.nn import LSTM, Linear, Module
+from torch.utils._pytree import tree_leaves
 
-from backpack import extend, extensions
+from backpack import backpack, extend, extensions
 from backpack.core.graph import operation
 from backpack.core.plan import Plan
 from backpack.core.walk import Walk
-from backpack.utils.errors import MixedSamplesError, UnsupportedError
+from backpack.utils.errors import DifferentiationError, MixedSamplesError, UnsupportedError
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error", "ignore:Using backward:UserWarning")  # of torch, about create_graph
 
 Forward = Callable[[Net, Tensor], Tensor]
 
@@ -292,3 +293,21 @@ def test_no_samples() -> None:
     for param in problem.model.parameters():
         assert param.grad_batch.shape == (0, *param.shape)
         assert not param.diag_ggn_exact.any()
+
+
+@pytest.mark.parametrize("extension", [extensions.BatchGrad, extensions.DiagGGNExact, extensions.KFLR])
+def test_create_graph(extension: type) -> None:
+    """Quantities behind the fused operation are what they are without a graph, but cannot be differentiated."""
+    found = []
+    for create_graph in (False, True):
+        problem = build("two layers", 2)
+        for module in (problem.model, *problem.losses):
+            extend(module)
+        with backpack(extension()):
+            problem.loss(problem.outputs(0)).backward(create_graph=create_graph)
+        found.append([torch.cat([t.flatten() for t in tree_leaves(getattr(p, extension().savefield))]) for p in problem.model.parameters()])
+    for (name, _), value, expected in zip(problem.model.named_parameters(), *reversed(found), strict=True):
+        test_extensions.close(value.detach(), expected)
+        if not name.startswith("b."):
+            with pytest.raises(DifferentiationError, match="MkldnnRnnLayerBackward0 is one fused operation"):
+                value.sum().backward(retain_graph=True)

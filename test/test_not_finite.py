@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend
-from backpack.extensions import GGNMP, HMP, BatchDiagGGNExact, BatchDiagGGNMC, BatchDiagHessian
+from backpack.extensions import GGNMP, HMP, BatchDiagGGNExact, BatchDiagGGNMC, BatchDiagHessian, DiagGGNExact, DiagGGNMC, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import LossValueError, UnsupportedError
 
@@ -68,6 +68,23 @@ def test_one_sample(extension: type[BackpropExtension], change: str, loss: type[
     for value, expected in zip(*(samples(extension, CURVED[change], loss(), number) for number in (bad, None)), strict=True):
         close(value[:-1], expected[:-1])
         assert not value[-1].isfinite().any()
+
+
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagGGNMC, DiagHessian])
+@pytest.mark.parametrize("scale", [nan, inf])
+def test_scale_of_a_loss(extension: type[BackpropExtension], scale: float) -> None:
+    model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())
+    with backpack(extension()), pytest.raises(LossValueError, match="CrossEntropyLoss is scaled by a number that is not finite"):
+        (scale * lossfunc(model(torch.rand(2, 4)), torch.tensor([0, 2]))).backward()
+    assert not hasattr(model.weight, extension().savefield)
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+def test_no_labels_are_drawn_from_logits_that_are_not_finite(bad: float) -> None:
+    model, x = extend(nn.Linear(4, 3)), torch.rand(2, 4)
+    x[1, 0] = bad
+    with backpack(DiagGGNMC()), pytest.raises(LossValueError, match="CrossEntropyLoss: the probabilities of the classes are not finite"):
+        extend(nn.CrossEntropyLoss())(model(x), torch.tensor([0, 2])).backward()
 
 
 class Masked(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
+from inspect import getattr_static
 
 import torch
 from torch import Tensor, nn
@@ -314,6 +315,6 @@ def _least_axes(cls: type[nn.Module]) -> int:
     Returns:
         Number of axes; 0 for all other classes, also for those that inherit from one and bring a ``forward`` of their own.
     """
-    if cls.forward is not next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn.")).forward:
+    if getattr_static(cls, "forward") is not next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn.")).forward:
         return 0
     return 3 if issubclass(cls, (nn.RNNBase, *_ATTENTION)) else 2 if issubclass(cls, nn.RNNCellBase) else 0

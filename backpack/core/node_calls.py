@@ -278,6 +278,7 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
     def inputs(part: int) -> Tensor:
         return previous(saved(node, "result0"), saved(node, "hx_"), reverse) if part else saved(node, "input")
 
+    @torch.no_grad()  # what it computes is overwritten
     def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
         bias = sum(saved(node, name) for name in biases) if saved(node, "has_biases") else None
         gates = F.linear(inputs(0), saved(node, "weight0"), bias)

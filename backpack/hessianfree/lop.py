@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,7 @@ def L_op(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool = True
 
     Raises:
         ArgumentError: If the number or the shapes of ``ws`` do not fit ``ys``.
+        UnsupportedError: If torch cannot differentiate an operation as often.
 
     If the outputs are gradients that went through a custom function marked as ``once_differentiable``, terms would be missing: refused.
     """
@@ -52,10 +54,21 @@ def pull_back(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool, 
 
     Returns:
         See ``L_op``.
+
+    Raises:
+        UnsupportedError: See ``L_op``.
+        RuntimeError: Whatever else autograd raises.
     """
     before, recording.apart = recording.apart, True  # inside of a context, too, this is no pass over a loss
     try:
         return torch.autograd.grad(ys, xs, ws, create_graph=not detach, retain_graph=retain_graph, allow_unused=True, materialize_grads=True)
+    except RuntimeError as error:
+        missing = re.search(r"derivative for aten::(\w+) is not implemented", str(error))
+        if missing is None:
+            raise
+        in_attention, kernel = "attention" in missing[1], "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
+        way_out = f"Run attention {kernel}" if in_attention else "Write it with other operations"
+        raise UnsupportedError(f"Gradients are differentiated here, but torch has no derivative of {missing[1]}. {way_out}.") from error
     finally:
         recording.apart = before
 

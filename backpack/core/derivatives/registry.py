@@ -129,7 +129,7 @@ def _search(module_class: type[Module], replaced: bool) -> Found:
     candidates = [(base, *_RULES[base]) for base in module_class.__mro__ if base in _RULES]
     # a descriptor of another kind may give something new each time, or nothing, when the class is asked
     plain = {name for _, _, methods in candidates for name, method in methods.items() if isinstance(method, _PLAIN)}
-    read = attrgetter(*plain | {"forward"})
+    read = attrgetter(*plain | {"forward"} if candidates else ["__mro__"])  # a traced module has a forward that its class does not
     now = read(module_class)
     for base, rule, methods in candidates:
         if not replaced and all(getattr_static(module_class, name) is method for name, method in methods.items()):
