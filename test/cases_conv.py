@@ -121,7 +121,6 @@ NETS: dict[str, Callable[[int], Problem]] = {
     "Conv2d, circular": net((1, 3, 3), lambda: Conv2d(1, 1, 1), lambda: Conv2d(1, 2, 2, stride=2, padding=1, padding_mode="circular")),
     "Conv2d, reflect": net((1, 3, 3), lambda: Conv2d(1, 1, 1), lambda: Conv2d(1, 2, 3, padding="same", stride=1, padding_mode="reflect")),
     "Conv2d, channels last": net((2, 3, 3), lambda: Conv2d(2, 3, 2), lambda: Conv2d(3, 2, 2), channels_last=True),
-    "Conv2d, positions for a kernel of their own": net((8, 13, 13), lambda: Conv2d(8, 2, 1), lambda: Conv2d(2, 1, 13)),
     "Conv2d, global average": lambda N: classify(
         Sequential(Conv2d(1, 3, 2), Sigmoid(), nn.Flatten(2), Linear(4, 1), Flatten(), Linear(3, 4)), randn(N, 1, 3, 3)
     ),
@@ -142,7 +141,6 @@ GROUPS: dict[str, Callable[[int], Problem]] = {
     "Conv1d": net((4, 3), lambda: Conv1d(4, 2, 2, groups=2)),
     "Conv1d, one position": net((4, 2), lambda: Conv1d(4, 2, 2, groups=2)),
     "Conv2d, depthwise": net((2, 2, 3), lambda: Conv2d(2, 4, 2, padding=(1, 0), groups=2)),
-    "Conv2d, positions for a kernel of their own": net((2, 13, 13), lambda: Conv2d(2, 2, 1, groups=2), lambda: Conv2d(2, 1, 13)),
     "ConvTranspose1d": net((2, 2), lambda: ConvTranspose1d(2, 4, 2, stride=2, groups=2)),
 }
 for _name, _problem in GROUPS.items():

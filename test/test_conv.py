@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from cases_conv import LAYERS
@@ -206,6 +208,27 @@ def test_blocks_of_samples_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("backpack.core.derivatives.affine._ALONE", samples)
         for name, value in results(model, x, y).items():
             close(value, expected[name])
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Conv2d(8, 2, 1), lambda: nn.Conv2d(8, 4, 2, groups=2)])
+@pytest.mark.parametrize("N", [1, 3])
+def test_samples_as_groups(layer: Callable[[], nn.Conv2d], N: int) -> None:
+    """With this many positions, products of samples are further groups of torch's kernel."""
+    torch.manual_seed(0)
+    conv, x = layer(), randn(N, 8, 14, 14, dtype=DOUBLE)
+    model = extend(nn.Sequential(conv, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(conv.out_channels, 1)).to(DOUBLE))
+    quantities = [extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.SumGradSquared(), extensions.Variance()]
+    with backpack(*quantities, extensions.DiagGGNExact(), extensions.BatchDiagGGNExact()):
+        extend(nn.MSELoss(reduction="sum"))(model(x), torch.zeros(N, 1, dtype=DOUBLE)).backward()
+    outputs = [model(row[None]).squeeze() for row in x]
+    slopes = torch.stack([torch.autograd.grad(out, conv.weight)[0] for out in outputs])
+    grads = 2 * torch.stack(outputs).detach().reshape(N, 1, 1, 1, 1) * slopes
+    close(conv.weight.grad_batch, grads)
+    close(conv.weight.batch_l2, grads.square().flatten(1).sum(1))
+    close(conv.weight.sum_grad_squared, grads.square().sum(0))
+    close(conv.weight.variance, grads.var(0, unbiased=False))
+    close(conv.weight.diag_ggn_exact, 2 * slopes.square().sum(0))
+    close(conv.weight.diag_ggn_exact_batch, 2 * slopes.square())
 
 
 def test_autocast() -> None:

@@ -307,7 +307,7 @@ def test_create_graph(extension: type) -> None:
             problem.loss(problem.outputs(0)).backward(create_graph=create_graph)
         found.append([torch.cat([t.flatten() for t in tree_leaves(getattr(p, extension().savefield))]) for p in problem.model.parameters()])
     for (name, _), value, expected in zip(problem.model.named_parameters(), *reversed(found), strict=True):
-        test_extensions.close(value.detach(), expected)
+        torch.testing.assert_close(value.detach(), expected)
         if not name.startswith("b."):
             with pytest.raises(DifferentiationError, match="MkldnnRnnLayerBackward0 is one fused operation"):
                 value.sum().backward(retain_graph=True)
