@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from backpack.core.derivatives.dropout import AlphaDropoutDerivatives, DropoutDe
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.linear_maps import PadDerivatives, SlicingDerivatives
+from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register, registered
 from backpack.core.derivatives.softmax import LogSoftmaxDerivatives, SoftmaxDerivatives
 from backpack.custom_module.branching import SumModule
@@ -471,6 +473,58 @@ def test_missing_rules_are_refused() -> None:
     ):
         with pytest.raises(NotImplementedError):
             call()
+
+
+def test_missing_rules_of_a_loss_are_refused() -> None:
+    """By name, except for what is said of a Hessian of which nothing is known."""
+
+    class Unknown(BaseLossDerivatives):
+        def _verify_support(self, module):
+            pass
+
+    loss, mat = nn.MSELoss(), rand(1, 5, 3)
+    loss.input0, loss.input1, loss.output = rand(5, 3), rand(5, 3), rand(())
+    for name, product in {
+        "_sqrt_hessian": lambda rule: rule.sqrt_hessian(loss, None, None),
+        "_sqrt_hessian_sampled": lambda rule: rule.sqrt_hessian_sampled(loss, None, None),
+        "_make_hessian_mat_prod": lambda rule: rule.make_hessian_mat_prod(loss, None, None)(mat),
+        "_sum_hessian": lambda rule: rule.sum_hessian(loss, None, None),
+    }.items():
+        with pytest.raises(UnsupportedError, match=f"Unknown.*{name}.*MSELoss"):
+            product(Unknown())
+
+
+@pytest.mark.parametrize("name", [*ACTIVATIONS, "Dropout", "AlphaDropout"])
+def test_slopes(name: str) -> None:
+    """First and second derivative of each entry."""
+    module = ACTIVATIONS.get(name, getattr(nn, name.partition(",")[0]))().to(DOUBLE).eval()
+    x = (2 * randn(4, 5, dtype=DOUBLE)).requires_grad_()
+    once = name == "Hardsigmoid"  # which torch does not differentiate twice; it is made of lines
+    (df,) = torch.autograd.grad(module(x).sum(), x, create_graph=not once)
+    d2f = torch.zeros_like(x) if once else torch.autograd.grad(df.sum() + 0 * x.sum(), x)[0]
+    module.input0, module.output = x.detach(), module(x).detach()
+    rule = derivatives_for(module)
+    close(rule.df(module, None, None).detach(), df.detach())
+    close(rule.df(module, None, None, subsampling=[2, 0, 2]).detach(), df.detach()[[2, 0, 2]])
+    close(rule.d2f(module, None, None).detach(), d2f.detach())
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_products_of_a_matrix(groups: int) -> None:
+    """The rule of ``x @ W``, and of stacks of matrices, in both directions."""
+    x, weight = randn(3, groups, 5, 4, dtype=DOUBLE), randn(groups, 4, 2, dtype=DOUBLE)
+    if groups == 1:
+        x, weight = x[:, 0], weight[0]
+    for tensor in (x, weight):
+        tensor.requires_grad_()
+    output = x @ weight
+    module, rule = SimpleNamespace(input0=x.detach(), weight=weight.detach(), output=output.detach()), MatmulDerivatives()
+    mats, columns = [randn(V, *tensor.shape, dtype=DOUBLE) for tensor in (x, weight)], randn(V, *output.shape, dtype=DOUBLE)
+    close(rule._jac_mat_prod(module, None, None, mats[0]), torch.stack([mat @ module.weight for mat in mats[0]]))
+    close(rule._weight_jac_mat_prod(module, None, None, mats[1]), torch.stack([module.input0 @ mat for mat in mats[1]]))
+    pulled = [torch.autograd.grad(output, (x, weight), column, retain_graph=True) for column in columns]
+    for result, truth in zip((rule._jac_t_mat_prod, rule._weight_jac_t_mat_prod), zip(*pulled, strict=True), strict=True):
+        close(result(module, None, None, columns), torch.stack(truth))
 
 
 @pytest.mark.parametrize("module", [nn.Flatten(), nn.Dropout().eval()], ids=lambda m: type(m).__name__)
