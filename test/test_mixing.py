@@ -30,6 +30,7 @@ class Net(nn.Module):
         self.norm, self.weight, self.vector = nn.BatchNorm1d(2, affine=False), nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2))
         self.register_buffer("grid", torch.randn(8, 2))
         self.register_buffer("words", torch.arange(8))
+        self.register_buffer("chosen", torch.tensor([0, 0, 3, 5]))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.made(self, x)
@@ -101,6 +102,8 @@ ALONE: dict[str, Function] = {
         (net.layer(x)[:, :, None] - net._parameters.setdefault("centers", nn.Parameter(x[0]))).square().sum(3)
     ),
     "an expert without rows": experts,
+    "batch norm of chosen words": lambda net, x: net.layer(x) + net.norm(net.table.weight[net.chosen]).square().mean(0),
+    "batch norm of positions": lambda net, x: net.layer(x) + net.norm(net.table.weight[torch.arange(max(2, len(x)) + 2)[2:]]).square().mean(0),
     "softmax over features that come first": features_first,
 }
 
@@ -144,6 +147,9 @@ MIXED_TOKENS: dict[str, Function] = {
     "positions in front": lambda net, x: net.table(x) + F.embedding(x.T, net.table.weight).mean(1),
     "bag": lambda net, x: net.table(x) + F.embedding_bag(x.T.reshape(-1), net.table.weight, torch.arange(0, x.numel(), len(x)), mode="sum"),
     "chosen rows": lambda net, x: net.table(x) + net.table.weight[x.T.reshape(-1)].view(LENGTH, -1, 2).sum(1),
+    "batch norm of what computed numbers name": lambda net, x: net.norm(F.embedding(x[:, 0] % 4 * 2, net.table.weight)),
+    "batch norm of rows that computed numbers choose": lambda net, x: net.norm(net.layer(net.table.weight[x[:, 0] % 4 * 2])),
+    "batch norm of rows, selected": lambda net, x: net.norm(net.table.weight.index_select(0, x[:, 0] % 4 * 2)),
 }
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from backpack.core.batches import place_of
 from backpack.core.graph import LINEAR, PRODUCTS, call_node, operation, outputs_of, saved, saved_tensors, settings_of, shape_of, tensor_at
 from backpack.core.samples import Layout, after_sum, decode, probe, split, sum_to
 from backpack.core.walk import Walk
@@ -28,6 +29,7 @@ ELEMENTWISE = frozenset(
 )
 """Operations that treat every entry alone."""
 # all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
+_LOOKUPS = frozenset("Embedding Index IndexSelect".split())
 _OF_INPUTS = ELEMENTWISE | PRODUCTS | _STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
 MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel"}
 """Operations that sum over products."""
@@ -136,14 +138,20 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
 
     Returns:
         Whether some input depends on no tracked parameter, and what the node makes has as many rows as there are samples, and another shape than
-        its other inputs.
+        its other inputs; or rows are looked up for as many numbers, which are no positions.
     """
-    if operation(node) == "Embedding":
-        return samples in rows_looked_up(node)
+    if operation(node) in _LOOKUPS:
+        return (operation(node) == "Embedding" and samples in rows_looked_up(node)) or _looks_up_data(walk, node, samples)
     tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
     if len(tracked) == len(node.next_functions) or samples not in rows_made(node):
         return False
     return operation(node) in MATRIX_PRODUCTS or all(shape_of(edge) != shape_of((node, 0)) for edge in tracked)
+
+
+def _looks_up_data(walk: Walk, node: Node, samples: int) -> bool:
+    # in the order in which they come, or in another one, positions have no gaps
+    numbers = [tensor for tensor in saved_tensors(node) if tensor.shape == (samples,) and tensor.dtype in (torch.long, torch.int)]
+    return any(place_of(t) not in walk.constant_places and (t.sort().values.diff() != 1).any() for t in numbers)
 
 
 class Way(Enum):
