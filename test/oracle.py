@@ -676,8 +676,8 @@ class Oracle:
 
         Weights ``W`` of ``x W^T`` have ``[B, A]``, matrices ``W`` of ``x @ W`` have ``[A, B]``, with ``A = 1/N sum x x^T`` over all rows of all
         uses and ``B = sum_n T_n^T H_n T_n``, where ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. A
-        stack of matrices has one such list a matrix, a convolution one a group. Tables of embeddings have ``[diag A, B]``, of the rows that are
-        not padding. Any other parameter has its exact block.
+        stack of matrices has one such list a matrix, a convolution one a group. What is made once for all samples counts for each of them.
+        Tables of embeddings have ``[diag A, B]``, of the rows that are not padding. Any other parameter has its exact block.
 
         Args:
             hessian: ``H_n`` or an estimate, ``[N, D, D]``.
@@ -696,7 +696,8 @@ class Oracle:
                 tracked = jacobian(flat, [use.out for use in uses])
                 T = sum(use.outputs(jac) for use, jac in zip(uses, tracked, strict=True))
                 B = torch.einsum("ndgp,nde,negq->gpq", T, hessian, T)
-                A = [torch.cat(rows) for rows in zip(*(use.inputs() for use in uses), strict=True)]
+                times = [self._times(jac) for jac in tracked]
+                A = [torch.cat(rows) for rows in zip(*([a * t for a in use.inputs()] for use, t in zip(uses, times, strict=True)), strict=True)]
                 pairs = [[b, a.T @ a / self.N] for b, a in zip(B, A, strict=True)]
                 pairs = [pair[::-1] for pair in pairs] if uses[0].transposed else pairs
                 factors[name] = pairs[0] if len(pairs) == 1 else pairs
@@ -706,9 +707,13 @@ class Oracle:
                 T = sum(
                     (jac.reshape(*jac.shape[:2], *x.shape[:1], -1) * x.sum(1)[:, None]).sum(2) for jac, (x, _) in zip(tracked, lookups, strict=True)
                 )
-                inputs = torch.cat([x for x, _ in lookups])
+                inputs = torch.cat([x * self._times(jac) for (x, _), jac in zip(lookups, tracked, strict=True)])
                 factors[name] = [inputs.square().sum(0) / self.N, torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
         return factors
+
+    def _times(self, jac: Tensor) -> float:
+        # the root of how many samples a row belongs to: an output that several samples depend on, ``[N, D, *out]``, is there for all
+        return self.N**0.5 if ((jac != 0).any(1).sum(0) > 1).any() else 1.0
 
     # --- recursions along a chain of modules ------------------------------------------------------------------------------------------
 

@@ -149,6 +149,7 @@ MIXED_TOKENS: dict[str, Function] = {
     "chosen rows": lambda net, x: net.table(x) + net.table.weight[x.T.reshape(-1)].view(LENGTH, -1, 2).sum(1),
     "batch norm of what computed numbers name": lambda net, x: net.norm(F.embedding(x[:, 0] % 4 * 2, net.table.weight)),
     "batch norm of rows that computed numbers choose": lambda net, x: net.norm(net.layer(net.table.weight[x[:, 0] % 4 * 2])),
+    "batch norm of rows that computed numbers choose, positions": lambda net, x: net.norm(net.table.weight[x + 0].mean(1)),
     "batch norm of rows, selected": lambda net, x: net.norm(net.table.weight.index_select(0, x[:, 0] % 4 * 2)),
 }
 

@@ -20,7 +20,7 @@ from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
-from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, is_apart
+from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, cast, is_apart, is_ours, reshaped
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
@@ -44,7 +44,7 @@ class Carry:
     def run(self) -> None:
         """Carry what has been put somewhere through all nodes upstream, without gradients: what columns become there does not depend on them."""
         (flow,), plan = self._flows, self._plan
-        visits = [(plan.units, self._at_unit), (plan.composites, self._at_composite), (plan.gaps, self._at_gap)]
+        visits = [(plan.units, self._at_unit), (plan.shared, self._at_shared), (plan.composites, self._at_composite), (plan.gaps, self._at_gap)]
         for node in plan.walk.order:
             for group, visit in visits:
                 if node in group:
@@ -61,14 +61,7 @@ class Carry:
             yield flow
 
     def _explicit(self, upstream: tuple | None) -> bool:
-        """Whether the gradient has to be carried to an edge, because autograd's own is summed over samples there.
-
-        Args:
-            upstream: Next edge of a gap.
-
-        Returns:
-            Whether it is split, or the leaf of a parameter.
-        """
+        # whether the gradient has to be carried to an edge, as autograd's own is summed over samples there
         return upstream is not None and (self._is_leaf(upstream[0]) or self._plan.states.get(upstream[0], {}).get(upstream[1]) is SPLIT)
 
     def _concerns(self, flow: Flow, upstream: tuple) -> bool:
@@ -108,41 +101,35 @@ class Carry:
                 continue
             if not flow.is_gradient and flow.crosses_gaps:
                 # a sum with a tensor of higher precision hands its own on, which autograd changes back
-                value = _reshaped(_cast(value, grad.dtype), slot.shape)
+                value = reshaped(cast(value, grad.dtype), slot.shape)
                 value = value if turn is None else {s: turn.front(c, 1) for s, c in value.items()}
             use = Use(view, unit.parameters, value, grad, unit.layout)
             self._at_use(flow, unit, use)
             below = unit.below
             if below is None or not self._wants(flow, below):
                 continue
-            if call.moved:
-                raise OverwrittenError(
-                    f"Other data were put into a parameter of {call.path} after the forward pass (p.data = ...), or a frozen tensor in its "
-                    "place: autograd sees neither, but the rule of the layer would. Change parameters after backward, or use a module for each."
-                )
             over = self._may_overwrite(flow, edge, unit, value)
-            result = flow.through(view, value, grad, unit.layout, over)
-            self.to_input(flow, unit, result, over or (flow.crosses_gaps and _is_ours(call) and is_apart(result, value)))
+            result = self._through(flow, unit, use, over)
+            self.to_input(flow, unit, result, over or (flow.crosses_gaps and is_ours(call) and is_apart(result, value)))
             self._bear_at_unit(flow, unit, use)
         call.scratch = None
         self._leave(unit)
         self._reader.after_call(call)
 
+    @staticmethod
+    def _through(flow: Flow, unit: Unit, use: Use, over: bool = False) -> Any:
+        if unit.call.moved:
+            raise OverwrittenError(
+                f"Other data were put into a parameter of {unit.call.path} after the forward pass (p.data = ...), or a frozen tensor in its "
+                "place: autograd sees neither, but the rule of the layer would. Change parameters after backward, or use a module for each."
+            )
+        return flow.through(use.call, use.value, use.grad, use.layout, over)
+
     def _may_overwrite(self, flow: Flow, edge: Edge, unit: Unit, value: Any) -> bool:
-        """Say whether a unit may put what it makes of columns in their place.
-
-        Args:
-            flow: The flow.
-            edge: Edge of its output.
-            unit: The unit.
-            value: Value there.
-
-        Returns:
-            Whether nobody else holds their memory, and the unit has a rule of the library that multiplies by slopes, and needs them for nothing else.
-        """
+        # not if somebody else holds their memory: a rule of the library that multiplies by slopes, and needs them for nothing else, may
         if flow.is_gradient or not flow.crosses_gaps or unit.parameters or unit.split:
             return False
-        elementwise = isinstance(unit.call.derivatives, ElementwiseDerivatives) and _is_ours(unit.call)
+        elementwise = isinstance(unit.call.derivatives, ElementwiseDerivatives) and is_ours(unit.call)
         return elementwise and all((flow, edge, source) in self._own for source in value)
 
     def to_input(self, flow: Flow, unit: Unit, value: Any, own: bool = False) -> None:
@@ -157,7 +144,7 @@ class Carry:
         if flow.crosses_gaps:
             turn = unit.arrangement
             value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
-            value = _reshaped(value, shape_of(unit.below))
+            value = reshaped(value, shape_of(unit.below))
         self.deposit(flow, unit.below, Way.DATA, value, unit.arrives, own)
 
     def to_factor(self, flow: Flow, unit: Unit, name: str, columns: Columns) -> None:
@@ -172,8 +159,10 @@ class Carry:
         if name in unit.parameters:
             self._reader.at_leaf(flow, unit.parameters[name], columns)
         else:
-            edge = unit.split[name]
-            self.deposit(flow, edge, Way.SPLIT, {s: c.reshape(*c.shape[:2], *shape_of(edge)) for s, c in columns.items()}, None)
+            self._deposit_split(flow, unit.split[name], columns)
+
+    def _deposit_split(self, flow: Flow, edge: Edge, columns: Columns) -> None:
+        self.deposit(flow, edge, Way.SPLIT, {s: c.reshape(*c.shape[:2], *shape_of(edge)) for s, c in columns.items()}, None)
 
     def _at_use(self, flow: Flow, unit: Unit, use: Use) -> None:
         """Let what needs it know of a use, and hand columns to factors that are no parameters.
@@ -188,6 +177,24 @@ class Carry:
         for name, upstream in unit.split.items():
             if self._concerns(flow, upstream):
                 self.deposit(flow, upstream, Way.SPLIT, use.per_sample(name, shape_of(upstream)), None)
+
+    def _at_shared(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
+        call, shape = unit.call, (unit.layout.samples, *unit.call.outputs[0].shape)
+        self._refuse_released(call)
+        call.scratch, view = {}, BatchFirst(call, unit.arrangement)
+        arrived = {flow: self._split[flow].pop((node, unit.nr), {}) for flow in self._flows}  # autograd's gradient is a sum
+        grad = next((c[0] for flow, c in arrived.items() if flow.is_gradient and c), None)
+        for flow in self._each_flow():
+            value = {source: c.reshape(len(c), *shape) for source, c in arrived[flow].items()}
+            if value:  # rules do not read the gradient where it is not carried
+                given = next(iter(value.values())).new_full((), nan).expand(shape) if grad is None else grad.reshape(shape)
+                use = Use(view, unit.parameters, value, given, unit.layout)
+                self._at_use(flow, unit, use)
+                if unit.below is not None and self._wants(flow, unit.below):
+                    self._deposit_split(flow, unit.below, self._through(flow, unit, use))
+        call.scratch = None
+        self._leave(unit)
+        self._reader.after_call(call)
 
     def _at_composite(self, node: Node, composite: Composite, grads: tuple[Tensor | None, ...]) -> None:
         # the columns of all flows are carried together
@@ -341,7 +348,7 @@ class Carry:
         if not leaf and node not in self._plan.states:
             return
         if flow.crosses_gaps:  # as autograd does with gradients where precisions are mixed
-            value = _cast(value, tensor_at(edge).dtype)
+            value = cast(value, tensor_at(edge).dtype)
         if flow.crosses_gaps and (leaf or self._plan.states[node].get(edge[1]) is SPLIT):
             if way is Way.DATA:
                 value = {source: split(columns, layout) for source, columns in value.items()}
@@ -385,15 +392,3 @@ class Carry:
             raise NotRecordedError(
                 f"What {call.path} had recorded was given back after an earlier backward pass over this graph. Call that one with retain_graph=True."
             )
-
-
-def _cast(columns: Columns, dtype: torch.dtype) -> Columns:
-    return {source: c if c.dtype == dtype else c.to(dtype) for source, c in columns.items()}
-
-
-def _reshaped(columns: Columns, shape: torch.Size) -> Columns:
-    return {source: c if c.shape[1:] == shape else c.reshape(c.shape[0], *shape) for source, c in columns.items()}
-
-
-def _is_ours(call: ModuleCall) -> bool:
-    return type(call.derivatives).__module__.startswith("backpack.")

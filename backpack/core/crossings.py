@@ -141,7 +141,7 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
         its other inputs; or rows are looked up for as many numbers, which are no positions.
     """
     if operation(node) in _LOOKUPS:
-        return (operation(node) == "Embedding" and samples in rows_looked_up(node)) or _looks_up_data(walk, node, samples)
+        return _looks_up_data(walk, node, samples)
     tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
     if len(tracked) == len(node.next_functions) or samples not in rows_made(node):
         return False
@@ -149,9 +149,10 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
 
 
 def _looks_up_data(walk: Walk, node: Node, samples: int) -> bool:
-    # in the order in which they come, or in another one, positions have no gaps
-    numbers = [tensor for tensor in saved_tensors(node) if tensor.shape == (samples,) and tensor.dtype in (torch.long, torch.int)]
-    return any(place_of(t) not in walk.constant_places and (t.sort().values.diff() != 1).any() for t in numbers)
+    numbers = [t for t in saved_tensors(node) if t.dtype in (torch.long, torch.int) and place_of(t) not in walk.constant_places]
+    rows = [t.shape[:2] for t in numbers if t.dim() > 1 and len(t) != 1]
+    # positions have no gaps, in whatever order they come
+    return any(samples in shape for shape in rows) or any(t.shape == (samples,) and (t.sort().values.diff() != 1).any() for t in numbers)
 
 
 class Way(Enum):

@@ -14,7 +14,7 @@ from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born
-from backpack.core.samples import Arrangement, Layout, add_rows
+from backpack.core.samples import Arrangement, Layout, Repeated, add_rows
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
 
@@ -265,7 +265,7 @@ class Blocks(ABC):
 class BatchFirst:
     """A call with the samples, of inputs and output, turned to the front, which are read once."""
 
-    def __init__(self, call: ModuleCall, arrangement: Arrangement) -> None:
+    def __init__(self, call: ModuleCall, arrangement: Arrangement | Repeated) -> None:
         self._call, self._arrangement = call, arrangement
 
     def __getattr__(self, name: str) -> Any:
@@ -274,6 +274,44 @@ class BatchFirst:
         if turns:
             value = self.__dict__[name] = self._arrangement.front(value)
         return value
+
+
+def cast(columns: Columns, dtype: torch.dtype) -> Columns:
+    """Give columns a precision.
+
+    Args:
+        columns: The columns.
+        dtype: The precision.
+
+    Returns:
+        The same, where they have it.
+    """
+    return {source: c if c.dtype == dtype else c.to(dtype) for source, c in columns.items()}
+
+
+def reshaped(columns: Columns, shape: torch.Size) -> Columns:
+    """Give columns the shape of another tensor with as many entries.
+
+    Args:
+        columns: ``{source: [V, *]}``.
+        shape: Its shape.
+
+    Returns:
+        ``{source: [V, *shape]}``.
+    """
+    return {source: c if c.shape[1:] == shape else c.reshape(c.shape[0], *shape) for source, c in columns.items()}
+
+
+def is_ours(call: ModuleCall) -> bool:
+    """Say whether the rule of a call is one of the library.
+
+    Args:
+        call: The call.
+
+    Returns:
+        Whether it is.
+    """
+    return type(call.derivatives).__module__.startswith("backpack.")
 
 
 def is_apart(result: Columns, value: Columns) -> bool:

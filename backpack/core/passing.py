@@ -50,6 +50,8 @@ class Pass(Carry):
         for node, unit in plan.units.items():
             if not only_gradient or self._reader.watches_calls or unit.parameters or unit.split or self._explicit(unit.below):
                 handles.append(node.register_prehook(self._hook(self._at_unit, node, unit)))
+        for node, unit in plan.shared.items():
+            handles.append(node.register_prehook(self._hook(self._at_shared, node, unit)))
         for node, composite in plan.composites.items():
             products = any(unit.parameters or unit.split for unit in composite.parts)
             if not only_gradient or products or any(self._explicit(edge) for edge, _ in composite.below):

@@ -31,7 +31,7 @@ from backpack.core.refusals import (
     single,
     unrecorded,
 )
-from backpack.core.samples import Layout, arrangement, seen_through_reshape, settle
+from backpack.core.samples import Layout, Repeated, arrangement, first_axis, seen_through_reshape, settle
 from backpack.core.slots import Slot
 from backpack.core.starts import refuse_curved
 from backpack.core.tracking import Tracking
@@ -45,6 +45,7 @@ class Plan(Tracking):
 
     Attributes:
         units: Node to the unit whose output it made.
+        shared: Node to the unit whose output it made once for all samples, each of which has columns of its own there.
         composites: Node to what it computes inside, for nodes that several rules stand for.
         gaps: Node to gap, for all gaps from which something needed is reached.
         loose: Parameters that are used outside of all units.
@@ -58,6 +59,7 @@ class Plan(Tracking):
         super().__init__(walk, second_order)
         self._need = need
         self.units: dict[Node, Unit] = {}
+        self.shared: dict[Node, Unit] = {}
         self.composites: dict[Node, Composite] = {}
         self.gaps: dict[Node, Gap] = {}
         self.loose: list[Parameter] = []
@@ -128,7 +130,7 @@ class Plan(Tracking):
         if node in self._unsure and any(not mark.base for mark in marks):
             refuse_other_rows(self.walk, node, states.values())
             self._unsure.discard(node)
-        if not (self._choose_unit(node, states, marks) or self._choose_node(node, states)):
+        if not (self._choose_unit(node, states, marks) or self._choose_shared(node, states, marks) or self._choose_node(node, states)):
             self._cross(node, states)
 
     def _pass_without_samples(self, node: Node) -> None:
@@ -206,6 +208,38 @@ class Plan(Tracking):
             self._claimed.add(call)
             self._covered |= piece.inside
             self.units[node] = unit
+            self._count_uses(node, unit)
+            return True
+        return False
+
+    def _choose_shared(self, node: Node, states: dict[int, State], marks: Sequence[Mark]) -> bool:
+        """Choose a layer whose rule can stand for its piece of the graph where it was called once for all samples.
+
+        Args:
+            node: The node.
+            states: States of its outputs.
+            marks: Its marks, innermost first.
+
+        Returns:
+            Whether there is one.
+        """
+        if self._need is not Need.COLUMNS or set(states.values()) != {SPLIT}:
+            return False
+        for call, piece in ((mark.call, self.walk.piece(node, mark.call, False)) for mark in marks if not mark.base):
+            rule = call.derivatives
+            if piece is None or rule is None or not rule.any_batch_axis or call.odd_types or len(call.outputs) > 1:
+                continue
+            tracked = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
+            needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
+            if not tracked or piece.parameters.keys() - set(rule.params) or len(needed) > 1 or (needed and needed[0][0] != 0):
+                continue
+            unit = self.shared[node] = Unit(next(mark for mark in marks if mark.call is call), piece.inside, tracked)
+            samples = self._samples_at[node]
+            unit.arrangement, unit.layout = Repeated(samples), first_axis(samples)
+            if needed:
+                unit.below = needed[0][1]
+                self._arrive(unit.below, SPLIT, node, samples)
+            self._covered |= piece.inside
             self._count_uses(node, unit)
             return True
         return False

@@ -269,6 +269,28 @@ class Arrangement(NamedTuple):
         return tensor if len(self.parts) == 1 else tensor.flatten(at, at + 1)
 
 
+class Repeated(NamedTuple):
+    """What stands for each sample alike is there once: it is repeated, so that samples come first.
+
+    Attributes:
+        samples: Their number.
+    """
+
+    samples: int
+
+    def front(self, tensor: Tensor, lead: int = 0) -> Tensor:
+        """Put the samples to the front.
+
+        Args:
+            tensor: ``[*lead axes, *shape]``.
+            lead: Number of leading axes that are none of the tensor's.
+
+        Returns:
+            View ``[*lead axes, N, *shape]``.
+        """
+        return tensor.unsqueeze(lead).expand(*tensor.shape[:lead], self.samples, *tensor.shape[lead:])
+
+
 def arrangement(layout: Layout) -> tuple[Arrangement | None, Layout]:
     """Find out how to turn the samples to the front.
 

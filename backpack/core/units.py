@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import Mark
 from backpack.core.graph import call_node, outputs_of, shape_of
-from backpack.core.samples import Arrangement, Layout
+from backpack.core.samples import Arrangement, Layout, Repeated
 from backpack.core.slots import Edge
 
 
@@ -38,7 +38,7 @@ class Unit:
         self.inside, self.parameters = inside, parameters
         self.below: Edge | None = None
         self.arrives: Layout | None = None
-        self.arrangement: Arrangement | None = None
+        self.arrangement: Arrangement | Repeated | None = None
         self.layout: Layout | None = None
         self.split: dict[str, Edge] = {}
         self.couples = 0

@@ -143,8 +143,8 @@ class Costs:
         if node in plan.losses:
             self.carried += 0 if self._flow.is_gradient else HOOK
             births = {node: width(self._flow, plan, node)}
-        elif node in plan.units:
-            births = self._at_unit(node, plan.units[node], columns, births)
+        elif node in plan.units or node in plan.shared:
+            births = self._at_unit(node, plan.units.get(node) or plan.shared[node], columns, births)
         elif node in plan.composites:
             for unit in plan.composites[node].parts:
                 self._at_unit(node, unit, columns, births)

@@ -43,6 +43,7 @@ def units_of(plan: Plan) -> Iterator[Unit]:
         The units.
     """
     yield from plan.units.values()
+    yield from plan.shared.values()
     for composite in plan.composites.values():
         yield from composite.parts
 
@@ -59,8 +60,8 @@ def edges_below(plan: Plan, node: Node) -> Iterator[Edge]:
     """
     if node in plan.losses:
         yield plan.losses[node].below
-    elif node in plan.units:
-        unit = plan.units[node]
+    elif node in plan.units or node in plan.shared:
+        unit = plan.units.get(node) or plan.shared[node]
         yield from (edge for edge in (unit.below, *unit.split.values()) if edge is not None)
     elif node in plan.composites:
         yield from (edge for edge, _ in plan.composites[node].below)

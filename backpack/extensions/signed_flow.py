@@ -18,6 +18,7 @@ from backpack.core.crossings import SPLIT, Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.graph import PRODUCTS, is_linear, operation, shape_of
+from backpack.core.node_functions import product
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born, is_solvable, pairs, residual
 from backpack.core.samples import Layout, add_rows
@@ -158,7 +159,9 @@ def curved_in(walk: Walk, concerned: int, gap: Gap) -> int:
         Bit set: none for (piecewise) linear operations, for products those on which several factors depend, else all that are concerned.
     """
     name = operation(gap.node)
-    reached = [walk.reach[n[0]] & concerned for n in gap.nexts if n is not None]
+    factors = product(gap.node) if name in PRODUCTS else None  # without a summand
+    nexts = gap.nexts if factors is None else [gap.nexts[number] for number in factors.numbers]
+    reached = [walk.reach[n[0]] & concerned for n in nexts if n is not None]
     if name in PRODUCTS:
         return reduce(or_, (a & b for a, b in combinations(reached, 2)), 0)
     return 0 if is_linear(gap.node, lambda n: walk.reach.get(n, 0) & concerned) else reduce(or_, reached, 0)

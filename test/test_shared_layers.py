@@ -1,0 +1,114 @@
+"""Layers that are called once for all samples, with positions or other constants: quantities are those of a call with a copy for each sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from oracle import Oracle
+from table import classify, default_dtype
+from test_extensions import QUANTITIES, close
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from backpack import backpack, explain, extend, extensions
+from backpack.utils.errors import BackpackError
+
+pytestmark = pytest.mark.filterwarnings("error", "ignore:Using backward:UserWarning")  # of torch, about create_graph
+
+T, WORDS = 4, 7
+CURVED = {"DiagHessian", "BatchDiagHessian"}
+CHAINS = ("KFRA", "HBP", "HMP", "GGNMP", "PCHMP")  # of sequences of modules
+NAMES = [name for name in QUANTITIES if name not in CURVED and not name.startswith(CHAINS)]
+
+
+class Net(nn.Module):
+    """Words, positions and functions of constants; one table is used at two places, one layer is given a single vector."""
+
+    def __init__(self, expanded: bool | None) -> None:
+        super().__init__()
+        self.expanded = expanded
+        self.word, self.position, self.twice, self.head = nn.Embedding(WORDS, 3), nn.Embedding(T + 1, 3), nn.Embedding(T, 3), nn.Linear(3, 4)
+        self.grid, self.trunk = nn.Linear(2, 3), nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3, bias=False))
+        self.vector = nn.Linear(2, 3)
+        self.register_buffer("points", torch.randn(T, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions, points, point = torch.arange(T), self.points, self.points[:1]
+        if self.expanded is not None:  # with an axis of length one in front, or of as many samples
+            positions, points, point = (c.expand(len(x) if self.expanded else 1, *c.shape) for c in (positions, points, point))
+        elif len(x) % 2:
+            point = point[0]  # without any axis but that of features
+        hidden = self.word(x) + self.position(positions) + self.grid(points) + self.trunk(points) + self.vector(point) - 2 * self.twice(positions)
+        return self.head((hidden.tanh() * self.twice(positions)).sum(1))
+
+
+def build(expanded: bool | None, N: int) -> Any:
+    with torch.random.fork_rng(), default_dtype(torch.float64):
+        torch.manual_seed(0)
+        problem = classify(Net(expanded), torch.randint(WORDS, (N, T)))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    return problem
+
+
+def values(expanded: bool | None, N: int, extension: Any, create_graph: bool = False, **options: Any) -> dict[str, list[Tensor]]:
+    problem = build(expanded, N)
+    torch.manual_seed(1)
+    with backpack(extension, **options):
+        problem.loss(problem.outputs()).backward(create_graph=create_graph)
+    found = {name: tree_leaves(getattr(p, extension.savefield)) for name, p in problem.model.named_parameters()}
+    return found | {f"gradient of {name}": [p.grad] for name, p in problem.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("expanded", [None, False], ids=["no axis", "an axis of length one"])
+def test_as_if_expanded(name: str, expanded: bool | None) -> None:
+    for N in (1, 2, 3, 5):
+        found, expected = (values(how, N, QUANTITIES[name].make()) for how in (expanded, True))
+        for key, value in found.items():
+            for part, wanted in zip(value, expected[key], strict=True):
+                close(part, wanted)
+
+
+@pytest.mark.parametrize("name", ["BatchGrad", "Variance", "DiagGGNExact", "KFLR", "SqrtGGNExact"])
+def test_options(name: str) -> None:
+    """Bounded memory, graphs of results, and samples that are chosen."""
+    cls = getattr(extensions, name)
+    expected = values(True, 3, cls())
+    for found in (values(None, 3, cls(), memory=2000), values(None, 3, cls(), create_graph=True)):
+        for key, value in found.items():
+            for part, wanted in zip(value, expected[key], strict=True):
+                close(part.detach(), wanted)
+    if name not in ("Variance", "KFLR"):
+        found, expected = (values(how, 3, cls(subsampling=[2, 0])) for how in (None, True))
+        for key, value in found.items():
+            for part, wanted in zip(value, expected[key], strict=True):
+                close(part, wanted)
+
+
+def test_against_the_oracle() -> None:
+    problem, oracle = build(None, 3), Oracle(build(None, 3))
+    with backpack(extensions.BatchGrad(), extensions.BatchDiagGGNExact(), extensions.KFLR()):
+        problem.loss(problem.outputs()).backward()
+    diagonals, factors = oracle.diag_ggn_batch(oracle.hessian_exact), oracle.kronecker(oracle.hessian_exact)
+    for name, parameter in problem.model.named_parameters():
+        close(parameter.grad_batch, oracle.grad_batch[name])
+        close(parameter.diag_ggn_exact_batch, diagonals[name])
+        for factor, expected in zip(parameter.kflr, factors[name], strict=True):
+            close(factor, expected)
+
+
+def test_explained() -> None:
+    problem = build(None, 3)
+    table = explain(problem.model, problem.losses[0], problem.x, problem.terms[0].target, [extensions.KFAC(), extensions.BatchGrad()])
+    assert "refused" not in str(table)
+
+
+def test_parameters_that_were_replaced_are_refused() -> None:
+    problem = build(None, 3)
+    loss = problem.loss(problem.outputs())
+    problem.model.trunk[3].weight.data = torch.zeros(3, 3, dtype=torch.float64)
+    with pytest.raises(BackpackError, match="Other data were put into a parameter of trunk.3"), backpack(extensions.KFLR()):
+        loss.backward()
