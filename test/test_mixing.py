@@ -12,6 +12,7 @@ from oracle import Oracle, Problem, Term
 from test_extensions import close, sum_batch
 from torch import Tensor, cat, nn, stack
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from backpack import backpack, extend, results
 from backpack.extensions import BatchGrad, DiagGGNExact
@@ -184,8 +185,9 @@ def compare_with_each(model: nn.Module, x: Tensor) -> None:
     """Compare gradients of samples with those of mini-batches of one."""
     with backpack(BatchGrad()):
         (model(x) ** 3).sum().backward()
-    alone = [torch.autograd.grad((model(row) ** 3).sum(), list(model.parameters())) for row in x.split(1)]
-    for parameter, gradients in zip(model.parameters(), zip(*alone, strict=True), strict=True):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    alone = [torch.autograd.grad((model(row) ** 3).sum(), trained) for row in x.split(1)]
+    for parameter, gradients in zip(trained, zip(*alone, strict=True), strict=True):
         close(parameter.grad_batch, torch.stack(gradients))
 
 
@@ -225,6 +227,24 @@ def test_points_that_the_model_is_given(number: int) -> None:
     compare_with_each(model, x)
     with pytest.raises(MixedSamplesError, match=r"mixes them .*made of constants: then let them be a buffer"), backpack(BatchGrad()):
         (model(x, torch.randn(number, 2)) ** 2).sum().backward()
+
+
+@pytest.mark.parametrize("samples", [3, 4, 5])
+def test_frozen_prototypes(samples: int) -> None:
+    """They are no samples, however many there are."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.key = nn.Linear(3, 2), parametrizations.weight_norm(nn.Linear(3, 2))
+            self.table = nn.Parameter(torch.randn(4, 3), requires_grad=False)
+            self.key.parametrizations.weight.original1.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.softmax(self.query(x) @ self.key(self.table).T, 1) @ self.table
+
+    torch.manual_seed(0)
+    compare_with_each(extend(Attention()), torch.randn(samples, 3))
 
 
 def test_nodes_of_graphs_are_no_constants() -> None:
