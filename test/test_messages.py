@@ -318,3 +318,33 @@ def test_module_that_may_be_element_wise(make: Callable[[], BackpropExtension]) 
         said = refusal(BackpackError, nn.Sequential(nn.Linear(4, 3), layer, nn.Linear(3, 3)), make())
         assert hint in said
         assert ("dense" in said) == isinstance(layer, nn.Softmax)
+
+
+class Positions(nn.Module):
+    """Looks up positions, and makes something of a table, for all samples at once."""
+
+    def __init__(self, lead: tuple[int, ...]) -> None:
+        super().__init__()
+        self.place, self.grid, self.head, self.lead = nn.Embedding(4, 3), nn.Linear(2, 3), nn.Linear(3, 3), lead
+        self.register_buffer("table", torch.rand(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place, grid = self.place(torch.arange(4).expand(*self.lead, 4)), self.grid(self.table.expand(*self.lead, 4, 2))
+        return self.head((x.unsqueeze(-1) + place + grid).tanh().mean(1))
+
+
+@pytest.mark.parametrize("lead", [(), (1,)])
+def test_one_input_for_all_samples(lead: tuple[int, ...]) -> None:
+    """Layers with factors are not said to have none; what is advised works."""
+    said = refusal(UnsupportedError, Positions(lead), KFLR())
+    for call in (
+        f"place (Embedding) was called with one input for all samples, of shape {[*lead, 4]}",
+        "grid (Linear)",
+        "torch.arange(T).expand(N, T)",
+    ):
+        assert call in said
+    assert "without a rule" not in said
+    model = extend(Positions((N,)))
+    with backpack(KFLR()):
+        F.cross_entropy(model(X), Y).backward()
+    assert len(model.place.weight.kflr) == len(model.grid.weight.kflr) == 2
