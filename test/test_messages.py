@@ -24,6 +24,7 @@ from backpack.utils.errors import (
     BranchingError,
     LossNotExtendedError,
     LossValueError,
+    MixedSamplesError,
     UnsupportedError,
 )
 
@@ -215,6 +216,7 @@ def test_learned_weights_of_losses(extended: bool, weigh: Callable[[Tensor, Tens
     with pytest.raises(LossValueError, match="a loss is multiplied by what depends on them") as error:
         backward(model.log_variances)
     assert 'exclude=["log_variances"]' in str(error.value) and "net." not in str(error.value)
+    assert "belongs to no sample" not in str(error.value)
     backward(model.log_variances, exclude=["log_variances"])
     found = [p.diag_ggn_exact for p in model.net.parameters()]
     backward(model.log_variances.detach())
@@ -318,6 +320,29 @@ def test_module_that_may_be_element_wise(make: Callable[[], BackpropExtension]) 
         said = refusal(BackpackError, nn.Sequential(nn.Linear(4, 3), layer, nn.Linear(3, 3)), make())
         assert hint in said
         assert ("dense" in said) == isinstance(layer, nn.Softmax)
+
+
+class Words(nn.Module):
+    """Returns a row for each word, merged with those of other samples, or not."""
+
+    def __init__(self, merged: bool) -> None:
+        super().__init__()
+        self.head, self.merged = nn.Linear(1, 3), merged
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(x.unsqueeze(2))
+        return out.reshape(-1, 3) if self.merged else out
+
+
+def test_samples_merged_with_positions() -> None:
+    """What is advised works."""
+    words = torch.arange(X.numel()) % 3
+    said = refusal(MixedSamplesError, Words(True), BatchGrad(), lambda out: F.cross_entropy(out, words))
+    assert "return [N, T, C], and reshape in the call of the loss" in said and "LayerNorm" not in said
+    model = extend(Words(False))
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(X).reshape(-1, 3), words).backward()
+    assert len(model.head.weight.grad_batch) == N
 
 
 class Positions(nn.Module):

@@ -52,8 +52,8 @@ def _use_without_factors(plan: Plan, parameter: Parameter) -> str:
             uses = isinstance(call.derivatives, _WITH_FACTORS) and any(own is parameter for own in call.module._parameters.values())
             if uses and plan.batches[parameter] not in (shape := list(call.inputs[0].shape)):
                 return (
-                    f"{call} was called with one input for all samples, of shape {shape}, but its factors are made of an input for each. Expand that to "
-                    "[N, ...], as by `torch.arange(T).expand(N, T)`, or do without factors"
+                    f"{call} was called with one input for all samples, of shape {shape}, but its factors are made of an input for each. Expand "
+                    "that to [N, ...], as by `torch.arange(T).expand(N, T)`, or do without factors"
                 )
     return "used by an operation or a layer without a rule for Kronecker factors"
 
