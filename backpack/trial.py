@@ -45,7 +45,7 @@ def _about(plan: Plan, bits: int) -> Iterator[None]:
         yield
     except BackpackError as error:
         if not error.about:
-            raise type(error)(f"{error.args[0]} Leave out {{exclude}}.", plan.walk.named(bits)) from error
+            raise type(error)(f"{error.args[0]} Leave them out: {{exclude}}.", plan.walk.named(bits)) from error
         raise
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from cases_nets import Net, graph, layers, parameter
-from torch import Tensor
-from torch.nn import Conv1d, Linear, Tanh
+from torch import Tensor, rand
+from torch.nn import Conv1d, Linear, Module, Parameter, PReLU, RMSNorm, Tanh
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import weight_norm
 
@@ -162,3 +163,35 @@ graph(
     (2, 3),
     "reused",
 )
+
+
+class Behind(Module):
+    """A normalization, and a weight and a bias that follow it.
+
+    Args:
+        norm: The normalization.
+    """
+
+    def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.norm, self.weight, self.bias = norm, Parameter(rand(3)), Parameter(rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.norm(x) + self.bias
+
+
+for _name, _layer, _shape in (
+    ("PReLU", lambda: PReLU(3), (3,)),
+    ("PReLU, positions", lambda: PReLU(1), (2, 3)),
+    ("RMSNorm", lambda: RMSNorm(3), (3,)),
+    ("RMSNorm, positions", lambda: RMSNorm(3), (2, 3)),
+    ("LayerNorm, then its weight", lambda: Behind(lambda x: F.layer_norm(x, (3,))), (2, 3)),
+    ("GroupNorm, then its weight", lambda: Behind(lambda x: F.group_norm(x, 1)), (3,)),
+):
+    graph(
+        f"curved: {_name} twice",
+        lambda net, x: net.b(net.norm(net.c(net.norm(net.a(x)))).reshape(len(x), -1, 3).mean(1)),
+        layers(3, 3, 4, c=lambda: Linear(3, 3), norm=_layer),
+        _shape,
+        "reused",
+    )

@@ -110,6 +110,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
         }.items()
     },
     "glu": lambda h: h + F.glu(torch.cat([h, h.flip(1)], 1), -1),
+    "cross": lambda h: torch.linalg.cross(h, h.sin()),
+    "cross, broadcast": lambda h: torch.linalg.cross(h[:, None].sin(), torch.stack([h, h.flip(1).exp()], 1)).sum(1),
     "baddbmm": lambda h: torch.baddbmm(h[:, None], h[:, None], h[:, :, None] * h[:, None], alpha=0.5)[:, 0],
 }
 OF_PARAMETERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -137,6 +139,8 @@ OF_PARAMETERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "transposed convolution": lambda h, W, b: h * F.conv_transpose1d(W[None], W[:, None, :2].cos(), groups=3)[0, :, 1],
     "softmax": lambda h, W, b: h @ W.softmax(0),
     "norm": lambda h, W, b: F.linear(h, W / W.norm(dim=1, keepdim=True)) + W.norm(),
+    "cross": lambda h, W, b: h * torch.linalg.cross(W, b[None]).sum(0),
+    "cross with data": lambda h, W, b: torch.linalg.cross(h, b[None] * W[:1]),
     "exp": lambda h, W, b: h @ (W.exp() / (1 + b.square())),
 }
 
@@ -167,6 +171,30 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "cummax": lambda h: h.sin().cummax(1).values,
     "cummin": lambda h: h.sin().cummin(1).values,
     "aminmax": lambda h: h + torch.sub(*h.sin().aminmax(dim=1, keepdim=True)),
+    **{f"fm{which}": lambda h, f=f: f(h.sin(), h.flip(1).tanh()) for which, f in (("ax", torch.fmax), ("in", torch.fmin))},
+    **{
+        name: lambda h, name=name: h * getattr(torch, name)(3 * h.sin()) + getattr(torch, name)(h)
+        for name in "sign sgn round floor ceil trunc frac deg2rad rad2deg".split()
+    },
+    **{f"{name} alone": lambda h, name=name: getattr(torch, name)(3 * h.sin()) for name in "sign round floor".split()},
+    "signed square root": lambda h: h.sign() * (h.abs() + 0.01).sqrt(),
+    "round, decimals": lambda h: h.sin() * torch.round(h, decimals=1),
+    **{
+        f"{name} {what}": lambda h, name=name, g=g: getattr(torch, name)(h.sin(), g(h)).square()
+        for name in ("fmod", "remainder", "copysign")
+        for what, g in {
+            "of a number": lambda h: 0.4,
+            "of data": lambda h: POSITIVE,
+            "of itself": lambda h: 0.3 + h.flip(1).cos(),
+            "broadcast": lambda h: 0.3 + h[:, :1].cos(),
+        }.items()
+    },
+    **{
+        f"{name} with a constant": lambda h, name=name: getattr(torch, name)(POSITIVE, 0.3 + h.sin()).square() + h
+        for name in ("fmod", "remainder", "copysign")
+    },
+    "ldexp": lambda h: torch.ldexp(h.sin(), torch.tensor([2, 0, -1])),
+    "cross with data": lambda h: torch.linalg.cross(h.sin(), h.detach().flip(1)) + torch.cross(POSITIVE.expand_as(h), h.sin(), 1),
 }
 """(Piecewise) linear operations behind or beside curved ones."""
 
@@ -281,7 +309,8 @@ def test_refusals_name_the_operation() -> None:
     refused(lambda net, x: net.b(Cube.apply(net.a(x))), "CubeBackward")
     refused(lambda net, x: net.b(torch.fft.fft(net.a(x)).abs()), "AbsBackward0")
     refused(lambda net, x: net.b(F.elu_(net.a(x) * 1)), "EluBackward1")
-    refused(lambda net, x: net.b(net.norm(net.norm(net.a(x)))), "couple several uses", norm=nn.LayerNorm(3))
+    refused(lambda net, x: net.b(net.a(x) + sum(torch.var_mean(net.a(x), 1, keepdim=True))), "VarMeanBackward0")
+    refused(lambda net, x: net.b(net.norm(net.norm(net.a(x)))), r"couple several uses .*`weight \* F.layer_norm", norm=nn.LayerNorm(3))
 
 
 def test_without_gradient_of_its_own() -> None:

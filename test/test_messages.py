@@ -24,6 +24,7 @@ from backpack.utils.errors import (
     BranchingError,
     LossNotExtendedError,
     LossValueError,
+    MixedSamplesError,
     UnsupportedError,
 )
 
@@ -215,6 +216,7 @@ def test_learned_weights_of_losses(extended: bool, weigh: Callable[[Tensor, Tens
     with pytest.raises(LossValueError, match="a loss is multiplied by what depends on them") as error:
         backward(model.log_variances)
     assert 'exclude=["log_variances"]' in str(error.value) and "net." not in str(error.value)
+    assert "belongs to no sample" not in str(error.value)
     backward(model.log_variances, exclude=["log_variances"])
     found = [p.diag_ggn_exact for p in model.net.parameters()]
     backward(model.log_variances.detach())
@@ -318,3 +320,56 @@ def test_module_that_may_be_element_wise(make: Callable[[], BackpropExtension]) 
         said = refusal(BackpackError, nn.Sequential(nn.Linear(4, 3), layer, nn.Linear(3, 3)), make())
         assert hint in said
         assert ("dense" in said) == isinstance(layer, nn.Softmax)
+
+
+class Words(nn.Module):
+    """Returns a row for each word, merged with those of other samples, or not."""
+
+    def __init__(self, merged: bool) -> None:
+        super().__init__()
+        self.head, self.merged = nn.Linear(1, 3), merged
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.head(x.unsqueeze(2))
+        return out.reshape(-1, 3) if self.merged else out
+
+
+def test_samples_merged_with_positions() -> None:
+    """What is advised works."""
+    words = torch.arange(X.numel()) % 3
+    said = refusal(MixedSamplesError, Words(True), BatchGrad(), lambda out: F.cross_entropy(out, words))
+    assert "return [N, T, C], and reshape in the call of the loss" in said and "LayerNorm" not in said
+    model = extend(Words(False))
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(X).reshape(-1, 3), words).backward()
+    assert len(model.head.weight.grad_batch) == N
+
+
+class Positions(nn.Module):
+    """Looks up positions, and makes something of a table, for all samples at once."""
+
+    def __init__(self, lead: tuple[int, ...]) -> None:
+        super().__init__()
+        self.place, self.grid, self.head, self.lead = nn.Embedding(4, 3), nn.Linear(2, 3), nn.Linear(3, 3), lead
+        self.register_buffer("table", torch.rand(4, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place, grid = self.place(torch.arange(4).expand(*self.lead, 4)), self.grid(self.table.expand(*self.lead, 4, 2))
+        return self.head((x.unsqueeze(-1) + place + grid).tanh().mean(1))
+
+
+@pytest.mark.parametrize("lead", [(), (1,)])
+def test_one_input_for_all_samples(lead: tuple[int, ...]) -> None:
+    """Layers with factors are not said to have none; what is advised works."""
+    said = refusal(UnsupportedError, Positions(lead), KFLR())
+    for call in (
+        f"place (Embedding) was called with one input for all samples, of shape {[*lead, 4]}",
+        "grid (Linear)",
+        "torch.arange(T).expand(N, T)",
+    ):
+        assert call in said
+    assert "without a rule" not in said
+    model = extend(Positions((N,)))
+    with backpack(KFLR()):
+        F.cross_entropy(model(X), Y).backward()
+    assert len(model.place.weight.kflr) == len(model.grid.weight.kflr) == 2

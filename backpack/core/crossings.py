@@ -25,17 +25,17 @@ _STATIC = LINEAR - frozenset(
 )
 ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
-    Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp""".split()
+    Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg""".split()
 )
 """Operations that treat every entry alone."""
 # all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
 _LOOKUPS = frozenset("Embedding Index IndexSelect".split())
 _OF_INPUTS = ELEMENTWISE | PRODUCTS | _STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
-MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel"}
+MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel", "LinalgCross"}
 """Operations that sum over products."""
 _ENTRYWISE = frozenset("Add Sub Rsub Mul Div Where MaskedFill Index IndexSelect".split())
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
-_BROADCASTING = frozenset("Mul Div Add Sub Expand".split())
+_BROADCASTING = frozenset("Mul Div Add Sub Expand Fmod Remainder Copysign".split())
 # these work on the last two axes, and on each entry of the axes in front alike
 _STACKED = frozenset(
     """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention

@@ -31,7 +31,7 @@ LINEAR = frozenset(
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D
     UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout
     BackwardHookFunctionBackward _DDPSinkBackward IndexAdd IndexCopy IndexFill IndexPut ScatterAdd SelectScatter DiagonalScatter DiagEmbed Take Rot90
-    Nansum PackPaddedSequence""".split()
+    Nansum PackPaddedSequence Deg2Rad Rad2Deg""".split()
 )
 """Operations that are linear."""
 _AS_IT_IS = frozenset({"Expand", "_DDPSinkBackward"})
@@ -42,12 +42,13 @@ _COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
 _MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
     """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
-    Amin Aminmax FractionalMaxPool2D FractionalMaxPool3D Sort Topk Kthvalue Median Nanmedian Mode Cummax Cummin NanToNum""".split()
+    Amin Aminmax FractionalMaxPool2D FractionalMaxPool3D Sort Topk Kthvalue Median Nanmedian Mode Cummax Cummin NanToNum Fmax Fmin
+    Sign Sgn Round Floor Ceil Trunc Frac Fmod Remainder Copysign""".split()
 )
 """Operations that are linear almost everywhere."""
-_LINEAR_IN_THE_FIRST = {"Div": 1, "DivScalar": 1, "Lerp": 2}
+_LINEAR_IN_THE_FIRST = {"Div": 1, "DivScalar": 1, "Ldexp": 1, "Lerp": 2}
 """Operations that are linear in so many of their arguments, the first ones, where nothing else varies."""
-PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear".split())
+PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear LinalgCross".split())
 """Operations that are linear in each of their factors."""
 
 

@@ -6,6 +6,7 @@ Three kinds of operations are known: those that act on each entry alone, those t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from functools import partial
 from math import inf
 from typing import NamedTuple
 
@@ -76,6 +77,7 @@ _OF_TWO = {
     "Baddbmm0": (torch.bmm, (1, 2)),
     "Addmv0": (torch.mv, (1, 2)),
     "Convolution0": (torch.convolution, (0, 1)),
+    "LinalgCross0": (torch.linalg.cross, (0, 1)),
 }
 _SOFTMAX = frozenset({"Softmax0", "SafeSoftmax0"})
 _ATTENTION = frozenset(f"ScaledDotProduct{kind}0" for kind in "FlashAttentionForCpu FlashAttention EfficientAttention CudnnAttention".split())
@@ -146,6 +148,8 @@ def product(node: Node) -> Product | None:
     if operation(node) == "Convolution":
         stride, padding, dilation, transposed, extra, groups = (saved(node, name) for name in _CONVOLUTION)
         return Product(lambda x, w: function(x, w, None, stride, padding, dilation, transposed, extra, groups), numbers)
+    if operation(node) == "LinalgCross":
+        return Product(partial(function, dim=saved(node, "dim")), numbers)
     scale = saved(node, "alpha") if numbers == (1, 2) else 1
     return Product(lambda x, w: scale * function(x, w), numbers)
 

@@ -7,6 +7,8 @@ depend on structure are raised here, before anything runs, in one error.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 
 from torch.autograd.graph import Node
 from torch.nn import Parameter
@@ -14,6 +16,7 @@ from torch.nn import Parameter
 from backpack.core.batches import known_axis, lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
+from backpack.core.derivatives.affine import is_bilinear
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import sequence_number, shape_of
 from backpack.core.losses import refuse_as_loss
@@ -186,14 +189,17 @@ class Plan(Tracking):
             piece = self.walk.piece(node, call, mark.base)
             if piece is None or not (piece.parameters.keys() <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
                 continue
-            if rule is GENERIC and self._need is Need.CURVATURE and all(is_known(n) for n in piece.inside):
-                continue
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
             if len(needed) > 1 or (needed and needed[0][0] != 0):
                 continue
+            own = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
+            couples = self.walk.reach[needed[0][1][0]] & reduce(or_, (self.walk.bits[id(p)] for p in own.values()), 0) if needed else 0
+            beyond = rule is GENERIC or (couples and not is_bilinear(call, rule))
+            if beyond and self._need is Need.CURVATURE and all(is_known(n) for n in piece.inside):
+                continue  # the rule does not tell the second derivative with respect to the parameters, but the graph does
             if node in self._guessed and layout.samples > 1:
                 self._compare_with_data(node, call, layout, axes)
-            unit = Unit(mark, piece.inside, {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits})
+            unit = Unit(mark, piece.inside, own)
             unit.arrangement, unit.layout = arrangement(layout) if free else (None, settle(layout))
             if needed:
                 unit.below = needed[0][1]
@@ -201,8 +207,7 @@ class Plan(Tracking):
                 unit.arrives = layout if shape == given.shape else seen_through_reshape(layout, given.shape, shape)
                 if unit.arrives is None or (rule is RANDOM and not piece.is_chain):
                     continue
-                for parameter in unit.parameters.values():
-                    unit.couples |= self.walk.reach[unit.below[0]] & self.walk.bits[id(parameter)]
+                unit.couples = couples
                 self._arrive(unit.below, unit.arrives, node, layout.samples)
             call.derivatives = rule
             self._claimed.add(call)
@@ -308,7 +313,7 @@ class Plan(Tracking):
             if upstream is None or crossing is None:
                 continue
             if crossing.way is Way.MASKED and samples > 1 and mixes(self.walk, node, upstream[0], samples):
-                self._note(mixing(self.walk, upstream[0], mixed_by(self.walk, node, states, upstream[2])))
+                self._note(mixing(self.walk, upstream[0], mixed_by(self.walk, node, states, upstream[2]), node))
             self._arrive(upstream[:2], crossing.arrives or SPLIT, node, samples)
 
     def _use_at_leaf(self, node: Node) -> None:

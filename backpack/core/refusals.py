@@ -21,26 +21,33 @@ from backpack.utils.errors import MixedSamplesError, NotRecordedError, Unattribu
 
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
 _RETURN = "Let the model return its predictions, with the samples on axis 0, and compute the loss of them."
+_RESHAPES = frozenset({"View", "UnsafeView", "ReshapeAlias", "Reshape"})
 _SELECT = frozenset({"Select", "Unbind"})
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 """Where the classes of sharded modules and of sharded parameters come from."""
 
 
-def mixing(walk: Walk, node: Node, how: str) -> MixedSamplesError:
+def mixing(walk: Walk, node: Node, how: str, by: Node | None = None) -> MixedSamplesError:
     """Refuse samples that influence one another.
 
     Args:
         walk: The graph.
         node: Node upstream of which the parameters lie.
         how: In which way.
+        by: Node that mixes them, if it is known.
 
     Returns:
         The error.
     """
+    way_out = (
+        "Keep the samples on an axis of their own (return [N, T, C], and reshape in the call of the loss: `lossfunc(out.reshape(-1, C), y)`)"
+        if by is not None and operation(by) in _RESHAPES
+        else "Use an operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and "
+        "inputs that have a batch axis"
+    )
     return MixedSamplesError(
-        f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {{names}}. Use an "
-        "operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and inputs "
-        "that have a batch axis, or leave these parameters out of all extensions: {exclude}.",
+        f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {{names}}. {way_out}, or leave these "
+        "parameters out of all extensions: {exclude}.",
         walk.named(walk.reach[node]),
     )
 
@@ -260,7 +267,7 @@ def refuse_second_order(node: Node, walk: Walk) -> None:
     if operation(node) in ("Embedding", "EmbeddingBag") and saved(node, "scale_grad_by_freq"):
         raise UnsupportedError(
             f"{walk.where(node)} divides gradients by frequencies (scale_grad_by_freq=True), so that they are not derivatives of the loss, and no "
-            "second-order quantity is defined. Switch it off, or leave out {exclude}.",
+            "second-order quantity is defined. Switch it off, or leave these parameters out: {exclude}.",
             walk.named(walk.reach[node]),
         )
 
@@ -295,8 +302,8 @@ def turned(call: ModuleCall) -> UnsupportedError:
     given, shape = list(call.tensor_inputs[0].shape), next(list(slot.shape) for slot in call.outputs if slot.shape)
     return UnsupportedError(
         f"{call} was given a tensor of shape {given} and returns {shape}: samples lie on axis 0 of what a model returns, which would be {shape[0]} "
-        f"there, but it was given {batch_of(call)}. Give it the samples on axis 0, and return them there; exchange axes outside of the model, if the "
-        "loss needs it."
+        f"there, but it was given {batch_of(call)}. Give it the samples on axis 0, and return them there; exchange or merge axes outside of the "
+        "model, if the loss needs it."
     )
 
 

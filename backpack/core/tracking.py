@@ -188,8 +188,9 @@ class Tracking:
         if upstream & losses and is_linear(node, losses.__contains__):
             factors = reduce(or_, (walk.reach[n] for n in upstream - losses), 0)
             raise LossValueError(
-                f"{{names}}: a loss is multiplied by what depends on them ({node.name()}), as by a learned weight, so that the gradient there "
-                "belongs to no sample, and the sum is curved. Leave them out, {exclude}: the factor is a constant of the other quantities then.",
+                f"{{names}}: a loss is multiplied by what depends on them ({node.name()}), as by a learned weight, or a focal one, so that "
+                "the whole is no sum of known losses. If it is a loss of the prediction alone, make it a module of your own, "
+                "`(prediction, target) -> loss`, and extend it. Or leave them out, {exclude}: the factor is a constant of the other quantities then.",
                 walk.named(factors),
             )
         return node

@@ -75,7 +75,8 @@ class ChainFlow(Flow):
         for start in plan.losses.values():
             if isinstance(start.call, LossNode) and start.call.turned:
                 raise UnsupportedError(
-                    f"{self.quantity}: {start.call.path} needs the samples on axis 0, and the classes on axis 1. Leave out {{exclude}}.",
+                    f"{self.quantity}: {start.call.path} needs the samples on axis 0, and the classes on axis 1. Give them so, or leave "
+                    "them out: {exclude}.",
                     plan.walk.named(plan.walk.reach[start.below[0]] & plan.concerned),
                 )
         if plan.gaps:
@@ -106,7 +107,7 @@ class ChainFlow(Flow):
             if unit.arrangement is not None or not unit.layout.plain:
                 bits = plan.walk.reach[node] & plan.concerned
                 raise UnsupportedError(
-                    f"{self.quantity} of {unit.call.path} needs the samples on axis 0 of its output, one row each. Leave out {{exclude}}.",
+                    f"{self.quantity} of {unit.call.path} needs the samples on axis 0 of its output, one row each. Leave it out: {{exclude}}.",
                     plan.walk.named(bits),
                 )
 
@@ -147,13 +148,13 @@ class AverageFlow(ChainFlow):
             if shape.numel() != 1 and bits and not weighted:
                 raise UnsupportedError(
                     f"{start.call.path}: {self.quantity} needs reduction='mean' or 'sum', got a loss value of shape {list(shape)}. "
-                    "Leave out {exclude}.",
+                    "Choose one of these, or leave them out: {exclude}.",
                     plan.walk.named(bits),
                 )
         if Curvature.require_residual(self.curvature):
             refuse_curved(plan, self.quantity)
             for what, about in dense_residuals(plan):
-                raise UnsupportedError(f"{self.quantity} of the Hessian needs element-wise modules, {what}. Leave out {{exclude}}.", about)
+                raise UnsupportedError(f"{self.quantity} of the Hessian needs element-wise modules, {what}. Leave them out: {{exclude}}.", about)
 
     def _refuse_large(self, plan: Plan) -> None:
         """Refuse modules and losses whose features are so many that matrices of them would not fit into memory.
@@ -228,5 +229,6 @@ class MatProdFlow(ChainFlow):
         if Curvature.is_pch(self.curvature):
             for what, about in dense_residuals(plan):
                 raise LossValueError(
-                    f"The positive-curvature Hessian (PCHMP) is defined for element-wise modules, {what}. Leave out {{exclude}}.", about
+                    f"The positive-curvature Hessian (PCHMP) is defined for element-wise modules, {what}. Leave them out: {{exclude}}.",
+                    about,
                 )

@@ -334,7 +334,7 @@ class Collector(Reader):
             if missing:
                 raise UnattributedError(
                     f"{{names}}: nothing of which {extension.savefield!r} could be made has arrived there, although a loss was computed with it (a "
-                    "function in between returns no gradient, say). Leave out {exclude}.",
+                    "function in between returns no gradient, say). Leave them out: {exclude}.",
                     {p: self._plan.walk.names[p] for p in missing},
                 )
         return written

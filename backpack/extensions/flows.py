@@ -246,13 +246,14 @@ def separate_rows(mat: Tensor, signs: Tensor | None, layout: Layout) -> tuple[Te
     return full.flatten(0, 1), signs
 
 
-def refuse_coupled(plan: Plan, quantity: str, is_solved: Callable[[Unit], bool] = lambda unit: False) -> None:
+def refuse_coupled(plan: Plan, quantity: str, is_solved: Callable[[Unit], bool] = lambda unit: False, way_out: str = "") -> None:
     """Refuse parameters that a module multiplies with something that depends on them.
 
     Args:
         plan: The plan.
         quantity: For the message.
         is_solved: Says of which of these units the quantity is known all the same.
+        way_out: One more thing that can be done.
 
     Raises:
         UnsupportedError: If there is one.
@@ -268,7 +269,7 @@ def refuse_coupled(plan: Plan, quantity: str, is_solved: Callable[[Unit], bool] 
         if unit.couples & plan.concerned and not is_solved(unit):
             raise UnsupportedError(
                 f"{quantity} of {unit.call.path} ({names}) has terms that couple several uses of the same parameter, one upstream of the "
-                "other. No exact rule exists for them: use the generalized Gauss-Newton, or Hessian-vector products "
+                f"other. No exact rule exists for them: {way_out}use the generalized Gauss-Newton, or Hessian-vector products "
                 "(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {exclude}.",
                 plan.walk.named(unit.couples & plan.concerned),
             )

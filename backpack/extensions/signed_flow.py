@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import SPLIT, Gap
-from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine import is_bilinear
 from backpack.core.flow import Columns, Use
 from backpack.core.graph import PRODUCTS, is_linear, operation, shape_of
 from backpack.core.node_functions import product
@@ -129,7 +129,12 @@ class SignedSqrtFlow(RootFlow):
                     "(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {exclude}.",
                     plan.walk.named(curved),
                 )
-        refuse_coupled(plan, "The diagonal of the Hessian", _is_bilinear)
+        refuse_coupled(
+            plan,
+            "The diagonal of the Hessian",
+            lambda unit: is_bilinear(unit.call, unit.call.derivatives),
+            "if it is a normalization, let its weight and bias follow it (`weight * F.layer_norm(x, shape) + bias`), ",
+        )
         refuse_curved(plan, "The diagonal of the Hessian")
 
 
@@ -178,14 +183,9 @@ def _coupled(walk: Walk, concerned: int, unit: Unit) -> bool:
     Returns:
         Whether it has.
     """
-    if not unit.couples & concerned or not _is_bilinear(unit):
+    if not unit.couples & concerned or not is_bilinear(unit.call, unit.call.derivatives):
         return False
     in_weight = walk.reach[unit.split["weight"][0]] if "weight" in unit.split else 0
     if "weight" in unit.parameters:
         in_weight = walk.bits[id(unit.parameters["weight"])]
     return bool(in_weight & walk.reach[unit.below[0]] & concerned)
-
-
-def _is_bilinear(unit: Unit) -> bool:
-    rule = unit.call.derivatives
-    return isinstance(rule, AffineDerivatives) and rule.hessian_is_zero(unit.call)

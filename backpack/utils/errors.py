@@ -94,8 +94,8 @@ class UnsupportedError(BackpackError, NotImplementedError):
     sharded models.
 
     Way out: leave the parameters out, as in the message (``exclude=``), and keep the rest. Or take a quantity that exists: a diagonal instead
-    of factors, the generalized Gauss-Newton instead of the Hessian, a product of ``backpack.hessianfree``, which exists always. Or write
-    a rule: ``backpack.register``. ``backpack.explain`` tells before a run.
+    of factors, the generalized Gauss-Newton instead of the Hessian, a product of ``backpack.hessianfree``, which needs no structure, where
+    torch can differentiate twice. Or write a rule: ``backpack.register``. ``backpack.explain`` tells before a run.
     """
 
     code = "unsupported"

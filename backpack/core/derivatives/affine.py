@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, einsum
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.kinds import ConstantJacobianDerivatives
 from backpack.utils.columns import blocks
 from backpack.utils.moment import second_moment
@@ -248,3 +248,16 @@ def _summed_products(rows: Tensor, columns: Tensor) -> Tensor:
     """
     # [G, V, O, NL] @ [G, 1, NL, K]; the samples come one after the other in a Linear layer, so that flattening makes no copy
     return (rows.permute(2, 0, 3, 1, 4).flatten(3) @ columns.permute(1, 0, 3, 2).flatten(1, 2).unsqueeze(1)).transpose(0, 1)
+
+
+def is_bilinear(module: Module, rule: BaseDerivatives) -> bool:
+    """Say whether a layer is linear in its weight and in its input, so that it has a second derivative only with respect to both.
+
+    Args:
+        module: The layer with its recorded input.
+        rule: Its rule.
+
+    Returns:
+        Whether it is.
+    """
+    return isinstance(rule, AffineDerivatives) and rule.hessian_is_zero(module)
