@@ -343,33 +343,3 @@ def test_samples_merged_with_positions() -> None:
     with backpack(BatchGrad()):
         F.cross_entropy(model(X).reshape(-1, 3), words).backward()
     assert len(model.head.weight.grad_batch) == N
-
-
-class Positions(nn.Module):
-    """Looks up positions, and makes something of a table, for all samples at once."""
-
-    def __init__(self, lead: tuple[int, ...]) -> None:
-        super().__init__()
-        self.place, self.grid, self.head, self.lead = nn.Embedding(4, 3), nn.Linear(2, 3), nn.Linear(3, 3), lead
-        self.register_buffer("table", torch.rand(4, 2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        place, grid = self.place(torch.arange(4).expand(*self.lead, 4)), self.grid(self.table.expand(*self.lead, 4, 2))
-        return self.head((x.unsqueeze(-1) + place + grid).tanh().mean(1))
-
-
-@pytest.mark.parametrize("lead", [(), (1,)])
-def test_one_input_for_all_samples(lead: tuple[int, ...]) -> None:
-    """Layers with factors are not said to have none; what is advised works."""
-    said = refusal(UnsupportedError, Positions(lead), KFLR())
-    for call in (
-        f"place (Embedding) was called with one input for all samples, of shape {[*lead, 4]}",
-        "grid (Linear)",
-        "torch.arange(T).expand(N, T)",
-    ):
-        assert call in said
-    assert "without a rule" not in said
-    model = extend(Positions((N,)))
-    with backpack(KFLR()):
-        F.cross_entropy(model(X), Y).backward()
-    assert len(model.place.weight.kflr) == len(model.grid.weight.kflr) == 2

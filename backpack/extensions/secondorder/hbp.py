@@ -14,10 +14,8 @@ from typing import Any
 
 from torch.nn import Parameter
 
-from backpack.core.crossings import SPLIT
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.bilinear import BilinearDerivatives
-from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import Flow
 from backpack.core.plan import Plan
@@ -35,7 +33,6 @@ from backpack.utils.errors import ArgumentError, UnsupportedError, merge
 from backpack.utils.precision import wide
 
 FactorList = list[Any]
-_WITH_FACTORS = (AffineDerivatives, EmbeddingDerivatives)
 
 
 def _too_large(parameter: Parameter, use: Sides) -> str | None:
@@ -44,18 +41,6 @@ def _too_large(parameter: Parameter, use: Sides) -> str | None:
     if large is None:
         return None
     return f"a Kronecker factor of {{names}} {list(parameter.shape)} would be {large}: more than {LARGEST:,} numbers are not formed"
-
-
-def _use_without_factors(plan: Plan, parameter: Parameter) -> str:
-    for node, states in plan.states.items():
-        for call in (mark.call for mark in plan.walk.marks.get(node, ()) if states.get(mark.nr) is SPLIT):
-            uses = isinstance(call.derivatives, _WITH_FACTORS) and any(own is parameter for own in call.module._parameters.values())
-            if uses and plan.batches[parameter] not in (shape := list(call.inputs[0].shape)):
-                return (
-                    f"{call} was called with one input for all samples, of shape {shape}, but its factors are made of an input for each. Expand "
-                    "that to [N, ...], as by `torch.arange(T).expand(N, T)`, or do without factors"
-                )
-    return "used by an operation or a layer without a rule for Kronecker factors"
 
 
 class HBP(SecondOrderBackpropExtension):
@@ -143,7 +128,7 @@ class HBP(SecondOrderBackpropExtension):
         for parameter, uses in sides_of(plan, self.averages_inputs).items():
             shape = list(parameter.shape)
             if id(parameter) in loose and sum(size > 1 for size in shape) > 1:
-                why = f"{{names}} of shape {shape}: {_use_without_factors(plan, parameter)}"
+                why = f"{{names}} of shape {shape}: used by an operation or a layer without a rule for Kronecker factors"
             elif len({(use.inputs, use.layout) for use in uses}) > 1:
                 why = (
                     "{names}: used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
