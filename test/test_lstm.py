@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import LSTM, Linear, Module
 from torch.utils._pytree import tree_leaves
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, clear, extend, extensions
 from backpack.core.graph import operation
 from backpack.core.plan import Plan
 from backpack.core.walk import Walk
@@ -311,3 +311,5 @@ def test_create_graph(extension: type) -> None:
         if not name.startswith("b."):
             with pytest.raises(DifferentiationError, match="MkldnnRnnLayerBackward0 is one fused operation"):
                 value.sum().backward(retain_graph=True)
+    clear(problem.model)
+    problem.model.zero_grad()  # a graph that a parameter holds, which is in it, is never given back

@@ -12,7 +12,7 @@ from test_extensions import QUANTITIES, close
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from backpack import backpack, explain, extend, extensions
+from backpack import backpack, clear, explain, extend, extensions
 from backpack.utils.errors import BackpackError
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:Using backward:UserWarning")  # of torch, about create_graph
@@ -59,7 +59,10 @@ def values(expanded: bool | None, N: int, extension: Any, create_graph: bool = F
     with backpack(extension, **options):
         problem.loss(problem.outputs()).backward(create_graph=create_graph)
     found = {name: tree_leaves(getattr(p, extension.savefield)) for name, p in problem.model.named_parameters()}
-    return found | {f"gradient of {name}": [p.grad] for name, p in problem.model.named_parameters()}
+    found |= {f"gradient of {name}": [p.grad] for name, p in problem.model.named_parameters()}
+    clear(problem.model)
+    problem.model.zero_grad()  # a graph that a parameter holds, which is in it, is never given back
+    return found
 
 
 @pytest.mark.parametrize("name", NAMES)
