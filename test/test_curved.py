@@ -195,6 +195,10 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     },
     "ldexp": lambda h: torch.ldexp(h.sin(), torch.tensor([2, 0, -1])),
     "cross with data": lambda h: torch.linalg.cross(h.sin(), h.detach().flip(1)) + torch.cross(POSITIVE.expand_as(h), h.sin(), 1),
+    "complex": lambda h: torch.view_as_real(torch.view_as_complex(torch.stack([h, h.sin()], 2)) * torch.polar(POSITIVE, POSITIVE)).sum(2),
+    "fft": lambda h: torch.fft.fft(h.sin()).real + torch.fft.irfft(torch.fft.rfft(h.tanh()).conj() * POSITIVE[:2], n=3),
+    **{f"scatter {how}": lambda h, how=how: h.scatter_reduce(1, (h > 0).long(), h.sin(), how) for how in "sum mean amax amin".split()},
+    "sampled": lambda h: F.grid_sample(h[:, None, None].sin(), POSITIVE.view(1, 1, 3, 1).repeat(len(h), 1, 1, 2), align_corners=True)[:, 0, 0],
 }
 """(Piecewise) linear operations behind or beside curved ones."""
 
@@ -309,6 +313,8 @@ def test_refusals_name_the_operation() -> None:
     refused(lambda net, x: net.b(Cube.apply(net.a(x))), "CubeBackward")
     refused(lambda net, x: net.b(torch.fft.fft(net.a(x)).abs()), "AbsBackward0")
     refused(lambda net, x: net.b(F.elu_(net.a(x) * 1)), "EluBackward1")
+    refused(lambda net, x: net.b(net.a(x).scatter_reduce(1, (x > 0).long(), net.a(x).sin(), "prod")), "ScatterReduceBackward0")
+    refused(lambda net, x: net.b(torch.fft.fft(net.a(x)).square().real), "PowBackward0")
     refused(lambda net, x: net.b(net.a(x) + sum(torch.var_mean(net.a(x), 1, keepdim=True))), "VarMeanBackward0")
     refused(lambda net, x: net.b(net.norm(net.norm(net.a(x)))), r"couple several uses .*`weight \* F.layer_norm", norm=nn.LayerNorm(3))
 

@@ -46,7 +46,9 @@ PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
     Sign Sgn Round Floor Ceil Trunc Frac Fmod Remainder Copysign""".split()
 )
 """Operations that are linear almost everywhere."""
-_LINEAR_IN_THE_FIRST = {"Div": 1, "DivScalar": 1, "Ldexp": 1, "Lerp": 2}
+_OF_COMPLEX = frozenset("ViewAsReal ViewAsComplex Conj ConjPhysical ResolveConj FftR2C FftC2C FftC2R".split())
+"""Operations that are linear in real and imaginary parts."""
+_LINEAR_IN_THE_FIRST = {"Div": 1, "DivScalar": 1, "Ldexp": 1, "GridSampler2D": 1, "GridSampler3D": 1, "Lerp": 2}
 """Operations that are linear in so many of their arguments, the first ones, where nothing else varies."""
 PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear LinalgCross".split())
 """Operations that are linear in each of their factors."""
@@ -63,7 +65,7 @@ def is_linear(node: Node, varies: Callable[[Node], Any]) -> bool:
         Whether it is.
     """
     name = operation(node)
-    if name in LINEAR:
+    if name in LINEAR or name in _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
         return True
     varied = [n for n, _ in node.next_functions if n is not None and varies(n)]
     if name in PRODUCTS:
