@@ -12,6 +12,7 @@ from oracle import Oracle, Problem, Term
 from test_extensions import close, sum_batch
 from torch import Tensor, cat, nn, stack
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from backpack import backpack, extend, results
 from backpack.extensions import BatchGrad, DiagGGNExact
@@ -96,6 +97,7 @@ ALONE: dict[str, Function] = {
     "points behind a matrix": lambda net, x: net.layer(x[:, 0]) @ (net.grid @ net.weight).T,
     "attention to points": lambda net, x: torch.softmax(net.layer(x) @ net.layer(net.grid).T, 2) @ net.other(net.grid),
     "words": lambda net, x: net.layer(x) @ net.table(net.words).T,
+    "points behind a normalization": lambda net, x: net.layer(x) * net.other(F.layer_norm(net.grid[: len(x)], (2,), net.vector)).square().mean(0),
     "weights made of coordinates": lambda net, x: F.linear(x, net.layer(net.grid) * 0.5),
     "graph of nodes": lambda net, x: torch.softmax(net.layer(net.grid[:LENGTH]) @ net.weight @ net.grid[:LENGTH].T, 1) @ net.other(x),
     "centers in the memory of the data": lambda net, x: (
@@ -235,7 +237,8 @@ def test_frozen_prototypes(samples: int) -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.query, self.key = nn.Linear(3, 2), nn.Linear(3, 2)
+            self.query, self.key = nn.Linear(3, 2), parametrizations.weight_norm(nn.Linear(3, 2))
+            self.key.parametrizations.weight.original1.requires_grad_(False)
             self.table = nn.Parameter(torch.randn(4, 3), requires_grad=False)
 
         def forward(self, x: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ def values(expanded: bool | None, N: int, extension: Any, create_graph: bool = F
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("expanded", [None, False], ids=["no axis", "an axis of length one"])
 def test_as_if_expanded(name: str, expanded: bool | None) -> None:
-    for N in (1, 2, 3, 5):
+    for N in (1, 2, 3, T):
         found, expected = (values(how, N, QUANTITIES[name].make()) for how in (expanded, True))
         for key, value in found.items():
             for part, wanted in zip(value, expected[key], strict=True):

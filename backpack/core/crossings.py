@@ -85,7 +85,9 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
     # whether what takes part beside the graph is known to be constant, a number, or to have no rows of its own
     if operation(node) in _ENTRYWISE and any(walk.is_tracked(n) and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
         return True
-    others = [tensor for tensor in saved_tensors(node) if not (is_made(walk, tensor) and tensor.requires_grad)]  # frozen parameters are others
+    others = [
+        tensor for tensor in saved_tensors(node, results=False) if not (is_made(walk, tensor) and tensor.requires_grad)
+    ]  # frozen parameters are others
     return bool(others) and all(not tensor.dim() or is_constant(tensor) for tensor in others)
 
 

@@ -295,17 +295,18 @@ def _trust(node: Node, found: Sequence[Tensor], last: Sequence[Tensor]) -> bool:
     return same
 
 
-def saved_tensors(node: Node) -> Iterator[Tensor]:
+def saved_tensors(node: Node, results: bool = True) -> Iterator[Tensor]:
     """Go through the tensors that a node has saved, connected to the graph.
 
     Args:
         node: A graph node.
+        results: Also those that it has computed.
 
     Yields:
         The tensors; none of those of ``torch.utils.checkpoint``, which hands them out a single time.
     """
     for name in saved_names(type(node)) if not checkpointed(node) else ():
-        value = getattr(node, name.replace("_raw", "", 1))
+        value = getattr(node, name.replace("_raw", "", 1)) if results or "_saved_result" not in name else None
         yield from (part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor))
 
 
