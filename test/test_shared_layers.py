@@ -91,6 +91,22 @@ def test_options(name: str) -> None:
                 close(part, wanted)
 
 
+@pytest.mark.parametrize("name", ["BatchGrad", "BatchL2Grad", "Variance", "DiagGGNExact", "KFLR"])
+def test_derivatives_of_results(name: str) -> None:
+    found = []
+    for expanded in (None, True):
+        problem, extension = build(expanded, 3), getattr(extensions, name)()
+        with backpack(extension):
+            problem.loss(problem.outputs()).backward(create_graph=True)
+        parameters = list(problem.model.parameters())
+        total = sum(part.pow(3).sum() for p in parameters for part in tree_leaves(getattr(p, extension.savefield)))
+        clear(problem.model)
+        problem.model.zero_grad()
+        found.append(torch.autograd.grad(total, parameters))
+    for derivative, expected in zip(*found, strict=True):
+        close(derivative, expected)
+
+
 def test_against_the_oracle() -> None:
     problem, oracle = build(None, 3), Oracle(build(None, 3))
     with backpack(extensions.BatchGrad(), extensions.BatchDiagGGNExact(), extensions.KFLR()):

@@ -23,6 +23,7 @@ def concerning(plan: Plan, bits: int) -> Plan:
     part = copy(plan)
     part.concerned = bits
     part.units = {node: unit for node, unit in plan.units.items() if walk.reach[node] & bits}
+    part.shared = {node: unit for node, unit in plan.shared.items() if walk.reach[node] & bits}
     part.gaps = {node: gap for node, gap in plan.gaps.items() if walk.reach[node] & bits}
     part.arrivals = {edge: count for edge, count in plan.arrivals.items() if walk.reach[edge[0]] & bits}
     part.uses = {parameter: count for parameter, count in plan.uses.items() if walk.bits[id(parameter)] & bits}

@@ -32,7 +32,7 @@ class Connection:
     def __init__(self, plan: Plan) -> None:
         self.failures: dict[Hashable, str] = {}
         self.flow: Hashable = None
-        self._units = {unit.call: (node, unit) for node, unit in plan.units.items()}
+        self._units = {unit.call: (node, unit) for node, unit in (*plan.units.items(), *plan.shared.items())}
         self._found: dict[Slot, Tensor | None] = {}
 
     def fail(self, reason: str) -> None:

@@ -232,7 +232,7 @@ class Plan(Tracking):
             return False
         for call, piece in ((mark.call, self.walk.piece(node, mark.call, False)) for mark in marks if not mark.base):
             rule = call.derivatives
-            if piece is None or rule is None or not rule.any_batch_axis or call.odd_types or len(call.outputs) > 1:
+            if piece is None or rule is None or not rule.any_batch_axis or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
             tracked = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
@@ -244,6 +244,7 @@ class Plan(Tracking):
             if needed:
                 unit.below = needed[0][1]
                 self._arrive(unit.below, SPLIT, node, samples)
+            self._claimed.add(call)
             self._covered |= piece.inside
             self._count_uses(node, unit)
             return True
