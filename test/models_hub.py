@@ -87,11 +87,11 @@ def convnext() -> Module:
 model("GPT-2", language(gpt2, WORDS, LENGTH, logits), "no factors")
 model("GPT-2, eager attention", language(lambda: gpt2(attn_implementation="eager"), WORDS, LENGTH, logits), "no factors")
 model("Llama", language(llama, WORDS, LENGTH, logits), "single")
-model("BERT", text(bert), "no factors")
+model("BERT", text(bert))
 model("ViT", images(vit), "no factors")
-model("T5 encoder", text(t5, regress, lambda net, x: net(x).last_hidden_state), "no factors", "single")
+model("T5 encoder", text(t5, regress, lambda net, x: net(x).last_hidden_state), "single")
 model(
-    "T5 encoder, mask", text(t5, regress, lambda net, x: net(x, attention_mask=(x + x[:, :1] > 0).long()).last_hidden_state), "no factors", "single"
+    "T5 encoder, mask", text(t5, regress, lambda net, x: net(x, attention_mask=(x + x[:, :1] > 0).long()).last_hidden_state), "single"
 )
 model("ResNet", images(resnet))
 model("ConvNeXt", images(convnext))
@@ -165,7 +165,7 @@ def checkpointed() -> Module:
     return net
 
 
-classifier("Albert", "no factors", "curved", embedding_size=6)  # one layer, used again and again
+classifier("Albert", "curved", embedding_size=6)  # one layer, used again and again
 DISENTANGLED = {"relative_attention": True, "pos_att_type": "c2p|p2c", "max_relative_positions": 4, "position_buckets": 4}
 classifier("DebertaV2", "no factors", "curved", **DISENTANGLED, share_att_key=True, norm_rel_ebd="layer_norm")
 translator("Bart", "no factors")

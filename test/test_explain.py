@@ -243,8 +243,7 @@ def three_ways() -> Problem:
     ("make", "expected"),
     [
         (three_ways, {"table", "matrix", "large"}),
-        (lambda: fresh("GPT-2", 3), {"transformer.wte.weight", "transformer.wpe.weight"}),
-        (lambda: fresh("BERT", 3), {"bert.embeddings.position_embeddings.weight"}),
+        (lambda: fresh("GPT-2", 3), {"transformer.wte.weight"}),
     ],
 )
 def test_factors_are_refused_at_once(make: Callable[[], Problem], expected: set[str]) -> None:

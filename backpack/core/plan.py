@@ -7,8 +7,6 @@ depend on structure are raised here, before anything runs, in one error.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
-from operator import or_
 
 from torch.autograd.graph import Node
 from torch.nn import Parameter
@@ -193,9 +191,10 @@ class Plan(Tracking):
             if len(needed) > 1 or (needed and needed[0][0] != 0):
                 continue
             own = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
-            couples = self.walk.reach[needed[0][1][0]] & reduce(or_, (self.walk.bits[id(p)] for p in own.values()), 0) if needed else 0
-            beyond = rule is GENERIC or (couples and not is_bilinear(call, rule))
-            if beyond and self._need is Need.CURVATURE and all(is_known(n) for n in piece.inside):
+            couples = 0
+            for parameter in own.values() if needed else ():
+                couples |= self.walk.reach[needed[0][1][0]] & self.walk.bits[id(parameter)]
+            if self._need is Need.CURVATURE and (rule is GENERIC or (couples and not is_bilinear(call, rule))) and all(map(is_known, piece.inside)):
                 continue  # the rule does not tell the second derivative with respect to the parameters, but the graph does
             if node in self._guessed and layout.samples > 1:
                 self._compare_with_data(node, call, layout, axes)
