@@ -38,6 +38,7 @@ from backpack.extensions.sides import sides_of, units_of
 from backpack.planning import make_plan, walk_from
 from backpack.trial import try_rules
 from backpack.utils.errors import ArgumentError, BackpackError, require_module
+from backpack.utils.precision import wide
 
 
 def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[BackpropExtension]) -> Explanation:
@@ -287,9 +288,9 @@ class _Study:
         if isinstance(extension, HBP):
             use = self._sides[parameter][0]
             if not flow.crosses_gaps:
-                return [empty(*use.outputs[1:] * 2), *([] if use.inputs is None else [empty(*use.inputs[1:])])]
+                return [wide(empty(*use.outputs[1:] * 2)), *([] if use.inputs is None else [wide(empty(*use.inputs[1:]))])]
             rule = next((u.call.derivatives for u in units_of(plan) for p in u.parameters.values() if p is parameter), None)
-            inputs = None if use.inputs is None else empty(*use.inputs)
+            inputs = None if use.inputs is None else wide(empty(*use.inputs))
             state: Any = KroneckerState(inputs, OutputSide({Source(0): empty(1, 1, *use.outputs)}), rule)
         else:
             samples = extension.samples(plan.batches[parameter])
