@@ -75,7 +75,8 @@ class backpack:  # noqa: N801
                 ``backward(retain_graph=True)`` does. In forward passes under this context, all of them are kept, and not only what rules need.
             accumulate: Unite the results of all backward passes under this context, as ``.grad`` does: parameters carry, after each pass, the
                 quantities of the sum of the losses so far on all their samples. ``clear(model)`` lets it begin anew.
-            dtype: Type in which results are kept; ``None`` for that of the parameter, and at least ``float32`` for what is squared.
+            dtype: Type in which results are kept that are tensors, or lists of such; ``None`` for that of the parameter, and at least ``float32`` for
+                what is squared. Functions (``HMP``, ``GGNMP``, ``PCHMP``) take and return the type of the parameter in any case.
             memory: What the columns that are carried beside the gradient may take at once: bytes, or a text such as ``"2GiB"`` or ``"500MB"``. Where
                 all of them would take more, as far as shapes tell, they are carried in blocks, of one column at least; the results are the same, and
                 not counted. ``None`` stands for 128 MiB. All at once are columns in a pass with ``create_graph=True``, in a model with checkpointed
@@ -98,7 +99,7 @@ class backpack:  # noqa: N801
                 )
         fields = [ext.savefield for ext in exts]
         for ext in exts:
-            if not isinstance(ext.savefield, str) or not ext.savefield or hasattr(type(getattr(Parameter, ext.savefield, None)), "__set__"):
+            if not isinstance(ext.savefield, str) or not ext.savefield or hasattr(Parameter, ext.savefield):
                 raise ArgumentError(
                     f"{type(ext).__name__} must save to a name that parameters have no use for themselves, got savefield={ext.savefield!r}."
                 )

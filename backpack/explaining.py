@@ -37,7 +37,7 @@ from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import sides_of, units_of
 from backpack.planning import make_plan, walk_from
 from backpack.trial import try_rules
-from backpack.utils.errors import ArgumentError, BackpackError, require_module
+from backpack.utils.errors import ArgumentError, BackpackError, require_function, require_module
 from backpack.utils.precision import wide
 
 
@@ -59,13 +59,15 @@ def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[B
         A row for each parameter and extension, printable as a table.
 
     Raises:
-        ArgumentError: If ``lossfunc`` does not return a tensor with one entry that can be differentiated.
+        ArgumentError: If ``lossfunc`` does not return a tensor with one entry that can be differentiated, or something else than extensions is given.
+        ArgumentTypeError: If the model is no module, or the loss no function.
 
     Example:
         >>> print(explain(model, torch.nn.CrossEntropyLoss(), X, y, [BatchGrad(), KFAC()]))
     """
     require_module(model, "explain")
-    extensions = [extensions] if isinstance(extensions, BackpropExtension) else list(extensions)
+    require_function(lossfunc, "lossfunc", "explain")
+    extensions = list(extensions) if isinstance(extensions, Iterable) else [extensions]
     backpack(*extensions)  # checks them
     modules = [model, *([lossfunc] if isinstance(lossfunc, Module) else [])]
     with _extended(modules), _untouched(modules), backpack(), torch.enable_grad():

@@ -602,7 +602,7 @@ class Unit(GradientExtension):
 class Trace(ExactGGNExtension):
     """The trace of a parameter's block."""
 
-    savefield, sums_columns, in_place = "trace", True, False
+    savefield, sums_columns, in_place = "block_trace", True, False
 
     def finish(self, state: dict, parameter: Parameter) -> Tensor:
         return sum((columns.square_() if self.in_place else columns.square()).sum() for columns in state.values())
@@ -653,7 +653,7 @@ def test_finish_in_place_on_columns(other: type[ExactGGNExtension], memory: int 
             problem.loss(problem.outputs()).backward()
         oracle = truth()
         expected = {name: losses * g.sum() for name, g in oracle.diag_ggn_batch(oracle.hessian_exact).items()}
-        check(problem, "trace", expected)
+        check(problem, "block_trace", expected)
 
 
 # --- second order -----------------------------------------------------------------------------------------------------------------------------

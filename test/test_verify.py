@@ -744,7 +744,7 @@ def test_arguments() -> None:
     wrong: dict[str, tuple] = {
         "needs a torch.nn.Module": (Linear, lossfunc, X, y, grad),
         "as lossfunc": (model, CrossEntropyLoss, X, y, grad),
-        "needs a loss function": (model, None, X, y, grad),
+        "as lossfunc, got None": (model, None, X, y, grad),
         "Write BatchGrad\\(\\)": (model, lossfunc, X, y, [extensions.BatchGrad]),
         "needs instances of extensions": (model, lossfunc, X, y, 3),
         "at least one extension": (model, lossfunc, X, y, []),

@@ -119,6 +119,8 @@ class Copies:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise ArgumentError(f"verify() needs a loss that returns one number, got {what}. Use reduction='mean' or 'sum', or a function.")
+            if output.requires_grad and not value.requires_grad:
+                raise ArgumentError("verify() needs a loss that depends on the output of the model, and can be differentiated: this one is constant.")
             self._refuse_foreign(value, model, lossfunc, "The loss")
             return value
 
