@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +38,7 @@ from backpack.planning import make_plan, walk_from
 from backpack.trial import try_rules
 from backpack.utils.errors import ArgumentError, BackpackError, require_function, require_module
 from backpack.utils.precision import wide
+from backpack.utils.random_state import random_state_kept
 
 
 def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[BackpropExtension]) -> Explanation:
@@ -115,7 +115,7 @@ def _untouched(modules: list[Module]) -> Iterator[None]:
         Nothing.
     """
     parts = dict.fromkeys(part for module in modules for part in module.modules())
-    before, state = {part: dict(part._buffers) for part in parts}, random.getstate()
+    before = {part: dict(part._buffers) for part in parts}
     devices = {p.device for part in parts for p in part._parameters.values() if p is not None and p.is_cuda}
     copies: dict[int, Tensor] = {}
     for part in parts:
@@ -123,10 +123,9 @@ def _untouched(modules: list[Module]) -> Iterator[None]:
             if buffer is not None:
                 part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
     try:
-        with torch.random.fork_rng(list(devices)):
+        with random_state_kept(devices):
             yield
     finally:
-        random.setstate(state)
         for part, buffers in before.items():
             part._buffers.clear()
             part._buffers.update(buffers)

@@ -16,6 +16,7 @@ from backpack.backward import backpack
 from backpack.extending import extend, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import ArgumentError
+from backpack.utils.random_state import random_state_kept
 from backpack.verification.layers import uses
 
 
@@ -57,7 +58,7 @@ class Copies:
             Nothing.
         """
         before = torch.get_default_dtype()
-        with torch.random.fork_rng(self._devices), torch.enable_grad(), backpack():
+        with random_state_kept(self._devices), torch.enable_grad(), backpack():
             try:
                 torch.set_default_dtype(self._dtype or before)  # what a model creates while it runs goes with its parameters
                 yield
