@@ -69,7 +69,9 @@ class backpack:  # noqa: N801
         Args:
             *exts: Instances of extensions; none is allowed.
             extension_hook: Called with every extended module of a backward pass, once, when all quantities of its parameters (and of the modules
-                inside it) are there. It may read, replace and delete them. Without extensions, it is called when the pass is over.
+                inside it) are there. It may read, replace and delete them. Without extensions, it is called when the pass is over. Not called with
+                containers that only arrange others (``Sequential``), nor with modules that return their input (``Identity``, ``Dropout`` in
+                evaluation mode, ``Flatten`` of ``[N, D]``).
             debug: Print what happens.
             retain_graph: Keep ``module.input0``, ... and ``module.output`` readable after the backward pass, as long as the graph lives, as
                 ``backward(retain_graph=True)`` does. In forward passes under this context, all of them are kept, and not only what rules need.
