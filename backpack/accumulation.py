@@ -13,6 +13,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Combination, MicroBatches, Note, Part
 from backpack.extensions.short_names import callable_if_named
 from backpack.utils.errors import ArgumentError, UnsupportedError, require_module
+from backpack.utils.numbers import is_number
 
 _UNSCALED = "unscaled"
 
@@ -113,14 +114,14 @@ def unscale(model: Module, scale: float) -> None:
 
     Args:
         model: A module.
-        scale: What the loss was multiplied by.
+        scale: What the loss was multiplied by: a number, also of numpy, or a tensor without axes.
 
     Raises:
         ArgumentError: If the scale is no positive finite number, or all quantities were unscaled before.
         UnsupportedError: If it is not known how a quantity depends on the scale, or results of several contexts are there that were not unscaled.
     """
     require_module(model, "unscale")
-    if not isinstance(scale, int | float) or not 0 < scale < float("inf"):
+    if not is_number(scale) or not 0 < float(scale) < float("inf"):
         raise ArgumentError(f"unscale() needs the positive number by which the loss was multiplied, got scale={scale!r}.")
     found = carried(model, union=False, doing=_UNSCALED)
     (newest, what), (oldest, other) = (choose((note.context, what) for what, _, _, note, _ in found) if found else (0, "") for choose in (max, min))
@@ -130,7 +131,7 @@ def unscale(model: Module, scale: float) -> None:
             "Call unscale(model, scale) after each context, with 1.0 where the loss was not multiplied; or clear(model) before the next one."
         )
     for what, parameter, field, note, part in found:
-        store(parameter, field, combination_of(note.extension, what, union=False).scaled(part, 1 / scale), note, _UNSCALED)
+        store(parameter, field, combination_of(note.extension, what, union=False).scaled(part, 1 / float(scale)), note, _UNSCALED)
 
 
 def store(parameter: Parameter, field: str, part: Part, note: Note, *done: str) -> None:

@@ -37,6 +37,9 @@ from backpack.utils.hooks import no_op
 from backpack.utils.memory import bytes_of
 from backpack.utils.precision import require_type, without_autocast
 
+_RESULTS = frozenset("var std trace diag norm det sum mean".split())
+"""Methods of tensors by whose names existing code saves results."""
+
 
 class backpack:  # noqa: N801
     """Context in which a backward pass also computes the quantities of the given extensions.
@@ -69,13 +72,16 @@ class backpack:  # noqa: N801
         Args:
             *exts: Instances of extensions; none is allowed.
             extension_hook: Called with every extended module of a backward pass, once, when all quantities of its parameters (and of the modules
-                inside it) are there. It may read, replace and delete them. Without extensions, it is called when the pass is over.
+                inside it) are there. It may read, replace and delete them. Without extensions, it is called when the pass is over. Not called with
+                containers that only arrange others (``Sequential``), nor with modules that return their input (``Identity``, ``Dropout`` in
+                evaluation mode, ``Flatten`` of ``[N, D]``).
             debug: Print what happens.
             retain_graph: Keep ``module.input0``, ... and ``module.output`` readable after the backward pass, as long as the graph lives, as
                 ``backward(retain_graph=True)`` does. In forward passes under this context, all of them are kept, and not only what rules need.
             accumulate: Unite the results of all backward passes under this context, as ``.grad`` does: parameters carry, after each pass, the
                 quantities of the sum of the losses so far on all their samples. ``clear(model)`` lets it begin anew.
-            dtype: Type in which results are kept; ``None`` for that of the parameter, and at least ``float32`` for what is squared.
+            dtype: Type in which results are kept that are tensors, or lists of such; ``None`` for that of the parameter, and at least ``float32`` for
+                what is squared. Functions (``HMP``, ``GGNMP``, ``PCHMP``) take and return the type of the parameter in any case.
             memory: What the columns that are carried beside the gradient may take at once: bytes, or a text such as ``"2GiB"`` or ``"500MB"``. Where
                 all of them would take more, as far as shapes tell, they are carried in blocks, of one column at least; the results are the same, and
                 not counted. ``None`` stands for 128 MiB. All at once are columns in a pass with ``create_graph=True``, in a model with checkpointed
@@ -98,7 +104,8 @@ class backpack:  # noqa: N801
                 )
         fields = [ext.savefield for ext in exts]
         for ext in exts:
-            if not isinstance(ext.savefield, str) or not ext.savefield or hasattr(type(getattr(Parameter, ext.savefield, None)), "__set__"):
+            taken = not isinstance(ext.savefield, str) or (hasattr(Parameter, ext.savefield) and ext.savefield not in _RESULTS)
+            if taken or not ext.savefield:
                 raise ArgumentError(
                     f"{type(ext).__name__} must save to a name that parameters have no use for themselves, got savefield={ext.savefield!r}."
                 )

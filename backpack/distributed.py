@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from backpack.accumulation import carried, combination_of, store
 from backpack.extensions.combining import Part, Parts
-from backpack.utils.errors import ArgumentError, UnsupportedError
+from backpack.utils.errors import ArgumentError, UnsupportedError, require_module
 
 _REDUCED = "reduced"
 
@@ -64,6 +64,7 @@ def reduce(model: Module, group: ProcessGroup | None = None, average: bool = Tru
         ...     lossfunc(model(X), y).backward()
         >>> backpack.distributed.reduce(model)
     """
+    require_module(model, "backpack.distributed.reduce")
     if not (dist.is_available() and dist.is_initialized()):
         raise ArgumentError("backpack.distributed.reduce() needs torch.distributed.init_process_group(), before the backward pass.")
     failure: Exception | None = None

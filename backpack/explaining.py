@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -37,7 +36,9 @@ from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import sides_of, units_of
 from backpack.planning import make_plan, walk_from
 from backpack.trial import try_rules
-from backpack.utils.errors import ArgumentError, BackpackError, require_module
+from backpack.utils.errors import ArgumentError, BackpackError, require_function, require_module
+from backpack.utils.precision import wide
+from backpack.utils.random_state import random_state_kept
 
 
 def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[BackpropExtension]) -> Explanation:
@@ -58,13 +59,15 @@ def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[B
         A row for each parameter and extension, printable as a table.
 
     Raises:
-        ArgumentError: If ``lossfunc`` does not return a tensor with one entry that can be differentiated.
+        ArgumentError: If ``lossfunc`` does not return a tensor with one entry that can be differentiated, or something else than extensions is given.
+        ArgumentTypeError: If the model is no module, or the loss no function.
 
     Example:
         >>> print(explain(model, torch.nn.CrossEntropyLoss(), X, y, [BatchGrad(), KFAC()]))
     """
     require_module(model, "explain")
-    extensions = [extensions] if isinstance(extensions, BackpropExtension) else list(extensions)
+    require_function(lossfunc, "lossfunc", "explain")
+    extensions = list(extensions) if isinstance(extensions, Iterable) else [extensions]
     backpack(*extensions)  # checks them
     modules = [model, *([lossfunc] if isinstance(lossfunc, Module) else [])]
     with _extended(modules), _untouched(modules), backpack(), torch.enable_grad():
@@ -112,7 +115,7 @@ def _untouched(modules: list[Module]) -> Iterator[None]:
         Nothing.
     """
     parts = dict.fromkeys(part for module in modules for part in module.modules())
-    before, state = {part: dict(part._buffers) for part in parts}, random.getstate()
+    before = {part: dict(part._buffers) for part in parts}
     devices = {p.device for part in parts for p in part._parameters.values() if p is not None and p.is_cuda}
     copies: dict[int, Tensor] = {}
     for part in parts:
@@ -120,10 +123,9 @@ def _untouched(modules: list[Module]) -> Iterator[None]:
             if buffer is not None:
                 part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
     try:
-        with torch.random.fork_rng(list(devices)):
+        with random_state_kept(devices):
             yield
     finally:
-        random.setstate(state)
         for part, buffers in before.items():
             part._buffers.clear()
             part._buffers.update(buffers)
@@ -287,9 +289,9 @@ class _Study:
         if isinstance(extension, HBP):
             use = self._sides[parameter][0]
             if not flow.crosses_gaps:
-                return [empty(*use.outputs[1:] * 2), *([] if use.inputs is None else [empty(*use.inputs[1:])])]
+                return [wide(empty(*use.outputs[1:] * 2)), *([] if use.inputs is None else [wide(empty(*use.inputs[1:]))])]
             rule = next((u.call.derivatives for u in units_of(plan) for p in u.parameters.values() if p is parameter), None)
-            inputs = None if use.inputs is None else empty(*use.inputs)
+            inputs = None if use.inputs is None else wide(empty(*use.inputs))
             state: Any = KroneckerState(inputs, OutputSide({Source(0): empty(1, 1, *use.outputs)}), rule)
         else:
             samples = extension.samples(plan.batches[parameter])

@@ -90,9 +90,7 @@ model("Llama", language(llama, WORDS, LENGTH, logits), "single")
 model("BERT", text(bert))
 model("ViT", images(vit), "no factors")
 model("T5 encoder", text(t5, regress, lambda net, x: net(x).last_hidden_state), "single")
-model(
-    "T5 encoder, mask", text(t5, regress, lambda net, x: net(x, attention_mask=(x + x[:, :1] > 0).long()).last_hidden_state), "single"
-)
+model("T5 encoder, mask", text(t5, regress, lambda net, x: net(x, attention_mask=(x + x[:, :1] > 0).long()).last_hidden_state), "single")
 model("ResNet", images(resnet))
 model("ConvNeXt", images(convnext))
 

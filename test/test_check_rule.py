@@ -19,7 +19,7 @@ from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivativ
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.registry import register
-from backpack.utils.errors import BackpackError
+from backpack.utils.errors import ArgumentError, BackpackError, LossValueError
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -312,3 +312,24 @@ def test_rule_without_products(has_parameter: bool) -> None:
 
     with pytest.raises(NotImplementedError, match="Nothing of Misspelt could be compared for Layer.*float32"):
         check_rule(Layer(), torch.rand(3, 2))
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 3), nn.Tanh(), nn.CrossEntropyLoss()])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite(module: Module, value: float) -> None:
+    """No rule is accused where automatic differentiation gives no numbers; what does not depend on them is compared."""
+    x = torch.randn(3, 2)
+    x[0, 0] = value
+    more = (torch.tensor([0, 1, 1]),) if isinstance(module, nn.CrossEntropyLoss) else ()
+    if isinstance(module, nn.Tanh) and value == float("inf"):
+        check_rule(module, x)
+    else:
+        with pytest.raises(ArgumentError, match="not finite"):
+            check_rule(module, x, *more)
+    assert "jac_t_mat_prod" in check_rule(nn.Flatten(), x)
+
+
+def test_loss_that_is_no_number() -> None:
+    """Not the rule is to blame."""
+    with pytest.raises(LossValueError, match="need a scalar loss"):
+        check_rule(nn.MSELoss(reduction="none"), torch.randn(2, 3), torch.randn(2, 3))

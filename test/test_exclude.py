@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,7 +24,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import prune
 from torch.nn.utils.parametrize import register_parametrization
 
-from backpack import backpack, extend
+from backpack import backpack, clear, extend
 from backpack.core.recording import recorder_of
 from backpack.extensions import HMP, KFAC, KFLR, KFRA, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
@@ -542,3 +544,33 @@ def test_messages_show_the_argument(name: str) -> None:
     oracle = Oracle(freeze(build(), excluded.__contains__))
     check = next(q.check for q in QUANTITIES.values() if q.field == field)
     check(oracle, collect(problem, field))
+
+
+def fields(model: Module, extension: BatchGrad) -> list[str]:
+    """Compute per-sample gradients; name the parameters that have them, and delete them."""
+    with backpack(extension):
+        model(randn(N, 3)).sum().backward()
+    found = [name for name, p in model.named_parameters() if hasattr(p, "grad_batch")]
+    clear(model)
+    return found
+
+
+@pytest.mark.parametrize("first", ["extension", "model", "alone"])
+@pytest.mark.parametrize("kind", ["module", "parameters", "wrapper"])
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
+def test_copies(first: str, kind: str, made: Callable) -> None:
+    """A copy leaves out the same, and what is copied along with it, in whatever order; so does a copy of a copy; a pickle what is in it."""
+    model = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2)))
+    entries = {"module": [model[0]], "parameters": list(model[0].parameters()), "wrapper": [Sequential(model[0])]}[kind]
+    extension, others = BatchGrad(exclude=[*entries, "2.bias"]), ["2.weight"]
+    for _ in range(3):
+        if first == "alone":
+            extension = made(extension)
+        elif first == "model":
+            model, extension = made((model, extension))
+        else:
+            extension, model = made((extension, model))
+        gc.collect()
+        expected = others if made is copy.deepcopy or first != "alone" else ["0.weight", "0.bias", *others]
+        assert fields(model, extension) == fields(model, copy.copy(extension)) == expected
+        assert len(extension.excluded()) <= 3 + 2 * 4

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import CASES
 from models import MODELS
-from oracle import Problem
+from oracle import Problem, Term
 from table import regress
 from test_exclude import arguments_in
 from test_extensions import QUANTITIES
@@ -24,7 +24,7 @@ from backpack import backpack, explain, extend, results, unextend
 from backpack.core.recording import recorder_of
 from backpack.explaining import explain_loss
 from backpack.explanation import Explanation, Verdict
-from backpack.extensions import HMP, KFAC, KFLR, BatchGrad, DiagGGNMC
+from backpack.extensions import HMP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNMC
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.utils.errors import ArgumentError, BackpackError
@@ -192,6 +192,17 @@ def test_rows_of_one_model_by_hand() -> None:
     assert rows["norm.weight"].verdict is Verdict.EXCLUDED
     assert "does not depend" in rows["unused.weight"].reason and "frozen" in rows["frozen.bias"].reason
     assert rows["unused.weight"].verdict is rows["frozen.bias"].verdict is Verdict.NO_GRADIENT
+
+
+@pytest.mark.parametrize("extension", [KFAC, KFLR, KFRA, BatchGrad])
+def test_sizes_in_half_precision(extension: Callable[[], BackpropExtension]) -> None:
+    """Kronecker factors are in single precision there."""
+
+    def make() -> Problem:
+        model, x = Sequential(Linear(3, 4), ReLU(), Linear(4, 2)).bfloat16(), torch.rand(5, 3, dtype=torch.bfloat16)
+        return Problem(model, x, [Term(CrossEntropyLoss(), torch.randint(2, (5,)))])
+
+    check(make, extension)
 
 
 def test_unknown_name_is_an_error() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -249,3 +250,28 @@ def test_parameters_alone_with_other_axes_in_front() -> None:
         by_hand(model(first(x))).backward()
     for i, parameter in enumerate(first.parameters()):
         close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
+@dataclass
+class Scores:
+    """What a model returns; something later sets the loss."""
+
+    scores: Tensor
+    loss: Tensor = field(init=False)
+
+
+@pytest.mark.parametrize("returned", [Scores, lambda scores: {"scores": scores, "kind": Scores}])
+def test_data_classes(returned: Callable[[Tensor], Any]) -> None:
+    """A field that is not set yet, or a data class that is no instance, holds no tensor."""
+
+    class Model(Layers):
+        def forward(self, x: Tensor) -> Any:
+            return returned(self.scores(x))
+
+    model, x, y = extend(Model()), torch.randn(3, 3), torch.tensor([0, 1, 1])
+    out = model(x)
+    scores = out.scores if isinstance(out, Scores) else out["scores"]
+    with backpack(BatchGrad()):
+        F.cross_entropy(scores, y).backward()
+    for parameter in model.parameters():
+        close(parameter.grad_batch.sum(0), parameter.grad)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from backpack.extensions.curvmatprod.hmp.hmpbase import HMPBase
+from backpack.extensions.curvmatprod.pchmp.pchmpbase import PCHMPBase
 from backpack.extensions.firstorder.batch_grad.batch_grad_base import BatchGradBase
 from backpack.extensions.mat_to_mat_jac_base import MatToJacMat
 from backpack.extensions.secondorder.diag_ggn.diag_ggn_base import DiagGGNBaseModule
@@ -698,6 +700,64 @@ def test_rule_reads_what_sequences_of_modules_carry(make: Callable[[], BackpropE
     extra = {HMP: residual, PCHMP: residual.clamp(min=0)}.get(make)
     close(getattr(model[2].bias, ext.savefield), 2 * samples * torch.eye(2, dtype=torch.float64))
     close(getattr(model[0].bias, ext.savefield), ggn if extra is None else ggn + extra.sum(0).diag())
+
+
+class OwnLinear(Linear):
+    """Without a rule: what a class computes that redefines ``forward`` is not known."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class OfWeightSquared(Linear):
+    """Not linear in its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight.square(), self.bias)
+
+
+class WithoutProduct(LinearDerivatives):
+    """Has no product with the Jacobian with respect to the bias."""
+
+    _bias_jac_mat_prod = property()
+
+
+@pytest.mark.parametrize("make, base, first", [(HMP, HMPBase, OwnLinear), (PCHMP, PCHMPBase, OwnLinear), (PCHMP, PCHMPBase, Linear)])
+def test_module_extension_answers_for_a_layer_without_a_rule(make: Callable, base: Callable, first: type[Module]) -> None:
+    """Products with blocks of curved matrices: what is carried is exact, and for the layer's parameters the user's derivatives know the rest."""
+    torch.manual_seed(0)
+    last = Linear if make is PCHMP and first is OwnLinear else OwnLinear  # the positive-curvature Hessian upstream of it is not defined
+    own = extend(Sequential(first(3, 4), Tanh(), last(4, 2)).double())
+    known, lossfunc = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2)).double()), extend(CrossEntropyLoss())
+    known.load_state_dict(own.state_dict())
+    x, y = torch.randn(N, 3, dtype=torch.float64), torch.randint(2, (N,))
+    mapped = make()
+    mapped.set_module_extension(OwnLinear, base(LinearDerivatives(), ["weight", "bias"]))
+    names = [name for name, _ in own.named_parameters() if first is OwnLinear or name.startswith("2")]
+    for model, ext in ((own, mapped), (known, make())):
+        ext._exclude = tuple(p for name, p in model.named_parameters() if name not in names)
+        with backpack(ext):
+            lossfunc(model(x), y).backward()
+    for name in names:
+        ours, theirs = own.get_parameter(name), known.get_parameter(name)
+        vectors = torch.randn(2, *ours.shape, dtype=torch.float64)
+        product = getattr(ours, mapped.savefield)(vectors)
+        close(product, getattr(theirs, mapped.savefield)(vectors))
+        if make is HMP:
+            (slope,) = torch.autograd.grad(lossfunc(own(x), y), ours, create_graph=True)
+            close(product, torch.stack([torch.autograd.grad(slope, ours, vector, retain_graph=True)[0] for vector in vectors]))
+
+
+@pytest.mark.parametrize(
+    "layer, derivatives, reason",
+    [(OfWeightSquared, LinearDerivatives, "OfWeightSquared is not linear in weight"), (OwnLinear, WithoutProduct, "no _bias_jac_mat_prod")],
+)
+def test_module_extension_does_not_answer(layer: type[Module], derivatives: Callable, reason: str) -> None:
+    """What the derivatives of a user do not know is refused."""
+    model, lossfunc, ext = extend(Sequential(layer(3, 2))), extend(CrossEntropyLoss()), HMP()
+    ext.set_module_extension(layer, HMPBase(derivatives(), ["weight", "bias"]))
+    with pytest.raises(UnsupportedError, match=reason), backpack(ext):
+        lossfunc(model(torch.randn(N, 3)), torch.randint(2, (N,))).backward()
 
 
 class Carrying(ModuleExtension):

@@ -137,6 +137,17 @@ def test_sampled_and_subsampled(lossfunc: Module, subsampling: list[int] | None)
     assert {row.verdict for row in report} == {AGREES}
 
 
+def test_no_samples() -> None:
+    """A subsampling may be empty: sums over samples are zero, the others have no numbers."""
+    names = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "DiagGGNMC", "SqrtGGNMC", "DiagHessian", "BatchDiagHessian"]
+    report = verify(Linear(3, 2), CrossEntropyLoss(), randn(4, 3), randint(2, (4,)), [getattr(extensions, name)(subsampling=[]) for name in names])
+    sums = {"SumGradSquared", "DiagGGNExact", "DiagGGNMC", "DiagHessian"}
+    assert {row.quantity: row.reason for row in report} == {
+        name: "all compared numbers are zero" if name in sums else "there are no numbers" for name in names if name != "Variance"
+    } | {"Variance": "plain autograd gives numbers that are not finite"}
+    assert {row.quantity for row in report if row.verdict is AGREES} == sums
+
+
 def test_sampled_quantity_of_a_loss_without_known_distribution() -> None:
     report = verify(Linear(3, 2), nn.SmoothL1Loss(), randn(3, 3), randn(3, 2), [extensions.DiagGGNMC(), extensions.DiagGGNExact()])
     assert verdicts(report)["weight", "DiagGGNMC"] is NOT_COMPARED
@@ -733,7 +744,7 @@ def test_arguments() -> None:
     wrong: dict[str, tuple] = {
         "needs a torch.nn.Module": (Linear, lossfunc, X, y, grad),
         "as lossfunc": (model, CrossEntropyLoss, X, y, grad),
-        "needs a loss function": (model, None, X, y, grad),
+        "as lossfunc, got None": (model, None, X, y, grad),
         "Write BatchGrad\\(\\)": (model, lossfunc, X, y, [extensions.BatchGrad]),
         "needs instances of extensions": (model, lossfunc, X, y, 3),
         "at least one extension": (model, lossfunc, X, y, []),

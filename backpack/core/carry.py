@@ -390,5 +390,6 @@ class Carry:
     def _refuse_released(call: ModuleCall) -> None:
         if call.released:
             raise NotRecordedError(
-                f"What {call.path} had recorded was given back after an earlier backward pass over this graph. Call that one with retain_graph=True."
+                f"What {call.path} had recorded was given back after an earlier backward pass over this graph, or by memory_cleanup(). Call that "
+                "pass with retain_graph=True, and clean up after this one."
             )

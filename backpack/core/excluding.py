@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy, deepcopy
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from torch.nn import Module, Parameter
 
@@ -11,6 +14,7 @@ from backpack.utils.errors import ArgumentError, exclusion
 
 Excluded = Parameter | Module | str
 """What an extension can leave out."""
+_Self = TypeVar("_Self", bound="Excluding")
 
 
 def as_excluded(exclude: Iterable[Excluded], name: str) -> tuple[Excluded, ...]:
@@ -56,3 +60,49 @@ def find_excluded(entries: Iterable[Excluded], name: str) -> frozenset[int]:
         else:
             found.update(map(id, entry.parameters() if isinstance(entry, Module) else (entry,)))
     return frozenset(found)
+
+
+class Excluding:
+    """Something that leaves out parameters, and so do its copies: the same ones, and the copies of them that are made along with it."""
+
+    _exclude: tuple[Excluded, ...] = ()
+    _copies: WeakValueDictionary[int, Module | Parameter] | None = None  # weak: they are another model's, or nobody's
+
+    def excluded(self) -> frozenset[int]:
+        """Find the parameters that are left out.
+
+        Returns:
+            Their ids.
+
+        Raises:
+            ArgumentError: If a name is that of no parameter or module.
+        """
+        return find_excluded(self._entries(), type(self).__name__)
+
+    def leaving_out(self: _Self, parameters: Iterable[Parameter]) -> _Self:
+        """Make a copy that leaves out more.
+
+        Args:
+            parameters: What the copy leaves out, too.
+
+        Returns:
+            The copy.
+        """
+        other = copy(self)
+        other._exclude = (*other._exclude, *parameters)
+        return other
+
+    def _entries(self) -> tuple[Excluded, ...]:
+        return self._exclude if self._copies is None else (*self._exclude, *self._copies.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_exclude": self._entries(), "_copies": None}
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        other = memo[id(self)] = copy(self)
+        vars(other).update(deepcopy({name: value for name, value in vars(self).items() if name not in ("_exclude", "_copies")}, memo))
+        entries = [entry for entry in self._entries() if not isinstance(entry, str)]
+        entries += [parameter for entry in entries if isinstance(entry, Module) for parameter in entry.parameters()]
+        other._exclude = self._exclude
+        other._copies = WeakValueDictionary({id(entry): entry for entry in (*deepcopy(entries, memo), *(self._copies or {}).values())})
+        return other

@@ -17,12 +17,12 @@ class Permute(Module):
     and has no negative axes.
     """
 
-    def __init__(self, *dims: int, init_transpose: bool = False) -> None:
+    def __init__(self, *dims: int | Sequence[int], init_transpose: bool = False) -> None:
         """Store the permutation.
 
         Args:
             *dims: For each axis of the output, the axis of the input that it is taken from. With ``init_transpose``, the two axes to exchange.
-                Negative axes count from the end.
+                Negative axes count from the end. They may also be given in a list or a tuple.
             init_transpose: ``dims`` is a pair of axes. It becomes a permutation in the first forward pass, when the number of axes is known.
 
         Raises:
@@ -30,6 +30,7 @@ class Permute(Module):
                 known, and checked, in the first forward pass.
         """
         super().__init__()
+        dims = tuple(dims[0]) if len(dims) == 1 and isinstance(dims[0], list | tuple) else dims
         if init_transpose:
             if len(dims) != 2:
                 raise ArgumentError(f"A transposition exchanges two axes, got {dims}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from copy import copy
 from typing import Any, ClassVar
 from warnings import warn
 
@@ -13,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
-from backpack.core.excluding import Excluded, as_excluded, find_excluded
+from backpack.core.excluding import Excluded, Excluding, as_excluded
 from backpack.core.flow import Flow
 from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
@@ -31,7 +30,7 @@ FAIL_WARN = "WARNING"
 FAIL_SILENT = "SILENT"
 
 
-class BackpropExtension(ABC):
+class BackpropExtension(Excluding, ABC):
     """A quantity to be computed during a backward pass.
 
     The library's own extensions say which ``flow`` they read, by which ``rule``, and how to ``finish``; they need no module extensions. An
@@ -52,7 +51,6 @@ class BackpropExtension(ABC):
     any_root: ClassVar[bool] = False
     sums_columns: ClassVar[bool] = False
     combination: Combination | None = None
-    _exclude: tuple[Excluded, ...] = ()
 
     def __init__(
         self,
@@ -73,7 +71,8 @@ class BackpropExtension(ABC):
             exclude: What the extension leaves out: parameters, modules (all parameters in them), or names of either in the module on which ``extend``
                 was called, the outermost one, in which ``*`` stands for anything. Nothing is written there, nothing is refused on their account, and
                 where all extensions leave the same parameters out, nothing is computed for them. A parameter with several owners is left out as a
-                whole.
+                whole. A deep copy leaves out the same, and what is copied along with it. A pickle has copies of its own, unless the model is pickled
+                along with it: beside another copy of the model, it knows what to leave out by names only.
 
         Raises:
             FailModeError: If the fail mode does not exist.
@@ -226,30 +225,6 @@ class BackpropExtension(ABC):
         if any(not -total <= index < total for index in self._subsampling):
             raise ArgumentError(f"{type(self).__name__}: subsampling {list(self._subsampling)} is out of range for {total} samples.")
         return tuple(index % total for index in self._subsampling)
-
-    def excluded(self) -> frozenset[int]:
-        """Find the parameters that the extension leaves out.
-
-        Returns:
-            Their ids.
-
-        Raises:
-            ArgumentError: If a name is that of no parameter or module.
-        """
-        return find_excluded(self._exclude, type(self).__name__)
-
-    def leaving_out(self, parameters: Iterable[Parameter]) -> BackpropExtension:
-        """Copy the extension, and leave out more.
-
-        Args:
-            parameters: What the copy leaves out, too.
-
-        Returns:
-            The copy.
-        """
-        other = copy(self)
-        other._exclude = (*self._exclude, *parameters)
-        return other
 
     # -------------------------------------------------------------------------------------------------------------- users'
     def set_module_extension(self, module_cls: type[Module], extension: ModuleExtension, overwrite: bool = False) -> None:

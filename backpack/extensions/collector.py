@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial, reduce
-from operator import or_
+from operator import and_, or_
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
 from backpack.extensions.flows import GRADIENT, carried_for
 from backpack.extensions.hook_queue import HookQueue
-from backpack.extensions.mapped import ask
+from backpack.extensions.mapped import answered, ask
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join, joins
 from backpack.extensions.rules import FromGradient, Rule, find_faster
@@ -102,18 +102,23 @@ class Collector(Reader):
             merge: One error about all of them.
         """
         refusals: list[BackpackError] = []
-        left = {flow: self._left(flow, self.concerned(flow), refusals) for flow in self._of_flow}
-        for extension in self._extensions:
-            self._left(extension, self._concerned[extension] & left.get(extension.flow, -1), refusals)
+        said = {extension: answered(self._plan, extension) for extension in self._extensions}
+        left: dict[Flow | None, int] = {}
+        for flow, readers in self._of_flow.items():
+            by_all = reduce(and_, [said[extension] | ~self._concerned[extension] for extension in readers])
+            left[flow] = self._left(flow, self.concerned(flow), by_all, refusals)
+        for extension, by_it in said.items():
+            self._left(extension, self._concerned[extension] & left.get(extension.flow, -1), by_it, refusals)
         if refusals:
             raise merge(refusals)
 
-    def _left(self, checked: Flow | BackpropExtension, bits: int, refusals: list[BackpackError]) -> int:
+    def _left(self, checked: Flow | BackpropExtension, bits: int, said: int, refusals: list[BackpackError]) -> int:
         """Find out for which parameters a flow or an extension is not refused.
 
         Args:
             checked: The flow, or the extension.
             bits: Bit set of the parameters that concern it.
+            said: Bit set of those for which module extensions say what is made of what it carries.
             refusals: Takes the refusals.
 
         Returns:
@@ -121,7 +126,7 @@ class Collector(Reader):
         """
         while bits:
             try:
-                checked.check(concerning(self._plan, bits))
+                checked.check(concerning(self._plan, bits, bits & said))
                 break
             except BackpackError as error:
                 error.about = error.about or self._plan.walk.named(bits)

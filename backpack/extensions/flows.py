@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.flow import Columns, Flow
 from backpack.core.graph import shape_of
+from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, label_tensor
 from backpack.core.units import Unit
@@ -286,14 +288,29 @@ def refuse_curved(plan: Plan, quantity: str) -> None:
         UnsupportedError: If there is one.
     """
     for unit in plan.units.values():
-        rule, module = unit.call.derivatives, unit.call.module
-        if module is None or all(type(part).__module__.startswith(("backpack.", "torch.")) for part in (rule, module)):
-            continue
-        for name, parameter in unit.parameters.items():
-            if parameter in plan.uses and not is_linear_in(name, unit.call):
-                raise UnsupportedError(
-                    f"{quantity} of {unit.call.path}.{name}: the output of {type(module).__name__} is not linear in {name}, as far as can be told, "
-                    f"so that there are terms of which {type(rule).__name__} does not know. Leave the layer without a rule, so that the graph takes "
-                    f"its place in the diagonal of the Hessian, use the generalized Gauss-Newton, or leave it out: {{exclude}}.",
-                    {parameter: plan.walk.names[parameter]},
-                )
+        for name, parameter in unit.parameters.items() if unit.call.module is not None else ():
+            if parameter in plan.uses:
+                require_linear(unit.call, name, quantity, parameter)
+
+
+def require_linear(call: Any, name: str, quantity: str, parameter: Parameter) -> None:
+    """Refuse a parameter in which the output of a layer with a user's rule, or of a user's layer, is not linear.
+
+    Args:
+        call: The record of an execution.
+        name: Name of the parameter.
+        quantity: For the message.
+        parameter: The parameter.
+
+    Raises:
+        UnsupportedError: If it is not linear.
+    """
+    rule, module = call.derivatives, call.module
+    if all(type(part).__module__.startswith(("backpack.", "torch.")) for part in (rule, module)) or is_linear_in(name, call):
+        return
+    raise UnsupportedError(
+        f"{quantity} of {call.path}.{name}: the output of {type(module).__name__} is not linear in {name}, as far as can be told, "
+        f"so that there are terms of which {type(rule).__name__} does not know. Leave the layer without a rule, so that the graph takes "
+        "its place in the diagonal of the Hessian, use the generalized Gauss-Newton, or leave it out: {exclude}.",
+        owners.about([parameter]),
+    )

@@ -82,6 +82,21 @@ def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[No
     return found
 
 
+def answered(plan: Plan, extension: BackpropExtension) -> int:
+    """Find the parameters for which a module extension says what is made of what an extension carries.
+
+    Args:
+        plan: The plan.
+        extension: The extension.
+
+    Returns:
+        Bit set.
+    """
+    modules = {mark.call.module for marks in plan.walk.marks.values() for mark in marks} if extension.has_module_exts else ()
+    said = ((module, extension.module_extension(module)) for module in modules)
+    return plan.walk.bits_of(frozenset(id(p) for module, chosen in said if chosen is not None for p in chosen.wanted(extension, module).values()))
+
+
 def _refuse_unheard(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension) -> None:
     """Refuse a module extension that would not be told everything, or not be asked.
 

@@ -10,7 +10,7 @@ from warnings import warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.utils.errors import LossNotExtendedError, UnsupportedError
+from backpack.utils.errors import ArgumentTypeError, LossNotExtendedError, UnsupportedError
 from backpack.utils.module_classification import is_loss
 
 Grads = tuple[Tensor | None, ...]
@@ -41,8 +41,11 @@ class ModuleExtension:
             params: Names of parameters for which a method exists.
 
         Raises:
+            ArgumentTypeError: If it is a single name.
             UnsupportedError: If a method is missing.
         """
+        if isinstance(params, str):
+            raise ArgumentTypeError(f"{type(self).__name__} needs a list of names of parameters, got {params!r}. Write params=[{params!r}].")
         self.params = tuple(params or ())
         for name in self.params:
             if not callable(getattr(self, name, None)):

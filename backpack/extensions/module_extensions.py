@@ -24,7 +24,7 @@ from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.curvmatprod.base import CurvatureMatrixProduct
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
-from backpack.extensions.flows import Source
+from backpack.extensions.flows import Source, require_linear
 from backpack.extensions.loss_scale import scaled
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import signed_matrices
@@ -347,8 +347,10 @@ class GGNMPBase(MatToJacMat):
         return self.CURVATURE
 
     def _product(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, carried: Any) -> Callable[[Tensor], Tensor]:
-        parameter = getattr(module, name)
-        use = Use(_execution(module, self.derivatives), {name: parameter}, carried, g_out[0], first_axis(len(g_out[0])))
+        parameter, at = getattr(module, name), _execution(module, self.derivatives)
+        if Curvature.require_residual(self._curvature(ext)):
+            require_linear(at, name, ext.savefield, parameter)
+        use = Use(at, {name: parameter}, carried, g_out[0], first_axis(len(g_out[0])))
         return CurvatureMatrixProduct.finish(ext, (use, name), parameter)
 
 

@@ -14,7 +14,7 @@ from backpack.utils.errors import ArgumentError, UnsupportedError
 
 
 def hessian_vector_product(
-    f: Tensor, params: Tensors, v: Tensors, grad_params: Sequence[Tensor] | None = None, detach: bool = True
+    f: Tensor, params: Tensors, v: Tensors, grad_params: Sequence[Tensor | None] | None = None, detach: bool = True
 ) -> tuple[Tensor, ...]:
     """Multiply with the Hessian of a scalar, by differentiating its gradient.
 
@@ -25,7 +25,7 @@ def hessian_vector_product(
         params: Tensors that ``f`` depends on: a tensor or an iterable of tensors.
         v: Vectors, of the shapes of ``params``.
         grad_params: The gradients of ``f`` with respect to ``params``, made with ``create_graph=True``, if they are already there. They are
-            computed again if one of them has no graph, or a custom function took part.
+            computed again if one of them is ``None`` or has no graph, or a custom function took part.
         detach: Return results without graph; else they can be differentiated.
 
     Returns:
@@ -44,7 +44,7 @@ def hessian_vector_product(
     if grad_params is not None:
         grad_params = as_list(grad_params)
         check_shapes("grad_params", grad_params, "params", params)
-    if grad_params is None or not all(gradient.requires_grad for gradient in grad_params) or _has_custom_function(f):
+    if grad_params is None or not all(gradient is not None and gradient.requires_grad for gradient in grad_params) or _has_custom_function(f):
         # an incoming gradient that takes part in the graph, so that no function marked as once_differentiable goes unnoticed
         grad_params = pull_back(f, params, torch.ones_like(f, requires_grad=True), retain_graph=True, detach=False)
     refuse_missing_terms([*grad_params, f])

@@ -29,7 +29,7 @@ def L_op(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool = True
         One tensor per input, of its shape; zeros where no output depends on the input.
 
     Raises:
-        ArgumentError: If the number or the shapes of ``ws`` do not fit ``ys``.
+        ArgumentError: If the number or the shapes of ``ws`` do not fit ``ys``, or no output has a graph.
         UnsupportedError: If torch cannot differentiate an operation as often.
 
     If the outputs are gradients that went through a custom function marked as ``once_differentiable``, terms would be missing: refused.
@@ -56,9 +56,15 @@ def pull_back(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool, 
         See ``L_op``.
 
     Raises:
+        ArgumentError: If no output has a graph.
         UnsupportedError: See ``L_op``.
         RuntimeError: Whatever else autograd raises.
     """
+    ys, ws = as_list(ys), None if ws is None else as_list(ws)
+    connected = [i for i, y in enumerate(ys) if y.requires_grad]
+    if not connected:
+        raise ArgumentError("No output has a graph in which it depends on anything: it was detached, or computed under torch.no_grad().")
+    ys, ws = [ys[i] for i in connected], None if ws is None else [ws[i] for i in connected]
     before, recording.apart = recording.apart, True  # inside of a context, too, this is no pass over a loss
     try:
         return torch.autograd.grad(ys, xs, ws, create_graph=not detach, retain_graph=retain_graph, allow_unused=True, materialize_grads=True)

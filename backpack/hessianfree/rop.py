@@ -26,7 +26,7 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
         One tensor per output, of its shape; zeros where the output depends on no input.
 
     Raises:
-        ArgumentError: If the number or the shapes of ``vs`` do not fit ``xs``.
+        ArgumentError: If the number or the shapes of ``vs`` do not fit ``xs``, or no output has a graph.
         UnsupportedError: If torch's own derivatives of gradients would be wrong.
 
     Custom functions marked as ``once_differentiable`` are refused: terms would be missing.

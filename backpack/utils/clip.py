@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.owners import owners
-from backpack.utils.errors import ArgumentError, ArgumentTypeError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, require_module
 from backpack.utils.precision import wide
 
 _OWN = (inf, 0)
@@ -36,7 +36,7 @@ def clip_factors(model: Module, max_norm: float) -> Tensor:
             of an earlier context than others, or any carries one of an earlier pass under the same context; or if samples are not the
             same everywhere.
     """
-    found = _of_last_pass(model, max_norm)
+    found = _of_last_pass(model, max_norm, "clip_factors")
     return _factors(max_norm, [(name, parameter, "batch_l2" if "batch_l2" in fields else "grad_batch") for name, parameter, fields in found])
 
 
@@ -53,7 +53,7 @@ def clip_per_sample(model: Module, max_norm: float) -> Tensor:
     Raises:
         ArgumentError: As ``clip_factors``, or if a parameter does not carry ``grad_batch``.
     """
-    found = _of_last_pass(model, max_norm)
+    found = _of_last_pass(model, max_norm, "clip_per_sample")
     for name, _, fields in found:
         if "grad_batch" not in fields:
             raise ArgumentError(
@@ -66,20 +66,22 @@ def clip_per_sample(model: Module, max_norm: float) -> Tensor:
     return factors
 
 
-def _of_last_pass(model: Module, max_norm: float) -> list[tuple[str, Parameter, set[str]]]:
+def _of_last_pass(model: Module, max_norm: float, function: str) -> list[tuple[str, Parameter, set[str]]]:
     """Find what the last pass has written; what an earlier one has left is about another mini-batch, as far as is known.
 
     Args:
         model: The model.
         max_norm: The bound.
+        function: Name of the caller.
 
     Returns:
         Name, parameter, and those of the two fields that it carries; no parameters without.
 
     Raises:
-        ArgumentTypeError: If the bound is no number.
+        ArgumentTypeError: If the model is no module, or the bound no number.
         ArgumentError: See ``clip_factors``.
     """
+    require_module(model, function)
     try:
         positive = bool(max_norm > 0)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -263,6 +263,22 @@ def require_module(value: object, function: str) -> None:
         raise ArgumentTypeError(f"{function}() needs a torch.nn.Module, got {value!r} of type {type(value).__name__}.")
 
 
+def require_function(value: object, name: str, function: str) -> None:
+    """Refuse anything but a function, or an instance that can be called.
+
+    Args:
+        value: What was given.
+        name: Name of the argument.
+        function: Name of the function that it was given to.
+
+    Raises:
+        ArgumentTypeError: If it cannot be called, or is a class.
+    """
+    if not callable(value) or isinstance(value, type):
+        hint = f" Create it first: {value.__name__}()." if isinstance(value, type) else ""
+        raise ArgumentTypeError(f"{function}() needs a function or a module as {name}, got {value!r}.{hint}")
+
+
 def batch_norm_raise_error_if_train(module: Module, raise_error: bool = True) -> None:
     """Raise, or warn, if a batch normalization is in training mode, where it mixes samples.
 

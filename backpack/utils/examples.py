@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
@@ -134,7 +135,10 @@ def _read_idx(path: Path) -> Tensor:
     Raises:
         ArgumentError: If the file has another format, or is cut off.
     """
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ArgumentError(f"{path} is not a complete compressed file: {error}") from error
     start = 4 + 4 * content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else len(content)
     shape = numpy.frombuffer(content[4:start], dtype=">i4").tolist() if start < len(content) else [0]
     if prod(shape) != len(content) - start or start == len(content):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from backpack.utils.errors import ArgumentError, ShapeError
+from backpack.utils.numbers import is_number
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
 
 Shift = float | Iterable[float] | None
@@ -25,7 +26,7 @@ MAX_INVERSE_EIGENVALUE = 1e8
 
 
 class ShiftError(ArgumentError, AssertionError):
-    """The number of shifts is not the number of factors.
+    """The number of shifts is not the number of factors, or they are no numbers.
 
     Way out: one number for all factors, or a list with one for each.
     """
@@ -252,7 +253,7 @@ def inv_kfacs(factors: Factors, shift: Shift = None) -> list[Tensor] | list[list
     factors = _checked(factors)
     if not isinstance(shift, list):
         shift = [0.0 if shift is None else shift] * len(factors)
-    if len(shift) != len(factors) or any(getattr(value, "ndim", 0) for value in shift):
+    if len(shift) != len(factors) or not all(map(is_number, shift)):
         raise ShiftError(f"Got {len(shift)} shifts for {len(factors)} Kronecker factors, {shift}; give one number for all, or one per factor.")
     return [_invert(factor, value) for factor, value in zip(factors, shift, strict=True)]
 

@@ -12,7 +12,7 @@ def tensors_in(output: Any) -> list[Tensor]:
     """Return the tensors in the output of a module.
 
     Args:
-        output: A tensor, or tensors nested in tuples, lists, mappings and data classes.
+        output: A tensor, or tensors nested in tuples, lists, mappings and instances of data classes.
 
     Returns:
         The tensors in order.
@@ -21,6 +21,6 @@ def tensors_in(output: Any) -> list[Tensor]:
         return [output]
     if isinstance(output, Mapping):
         output = list(output.values())
-    elif hasattr(output, "__dataclass_fields__"):
-        output = [getattr(output, name) for name in output.__dataclass_fields__]
+    elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
+        output = [getattr(output, name, None) for name in output.__dataclass_fields__]  # a field need not be set yet
     return [tensor for part in output for tensor in tensors_in(part)] if isinstance(output, (tuple, list)) else []

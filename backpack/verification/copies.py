@@ -16,6 +16,7 @@ from backpack.backward import backpack
 from backpack.extending import extend, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import ArgumentError
+from backpack.utils.random_state import random_state_kept
 from backpack.verification.layers import uses
 
 
@@ -57,7 +58,7 @@ class Copies:
             Nothing.
         """
         before = torch.get_default_dtype()
-        with torch.random.fork_rng(self._devices), torch.enable_grad(), backpack():
+        with random_state_kept(self._devices), torch.enable_grad(), backpack():
             try:
                 torch.set_default_dtype(self._dtype or before)  # what a model creates while it runs goes with its parameters
                 yield
@@ -119,6 +120,8 @@ class Copies:
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise ArgumentError(f"verify() needs a loss that returns one number, got {what}. Use reduction='mean' or 'sum', or a function.")
+            if output.requires_grad and not value.requires_grad:
+                raise ArgumentError("verify() needs a loss that depends on the output of the model, and can be differentiated: this one is constant.")
             self._refuse_foreign(value, model, lossfunc, "The loss")
             return value
 

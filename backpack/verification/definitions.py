@@ -152,7 +152,7 @@ def _sum_grad_squared(at: Comparison, name: str, value: Any) -> Compared:
 
 def _variance(at: Comparison, name: str, value: Any) -> Compared:
     gradients = at.reference.sample_gradients(name, at.samples)[0]
-    yield Numbers(_entries_of(at, name, value), gradients.var(0, correction=0), gradients.square().mean(0))
+    yield Numbers(_entries_of(at, name, value), (gradients - gradients.mean(0)).square().mean(0), gradients.square().mean(0))
 
 
 # --- second order -------------------------------------------------------------------------------------------------------------------------

@@ -58,4 +58,4 @@ def draw(loss: Module, output: Tensor, curvature: Callable[[Tensor], Tensor], dr
         )
     weight = torch.where(probe > 0, curvature(probe).reshape(output.shape) / fisher, 0)
     weight = weight.sum(1, keepdim=True) if type(loss) in _CATEGORICAL else weight
-    return (gradient * weight[samples].clamp(min=0).sqrt() / sqrt(draws)).flatten(2).reshape(draws, len(samples), -1)
+    return (gradient * weight[samples].clamp(min=0).sqrt() / sqrt(draws)).reshape(draws, len(samples), output[0].numel())

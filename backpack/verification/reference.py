@@ -135,9 +135,14 @@ class Reference:
             arriving = torch.zeros_like(self.output)
             arriving[n] = self._slope[n].detach()
             found = grad(self.output, list(self.parameters.values()), arriving, retain_graph=True, materialize_grads=True)
-            self._first[n] = {key: (g.flatten()[self.entries[key]], g.square().sum()) for key, g in zip(self.parameters, found, strict=True)}
-        chosen, norms = zip(*(self._first[n][name] for n in samples), strict=True)
-        return torch.stack(chosen), torch.stack(norms)
+            named = zip(self.parameters, found, strict=True)
+            self._first[n] = {key: (g.flatten()[None, self.entries[key]], g.square().sum()[None]) for key, g in named}
+        chosen, norms = zip(self._no_samples(name), *(self._first[n][name] for n in samples), strict=True)
+        return torch.cat(chosen), torch.cat(norms)
+
+    def _no_samples(self, name: str) -> tuple[Tensor, Tensor]:
+        gradient = self.gradient[name]
+        return gradient.new_empty(0, len(self.entries[name])), gradient.new_empty(0)
 
     # ------------------------------------------------------------------------------------------------------------- Gauss-Newton
     @cached_property
@@ -284,11 +289,11 @@ class Reference:
         Returns:
             ``[[K, E]]``, or ``[[1, E]]``.
         """
-        rows = []
+        rows = [self._no_samples(name)[0]]
         for n in [None] if samples is None else samples:
             first = self._gradients(n)[name].flatten()
-            rows.append(torch.stack([_derivative(first[i], self.parameters[name]).flatten()[i] for i in self.entries[name]]))
-        return torch.stack(rows)
+            rows.append(torch.stack([_derivative(first[i], self.parameters[name]).flatten()[i] for i in self.entries[name]])[None])
+        return torch.cat(rows)
 
     def hessian_product(self, name: str, vector: Tensor) -> Tensor:
         """Multiply with a parameter's block of the Hessian.

@@ -14,7 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack.backward import backpack
 from backpack.extending import clear
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError, require_module
+from backpack.utils.errors import ArgumentError, BackpackError, require_function, require_module
+from backpack.utils.numbers import as_integer
 from backpack.utils.precision import require_type
 from backpack.verification.copies import Copies
 from backpack.verification.definitions import DEFINITIONS, Comparison, Malformed, Numbers, Raised
@@ -77,10 +78,10 @@ def verify(
         >>> report.raise_if_wrong()
     """
     active = list(extensions) if isinstance(extensions, Iterable) else [extensions]
-    _check(model, lossfunc, output, active, samples, entries, rtol, atol)
+    _check(model, lossfunc, output, active, samples, entries, seed, rtol, atol)
     require_type(dtype)
     copies = Copies(model, lossfunc, X, y, output, seed, dtype)
-    generator = Generator().manual_seed(seed)
+    generator = Generator().manual_seed(int(seed))
     with copies.isolated():
         precision = copies.precision()
         model, lossfunc, _ = copies.copy(None)
@@ -99,7 +100,7 @@ def verify(
     return Report(tuple(rows))
 
 
-def _check(model: Any, lossfunc: Any, output: Any, extensions: list[Any], samples: Any, entries: Any, rtol: Any, atol: Any) -> None:
+def _check(model: Any, lossfunc: Any, output: Any, extensions: list[Any], samples: Any, entries: Any, seed: Any, rtol: Any, atol: Any) -> None:
     """Check arguments.
 
     Args:
@@ -109,6 +110,7 @@ def _check(model: Any, lossfunc: Any, output: Any, extensions: list[Any], sample
         extensions: Must be instances.
         samples: Must be positive.
         entries: Must be positive.
+        seed: Must be an integer.
         rtol: Must be positive or ``None``.
         atol: Must not be negative.
 
@@ -118,17 +120,17 @@ def _check(model: Any, lossfunc: Any, output: Any, extensions: list[Any], sample
     """
     require_module(model, "verify")
     for name, function in (("lossfunc", lossfunc), ("output", output)):
-        if function is not None and (not callable(function) or isinstance(function, type)):
-            raise ArgumentTypeError(f"verify() needs a function or a module as {name}, got {function!r}.")
-    if lossfunc is None:
-        raise ArgumentTypeError("verify() needs a loss function, got None.")
+        if function is not None or name == "lossfunc":
+            require_function(function, name, "verify")
     for extension in extensions:
         backpack(extension)
     if not extensions:
         raise ArgumentError("verify() needs at least one extension, for example [BatchGrad(), DiagGGNExact()].")
     for name, count in (("samples", samples), ("entries", entries)):
-        if type(count) is not int or count < 1:
+        if as_integer(count, 1) is None:
             raise ArgumentError(f"verify() needs a positive integer as {name}, got {count!r}.")
+    if as_integer(seed) is None:
+        raise ArgumentError(f"verify() needs an integer as seed, got {seed!r}.")
     if rtol is not None and not 0 < rtol < inf:
         raise ArgumentError(f"verify() needs a positive rtol, got {rtol!r}.")
     if atol is not None and not 0 <= atol < inf:

@@ -26,6 +26,7 @@ from torch.nn import Module
 from backpack.core.derivatives.records import shapes_of
 from backpack.core.derivatives.shape_check import apply_checked, subsampled
 from backpack.utils.errors import ArgumentError, LossValueError, ShapeError, UnsupportedError
+from backpack.utils.numbers import as_integer
 
 Grads = tuple[Tensor | None, ...] | None
 Samples = Sequence[int] | None
@@ -322,8 +323,13 @@ class BaseLossDerivatives(BaseDerivatives):
         Returns:
             ``[[M, N, *features]]`` for ``M = mc_samples``, divided by ``sqrt(M)``. For each ``n`` the expectation of ``S[:, n]^T S[:, n]`` is
             the Hessian of the loss in sample ``n``, its ``reduction`` included.
+
+        Raises:
+            ArgumentError: If ``mc_samples`` is no positive integer.
         """
         self._check_scalar(module, g_out)
+        if as_integer(mc_samples, 1) is None:
+            raise ArgumentError(f"{self._title('sqrt_hessian_sampled', module)}: mc_samples must be a positive integer, got {mc_samples!r}.")
         return self._sqrt_hessian_sampled(module, g_inp, g_out, mc_samples=mc_samples, subsampling=subsampling)
 
     def _sqrt_hessian_sampled(self, module: Module, g_inp: Grads, g_out: Grads, mc_samples: int = 1, subsampling: Samples = None) -> Tensor:

@@ -20,7 +20,7 @@ from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.derivatives.loss_generic import sample_hessians
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.columns import unit_columns
-from backpack.utils.errors import ArgumentError, BackpackError, UnsupportedError, require_module
+from backpack.utils.errors import ArgumentError, BackpackError, LossValueError, UnsupportedError, require_module
 from backpack.utils.nested import tensors_in
 
 _COLUMNS = 2
@@ -53,7 +53,8 @@ def check_rule(module: Module, *inputs: Any) -> list[str]:
         Names of the products that were compared, and for each parameter whether the output is linear in it, as quantities of the Hessian require.
 
     Raises:
-        ArgumentError: If there is nothing to run the module on.
+        ArgumentError: If there is nothing to run the module on, or automatic differentiation gives numbers there that are not finite.
+        LossValueError: If it is a loss of which second-order quantities are refused, as with ``reduction="none"``.
         UnsupportedError: If there is no rule for the class, or it does not apply to this execution. A wrong product raises ``RuleError``, which
             is an ``AssertionError`` and names the first one, with shapes and the size of the error. Also if there is nothing to compare.
 
@@ -134,6 +135,7 @@ class _Comparing:
             allowed: Error that is allowed beside rounding.
 
         Raises:
+            LossValueError: If the loss is one of which second-order quantities are refused.
             RuleError: If it is wrong.
         """
         title = f"{name} of {self.title}"
@@ -141,13 +143,17 @@ class _Comparing:
             result = said()
         except UnsupportedError:
             return
+        except LossValueError:  # the options of the loss are to blame
+            raise
         except Exception as error:
+            _require_finite(name, true)
             raise RuleError(f"{title} raised {type(error).__name__}: {error} (a tensor that `keeps` does not name has no entries)") from error
-        if not all(torch.equal(tensor, before) for tensor, before in self._watched):
+        if not all(torch.equal(tensor.nan_to_num(), before.nan_to_num()) for tensor, before in self._watched):
             raise RuleError(f"{title} changes in place what it is given, which others read, too. Work out of place.")
         if result.is_meta or result.shape != true.shape:
             hint = "depends on a tensor that `keeps` does not name" if result.is_meta else f"should have shape {list(true.shape)}"
             raise RuleError(f"{title} has shape {list(result.shape)}; it {hint}.")
+        _require_finite(name, true)
         error, largest = (result - true).abs(), true.abs().max().item() if true.numel() else 0.0
         if not (error <= allowed + _TOLERANCE * largest + _TOLERANCE**2).all():
             raise RuleError(
@@ -155,6 +161,13 @@ class _Comparing:
             )
         self.done.append(name)
         self.compared = True
+
+
+def _require_finite(name: str, true: Tensor) -> None:
+    if not true.isfinite().all():
+        raise ArgumentError(
+            f"check_rule() cannot compare {name}: automatic differentiation gives numbers that are not finite. Give inputs where it does not."
+        )
 
 
 def _flat(columns: Tensor) -> Tensor:

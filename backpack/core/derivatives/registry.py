@@ -62,7 +62,7 @@ def register(module_class: type[Module], rule: BaseDerivatives | type[BaseDeriva
         A class decorator if ``rule`` is ``None``, else nothing.
 
     Raises:
-        ArgumentTypeError: If ``module_class`` is not a subclass of ``torch.nn.Module``.
+        ArgumentTypeError: If ``module_class`` is not a subclass of ``torch.nn.Module``, or ``rule`` is none.
     """
     if not (isinstance(module_class, type) and issubclass(module_class, Module)):
         raise ArgumentTypeError(f"Rules are registered for subclasses of torch.nn.Module, got {module_class!r}. Use @register(MyModule).")
@@ -74,8 +74,11 @@ def register(module_class: type[Module], rule: BaseDerivatives | type[BaseDeriva
 
         return decorator
 
+    rule = rule() if isinstance(rule, type) and issubclass(rule, BaseDerivatives) else rule
+    if not isinstance(rule, BaseDerivatives):
+        raise ArgumentTypeError(f"The rule of {module_class.__name__} must be derivatives (backpack.core.derivatives.basederivatives), got {rule!r}.")
     methods = {name: getattr_static(module_class, name) for name in _methods(module_class)}
-    _RULES[module_class] = rule() if isinstance(rule, type) else rule, methods
+    _RULES[module_class] = rule, methods
     _FOUND.clear()
     return None
 

@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.core.flow import Flow, Use
+from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.state import recording
 from backpack.extensions.backprop_extension import Excluded
@@ -81,15 +82,9 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
 
     def check(self, plan: Plan) -> None:
         for unit in plan.units.values():
-            rule = unit.call.derivatives
             for name, parameter in unit.parameters.items():
-                if parameter in plan.uses and not isinstance(rule, GenericDerivatives) and not hasattr(rule, f"_{name}_jac_mat_prod"):
-                    raise UnsupportedError(
-                        f"{self.savefield} of {unit.call.path}.{name}: {type(rule).__name__} has no _{name}_jac_mat_prod, the product with the "
-                        "Jacobian of the output with respect to this parameter. Implement it, use the products of backpack.hessianfree, or leave it "
-                        "out: {exclude}.",
-                        {parameter: plan.walk.names[parameter]},
-                    )
+                if parameter in plan.uses:
+                    _jacobian(unit.call, name, parameter, self.savefield)
 
     def rule_key(self) -> Any:
         return ("product", self.flow)
@@ -97,8 +92,7 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
     def finish(self, state: tuple[Use, str], parameter: Parameter) -> Callable[[Tensor], Tensor]:
         use, name = state
         rule, call, grad, output_product = use.call.derivatives, use.call.without_graph(), use.grad, use.value
-        generic = isinstance(rule, GenericDerivatives)
-        jacobian = partial(rule.param_jac_mat_prod, name) if generic else getattr(rule, f"_{name}_jac_mat_prod")
+        jacobian = _jacobian(call, name, parameter, self.savefield)
 
         def product(mat: Tensor) -> Tensor:
             call.refuse_changed()
@@ -120,3 +114,30 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
             return result if at is None else undifferentiable(result, at, title, reason)
 
         return checked
+
+
+def _jacobian(call: Any, name: str, parameter: Parameter, quantity: str) -> Callable[..., Tensor]:
+    """Find the product with the Jacobian of a layer's output with respect to a parameter.
+
+    Args:
+        call: The record of its execution.
+        name: Name of the parameter.
+        parameter: The parameter.
+        quantity: For the message.
+
+    Returns:
+        Takes the record, gradients with respect to inputs and output, and ``[V, *parameter]``.
+
+    Raises:
+        UnsupportedError: If the layer's derivatives do not have it.
+    """
+    rule = call.derivatives
+    if isinstance(rule, GenericDerivatives):
+        return partial(rule.param_jac_mat_prod, name)
+    if not hasattr(rule, f"_{name}_jac_mat_prod"):
+        raise UnsupportedError(
+            f"{quantity} of {call.path}.{name}: {type(rule).__name__} has no _{name}_jac_mat_prod, the product with the Jacobian of the output with "
+            "respect to this parameter. Implement it, use the products of backpack.hessianfree, or leave it out: {exclude}.",
+            owners.about([parameter]),
+        )
+    return getattr(rule, f"_{name}_jac_mat_prod")

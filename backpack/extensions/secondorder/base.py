@@ -15,6 +15,7 @@ from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.rules import affine_arguments, affine_squares_at_once, faster, finish_at_once, place_at_rows, sum_at_rows
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 from backpack.utils.errors import ArgumentError
+from backpack.utils.numbers import as_integer
 
 
 class SecondOrderBackpropExtension(BackpropExtension):
@@ -129,9 +130,10 @@ def checked_draws(mc_samples: int, extension: SecondOrderBackpropExtension) -> i
     Raises:
         ArgumentError: If it is not a positive integer.
     """
-    if not isinstance(mc_samples, int) or isinstance(mc_samples, bool) or mc_samples < 1:
+    number = as_integer(mc_samples, 1)
+    if number is None:
         raise ArgumentError(f"{type(extension).__name__}: mc_samples must be a positive integer, got {mc_samples!r}.")
-    return mc_samples
+    return number
 
 
 def squares_at_once(summed: type[SecondOrderBackpropExtension], per_sample: type[SecondOrderBackpropExtension]) -> None:
