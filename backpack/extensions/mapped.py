@@ -92,7 +92,9 @@ def answered(plan: Plan, extension: BackpropExtension) -> int:
     Returns:
         Bit set.
     """
-    modules = {mark.call.module for marks in plan.walk.marks.values() for mark in marks} if extension.has_module_exts else ()
+    if not extension.has_module_exts:
+        return 0
+    modules = {mark.call.module for marks in plan.walk.marks.values() for mark in marks}
     said = ((module, extension.module_extension(module)) for module in modules)
     return plan.walk.bits_of(frozenset(id(p) for module, chosen in said if chosen is not None for p in chosen.wanted(extension, module).values()))
 
