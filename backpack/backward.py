@@ -37,8 +37,8 @@ from backpack.utils.hooks import no_op
 from backpack.utils.memory import bytes_of
 from backpack.utils.precision import require_type, without_autocast
 
-_RESULTS = frozenset("var std trace diag norm det sum mean".split())
-"""Methods of tensors by whose names existing code saves results."""
+_NEEDED = frozenset(dir(object)) | frozenset("detach clone numel size dim stride to copy_ view".split())
+"""Methods of parameters without which they cannot be shown, copied or used; others, as ``diagonal``, may give way to a result."""
 
 
 class backpack:  # noqa: N801
@@ -104,8 +104,8 @@ class backpack:  # noqa: N801
                 )
         fields = [ext.savefield for ext in exts]
         for ext in exts:
-            taken = not isinstance(ext.savefield, str) or (hasattr(Parameter, ext.savefield) and ext.savefield not in _RESULTS)
-            if taken or not ext.savefield:
+            field = ext.savefield
+            if not isinstance(field, str) or not field or field in _NEEDED or hasattr(type(getattr(Parameter, field, None)), "__set__"):
                 raise ArgumentError(
                     f"{type(ext).__name__} must save to a name that parameters have no use for themselves, got savefield={ext.savefield!r}."
                 )

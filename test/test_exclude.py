@@ -560,9 +560,10 @@ def fields(model: Module, extension: BatchGrad) -> list[str]:
 @pytest.mark.parametrize("made", [copy.deepcopy, lambda given: pickle.loads(pickle.dumps(given))])
 def test_copies(first: str, kind: str, made: Callable) -> None:
     """A copy leaves out the same, and what is copied along with it, in whatever order; so does a copy of a copy; a pickle what is in it."""
-    model = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2)))
+    parts = {"first": Linear(3, 4), "between": Tanh(), "last_of_a_copy": Linear(4, 2)}  # a name that no model of another test has
+    model = extend(Sequential(OrderedDict(parts)))
     entries = {"module": [model[0]], "parameters": list(model[0].parameters()), "wrapper": [Sequential(model[0])]}[kind]
-    extension, others = BatchGrad(exclude=[*entries, "2.bias"]), ["2.weight"]
+    extension, others = BatchGrad(exclude=[*entries, "last_of_a_copy.bias"]), ["last_of_a_copy.weight"]
     for _ in range(3):
         if first == "alone":
             extension = made(extension)
@@ -571,6 +572,6 @@ def test_copies(first: str, kind: str, made: Callable) -> None:
         else:
             extension, model = made((extension, model))
         gc.collect()
-        expected = others if made is copy.deepcopy or first != "alone" else ["0.weight", "0.bias", *others]
+        expected = others if made is copy.deepcopy or first != "alone" else ["first.weight", "first.bias", *others]
         assert fields(model, extension) == fields(model, copy.copy(extension)) == expected
         assert len(extension.excluded()) <= 3 + 2 * 4
