@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import torch
-from cases_loss import SIGMOID, WEIGHTS, ignoring_first, signs
+from cases_loss import WEIGHTS, ignoring_first, signs
 from oracle import Problem, Term, call_model
 from table import add, bits, labels
 from torch import Tensor, nn, rand, randn
@@ -46,7 +47,7 @@ def behind(
     """
     layers = [Linear(3, 2), nn.Sigmoid(), Linear(2, torch.Size(shape).numel())]
     layers += [Unflatten(1, shape)] if len(shape) > 1 else []
-    layers += [last] if last is not None else []
+    layers += [deepcopy(last)] if last is not None else []
     x = 2 * randn(N, 3)
     return Problem(Sequential(*layers), x, [Term(module, targets(N), 0, scale if isinstance(scale, float) else scale(N), function)], output)
 
@@ -162,7 +163,7 @@ for _name in ("cross_entropy, weights, 3-d", "mse_loss", "binary_cross_entropy_w
     )
 for _reduction in ("mean", "sum"):
     _bce = partial(F.binary_cross_entropy, reduction=_reduction)
-    add(f"F.binary_cross_entropy, {_reduction}", partial(behind, _bce, nn.BCELoss(), (3,), lambda N: (bits(N, 3),), last=SIGMOID), "chain")
+    add(f"F.binary_cross_entropy, {_reduction}", partial(behind, _bce, nn.BCELoss(), (3,), lambda N: (bits(N, 3),), last=nn.Sigmoid()), "chain")
 add("scaled F.cross_entropy", partial(behind, F.cross_entropy, CE, (4,), lambda N: (labels(N),), scale=0.3), "chain")
 add("log-likelihood by hand", partial(behind, by_hand, CE, (4,), lambda N: (labels(N),)), "chain")
 add("F.nll_loss of log_softmax", partial(behind, lambda out, y: F.nll_loss(out.log_softmax(1), y), CE, (4,), lambda N: (labels(N),)), "chain")

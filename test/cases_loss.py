@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -103,7 +104,7 @@ def behind(
     """
     layers = [Linear(3, 2), nn.Sigmoid(), Linear(2, torch.Size(shape).numel())]
     layers += [Unflatten(1, shape)] if len(shape) > 1 else []
-    layers += [last] if last is not None else []
+    layers += [deepcopy(last)] if last is not None else []
     loss, *others = make(N)
     x = 2 * randn(N, 3)
     return Problem(Sequential(*layers), x, [Term(loss, tuple(others), scale=scale if isinstance(scale, float) else scale(N))])
@@ -148,19 +149,18 @@ def counts(*shape: int) -> Tensor:
 
 
 WEIGHTS = (0.3, 1.7, 0.9, 1.1)
-SOFTPLUS, SIGMOID = nn.Softplus(), nn.Sigmoid()
 Make = Callable[[str, int], tuple]
 # name -> last module, shape of the output, makes the loss for a reduction and a batch size
 LOSSES: dict[str, tuple[Module | None, tuple[int, ...], Make]] = {
-    "BCELoss": (SIGMOID, (3,), lambda red, N: (nn.BCELoss(reduction=red), bits(N, 3))),
-    "BCELoss, weight, 3-d": (SIGMOID, (3, 2), lambda red, N: (nn.BCELoss(rand(N, 1, 2), reduction=red), rand(N, 3, 2))),
+    "BCELoss": (nn.Sigmoid(), (3,), lambda red, N: (nn.BCELoss(reduction=red), bits(N, 3))),
+    "BCELoss, weight, 3-d": (nn.Sigmoid(), (3, 2), lambda red, N: (nn.BCELoss(rand(N, 1, 2), reduction=red), rand(N, 3, 2))),
     "NLLLoss": (None, (4,), lambda red, N: (nn.NLLLoss(torch.tensor(WEIGHTS), reduction=red), labels(N))),
     "NLLLoss, 3-d, ignored": (None, (4, 2), lambda red, N: (nn.NLLLoss(ignore_index=1, reduction=red), ignoring_first(labels(N, 2), 1))),
     "L1Loss": (None, (2, 2), lambda red, N: (nn.L1Loss(reduction=red), randn(N, 2, 2))),
     "SmoothL1Loss": (None, (4,), lambda red, N: (nn.SmoothL1Loss(beta=0.7, reduction=red), randn(N, 4))),
     "HuberLoss": (None, (2, 2), lambda red, N: (nn.HuberLoss(delta=0.7, reduction=red), randn(N, 2, 2))),
     "PoissonNLLLoss": (None, (3,), lambda red, N: (nn.PoissonNLLLoss(full=True, reduction=red), counts(N, 3))),
-    "PoissonNLLLoss, rate": (SOFTPLUS, (3,), lambda red, N: (nn.PoissonNLLLoss(log_input=False, full=True, reduction=red), counts(N, 3))),
+    "PoissonNLLLoss, rate": (nn.Softplus(), (3,), lambda red, N: (nn.PoissonNLLLoss(log_input=False, full=True, reduction=red), counts(N, 3))),
     "GaussianNLLLoss": (None, (3,), lambda red, N: (nn.GaussianNLLLoss(full=True, reduction=red), randn(N, 3), rand(N, 3))),
     "GaussianNLLLoss, one variance": (None, (2, 2), lambda red, N: (nn.GaussianNLLLoss(eps=0.5, reduction=red), randn(N, 2, 2), rand(N, 2))),
     "KLDivLoss": (None, (3,), lambda red, N: (nn.KLDivLoss(reduction=red), randn(N, 3).softmax(1))),
