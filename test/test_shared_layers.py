@@ -12,7 +12,8 @@ from test_extensions import QUANTITIES, close
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from backpack import backpack, clear, explain, extend, extensions
+from backpack import backpack, clear, explain, extend, extensions, register
+from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.utils.errors import BackpackError
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:Using backward:UserWarning")  # of torch, about create_graph
@@ -117,6 +118,28 @@ def test_against_the_oracle() -> None:
         close(parameter.diag_ggn_exact_batch, diagonals[name])
         for factor, expected in zip(parameter.kflr, factors[name], strict=True):
             close(factor, expected)
+
+
+def test_rules_of_users_get_no_further_axis() -> None:
+    """The graph takes the place of one that knows of two axes only."""
+
+    class OfTwoAxes(LinearDerivatives):
+        def rows(self, module: nn.Module, mat: Tensor) -> Tensor:
+            assert mat.dim() == 3
+            return super().rows(module, mat)
+
+    class Scaled(nn.Linear):
+        """A layer of a user."""
+
+    register(Scaled, OfTwoAxes())
+    problem, expected = build(None, 3), build(None, 3)
+    problem.model.grid.__class__ = Scaled
+    for made in (problem, expected):
+        with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+            made.loss(made.outputs()).backward()
+    for parameter, other in zip(problem.model.parameters(), expected.model.parameters(), strict=True):
+        close(parameter.grad_batch, other.grad_batch)
+        close(parameter.diag_ggn_exact, other.diag_ggn_exact)
 
 
 def test_explained() -> None:

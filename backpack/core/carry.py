@@ -20,7 +20,7 @@ from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
-from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, cast, is_apart, is_ours, reshaped
+from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, cast, is_apart, reshaped
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
@@ -110,7 +110,7 @@ class Carry:
                 continue
             over = self._may_overwrite(flow, edge, unit, value)
             result = self._through(flow, unit, use, over)
-            self.to_input(flow, unit, result, over or (flow.crosses_gaps and is_ours(call) and is_apart(result, value)))
+            self.to_input(flow, unit, result, over or (flow.crosses_gaps and unit.is_ours and is_apart(result, value)))
             self._bear_at_unit(flow, unit, use)
         call.scratch = None
         self._leave(unit)
@@ -126,10 +126,10 @@ class Carry:
         return flow.through(use.call, use.value, use.grad, use.layout, over)
 
     def _may_overwrite(self, flow: Flow, edge: Edge, unit: Unit, value: Any) -> bool:
-        # not if somebody else holds their memory: a rule of the library that multiplies by slopes, and needs them for nothing else, may
+        # a rule of the library that multiplies columns by slopes may put the result in their place, if nobody else holds their memory
         if flow.is_gradient or not flow.crosses_gaps or unit.parameters or unit.split:
             return False
-        elementwise = isinstance(unit.call.derivatives, ElementwiseDerivatives) and is_ours(unit.call)
+        elementwise = isinstance(unit.call.derivatives, ElementwiseDerivatives) and unit.is_ours
         return elementwise and all((flow, edge, source) in self._own for source in value)
 
     def to_input(self, flow: Flow, unit: Unit, value: Any, own: bool = False) -> None:

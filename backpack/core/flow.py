@@ -302,18 +302,6 @@ def reshaped(columns: Columns, shape: torch.Size) -> Columns:
     return {source: c if c.shape[1:] == shape else c.reshape(c.shape[0], *shape) for source, c in columns.items()}
 
 
-def is_ours(call: ModuleCall) -> bool:
-    """Say whether the rule of a call is one of the library.
-
-    Args:
-        call: The call.
-
-    Returns:
-        Whether it is.
-    """
-    return type(call.derivatives).__module__.startswith("backpack.")
-
-
 def is_apart(result: Columns, value: Columns) -> bool:
     """Say whether columns have memory of their own, in which there is nothing else.
 

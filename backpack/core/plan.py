@@ -229,16 +229,18 @@ class Plan(Tracking):
         """
         if self._need is not Need.COLUMNS or set(states.values()) != {SPLIT}:
             return False
-        for call, piece in ((mark.call, self.walk.piece(node, mark.call, False)) for mark in marks if not mark.base):
-            rule = call.derivatives
+        for mark in (mark for mark in marks if not mark.base):
+            call, rule, piece = mark.call, mark.call.derivatives, self.walk.piece(node, mark.call, False)
             if piece is None or rule is None or not rule.any_batch_axis or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
             tracked = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
             if not tracked or piece.parameters.keys() - set(rule.params) or len(needed) > 1 or (needed and needed[0][0] != 0):
                 continue
-            unit = self.shared[node] = Unit(next(mark for mark in marks if mark.call is call), piece.inside, tracked)
-            samples = self._samples_at[node]
+            unit, samples = Unit(mark, piece.inside, tracked), self._samples_at[node]
+            if not unit.is_ours:  # a user's need not know of one more axis
+                continue
+            self.shared[node] = unit
             unit.arrangement, unit.layout = Repeated(samples), first_axis(samples)
             if needed:
                 unit.below = needed[0][1]

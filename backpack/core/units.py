@@ -44,6 +44,11 @@ class Unit:
         self.couples = 0
         self.rows: torch.Size | None = None
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the rule is one of the library."""
+        return type(self.call.derivatives).__module__.startswith("backpack.")
+
     def slope(self, node: Node) -> Tensor:
         """Return the derivative of an element-wise module, by sending ones through its piece of the graph.
 
