@@ -188,12 +188,12 @@ def _leaves(request: Request) -> list[Tensor]:
 
 
 def transformed() -> bool:
-    """Whether a transformation of torch.func, or a compiler, is running: both replay the module with tensors of their own.
+    """Whether a transformation of torch.func, a compiler or a tracer is running: all replay the module with tensors of their own.
 
     Returns:
         Whether to record nothing.
     """
-    return torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
+    return torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
 
 
 def intercepted(values: Sequence[Any]) -> bool:
