@@ -8,7 +8,7 @@ import torch
 from cases_nets import Net, graph, layers, parameter
 from torch import Tensor
 from torch.func import functional_call
-from torch.nn import LayerNorm, Linear, ModuleList, Sequential, Tanh
+from torch.nn import LayerNorm, Linear, Module, ModuleList, Sequential, Tanh
 from torch.nn import functional as F
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from torch.utils.checkpoint import checkpoint
@@ -55,6 +55,23 @@ def checkpointed_functional(net: Net, x: Tensor) -> Tensor:
     return net.b(checkpoint(lambda h: net.inner(h).tanh() * h * net.scale, net.a(x), use_reentrant=False))
 
 
+class Largest(Module):
+    """Give each node the largest entries of what its edges bring: a module without rule, with more rows in than out."""
+
+    def forward(self, edges: Tensor, nodes: Tensor, size: int) -> Tensor:
+        return edges.new_zeros(size, edges.shape[1]).scatter_reduce(0, nodes[:, None].expand_as(edges), edges, "amax", include_self=False)
+
+
+def messages(net: Net, x: Tensor) -> Tensor:
+    """Pass messages along the five edges of graphs of three nodes each."""
+    first = 3 * torch.arange(len(x))[:, None]
+    sources, targets = ((first + torch.tensor(ends)).flatten() for ends in ([0, 1, 2, 0, 1], [1, 2, 0, 2, 0]))
+    h = net.a(x).tanh().flatten(0, 1)
+    h = net.largest(h[sources], targets, len(h)).sin()
+    return net.b(h.view(x.shape[0], 3, -1).sum(1))
+
+
+graph("messages along edges", messages, layers(2, 3, 4, largest=Largest), (3, 2))
 graph("weight of functional_call", doubled, layers(3, 3, 4), (3,), *CHAIN)
 graph("parameters of functional_call", own_parameters, layers(3, 3, 4, tanh=Tanh), (3,), "chain")
 graph("experts without tokens", experts, partial(mixture, [0.0, 0.0, 0.0, -50.0]), (2, 3), *CHAIN)

@@ -6,7 +6,7 @@ depend on structure are raised here, before anything runs, in one error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch.autograd.graph import Node
 from torch.nn import Parameter
@@ -16,7 +16,7 @@ from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.affine import is_bilinear
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import sequence_number, shape_of
+from backpack.core.graph import is_linear, sequence_number, shape_of
 from backpack.core.losses import refuse_as_loss
 from backpack.core.mixing import mixed_by, mixes, refuse_summed
 from backpack.core.node_calls import Composite, read
@@ -188,13 +188,14 @@ class Plan(Tracking):
             if piece is None or not (piece.parameters.keys() <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
                 continue
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
-            if len(needed) > 1 or (needed and needed[0][0] != 0):
+            at = slice(layout.axis, layout.axis + 1)
+            if len(needed) > 1 or (needed and (needed[0][0] != 0 or given.shape[at] != call.outputs[0].shape[at])):
                 continue
             own = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
             couples = 0
             for parameter in own.values() if needed else ():
                 couples |= self.walk.reach[needed[0][1][0]] & self.walk.bits[id(parameter)]
-            if self._need is Need.CURVATURE and (rule is GENERIC or (couples and not is_bilinear(call, rule))) and all(map(is_known, piece.inside)):
+            if self._need is Need.CURVATURE and (rule is GENERIC or (couples and not is_bilinear(call, rule))) and self._is_known(piece.inside):
                 continue  # the rule does not tell the second derivative with respect to the parameters, but the graph does
             if node in self._guessed and layout.samples > 1:
                 self._compare_with_data(node, call, layout, axes)
@@ -290,6 +291,17 @@ class Plan(Tracking):
             return call.derivatives
         kept = all(isinstance(slot, Slot) and slot.kept for slot in (call.inputs[0], *call.outputs))
         return GENERIC if kept else None
+
+    def _is_known(self, nodes: Iterable[Node]) -> bool:
+        """Say whether the graph tells the second derivative of a piece.
+
+        Args:
+            nodes: Its nodes.
+
+        Returns:
+            Whether it does.
+        """
+        return all(is_known(node) or is_linear(node, self.walk.reach.get) for node in nodes)
 
     def _cross(self, node: Node, states: dict[int, State]) -> None:
         """Plan the crossing of a gap node.
