@@ -202,6 +202,106 @@ def test_function_with_constant_gradient_that_is_marked_is_refused(inputs: list[
     torch.testing.assert_close(hessian_vector_product(f, x, v)[0], (6 * x.detach() + 2) * v)
 
 
+class CubeWithoutGraph(Cube):
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        with torch.no_grad():
+            return Cube.backward(ctx, g)
+
+
+class CubeOfIntermediate(Function):
+    """Keeps the square, of which torch does not know that it depends on the input."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, sign: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(x**2, sign)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        return 3 * ctx.saved_tensors[0] * g, None
+
+
+class CubeOfAttribute(Cube):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        ctx.square = x**2
+        return x**3
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return 3 * ctx.square * g
+
+
+@pytest.mark.parametrize(
+    ("cube", "reason"),
+    [
+        (CubeWithoutGraph.apply, "CubeWithoutGraph returns one that has no graph"),
+        (CubeOfIntermediate.apply, "CubeOfIntermediate keeps a tensor .* no input and no"),
+        (lambda x: CubeOfIntermediate.apply(x, torch.ones(1)), "no input and no"),
+        (lambda x: CubeOfIntermediate.apply(x, torch.arange(2)), "no input and no"),
+        (CubeOfAttribute.apply, "no input and no"),
+    ],
+)
+def test_functions_whose_derivatives_torch_takes_for_constants_are_refused(inputs: list[Tensor], cube: Callable, reason: str) -> None:
+    x, z, _ = inputs
+    v = [rand(2, 3), rand(3, 2)]
+    out = cube(x.exp()) @ z
+    for product in (
+        lambda: hessian_vector_product(out.sum(), (x, z), v),
+        lambda: R_op(out, (x, z), v),
+        lambda: ggn_vector_product_from_plist((out**2).sum(), out, (x, z), v),
+        lambda: L_op(out, (x, z), rand(2, 2).requires_grad_(), detach=False),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            product()
+    torch.testing.assert_close(L_op(out, x, v[0] @ v[1])[0], L_op((3 * x).exp() @ z, x, v[0] @ v[1])[0])
+    H = hessian(lambda z: (((3 * x).exp() @ z) ** 2).sum(), z)  # the function is not on the way
+    torch.testing.assert_close(hessian_vector_product((out**2).sum(), z, v[1])[0], torch.einsum("abij,ij->ab", H, v[1]))
+
+
+class Masked(Function):
+    """Keeps a constant input and what is no differentiable function of one."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.mask = x > 1
+        return x * ctx.mask * scale
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        return g * ctx.mask * ctx.saved_tensors[0], None
+
+
+class Rounded(Function):
+    """Has no derivative."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> Tensor:
+        return torch.zeros_like(g)
+
+
+@pytest.mark.parametrize(
+    ("function", "same"),
+    [
+        (lambda x: Masked.apply(x, torch.full((3,), 2.0, dtype=x.dtype)), lambda x: x * (x > 1) * 2),
+        (lambda x: x.sin() + Rounded.apply(x), lambda x: x.sin() + x.round()),
+    ],
+)
+def test_functions_that_keep_constants_are_exact(inputs: list[Tensor], function: Callable, same: Callable) -> None:
+    x, z, _ = inputs
+    v = [rand(2, 3), rand(3, 2)]
+    out, truth = (((f(x.exp()) @ z) ** 2) for f in (function, same))
+    for product in (lambda y: hessian_vector_product(y.sum(), (x, z), v), lambda y: R_op(y, (x, z), v)):
+        for ours, expected in zip(product(out), product(truth), strict=True):
+            torch.testing.assert_close(ours, expected)
+
+
 # Generalized Gauss-Newton matrix
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributions import Bernoulli, Binomial, Categorical, Normal, Poisson
+from torch.nn import functional as F
 from torch.nn.modules.loss import _Loss
 
 from backpack import backpack, extend
@@ -710,6 +711,28 @@ def test_loss_without_second_derivative_is_refused() -> None:
         GenericLossDerivatives().sum_hessian(record(Exponential(), normal(3, 2), normal(3, 2)), None, None)
     with pytest.raises(UnsupportedError, match="real"):
         GenericLossDerivatives().sum_hessian(record(nn.L1Loss(), torch.zeros(3, 2, dtype=torch.cfloat), torch.ones(3, 2)), None, None)
+
+
+def test_loss_that_hides_what_it_depends_on_is_refused() -> None:
+    class Rows(torch.autograd.Function):
+        """The cross-entropy of each row, which keeps the probabilities."""
+
+        @staticmethod
+        def forward(ctx, x: Tensor, labels: Tensor) -> Tensor:
+            ctx.save_for_backward(x.softmax(1), labels)
+            return F.cross_entropy(x, labels, reduction="none")
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+            probabilities, labels = ctx.saved_tensors
+            return grad[:, None] * (probabilities - F.one_hot(labels, probabilities.shape[1])), None
+
+    class Own(nn.Module):
+        def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+            return (Rows.apply(prediction, target) + prediction.square().sum(1)).mean()
+
+    with pytest.raises(UnsupportedError, match="Rows keeps a tensor"):
+        GenericLossDerivatives().sum_hessian(record(Own(), normal(3, 2), torch.tensor([0, 1, 1])), None, None)
 
 
 class Averaging(nn.MSELoss):

@@ -248,6 +248,46 @@ def test_frozen_prototypes(samples: int) -> None:
     compare_with_each(extend(Attention()), torch.randn(samples, 3))
 
 
+TABLES: dict[str, Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]] = {
+    "parameter": lambda part, x: (part.layer(x), part.table),
+    "function of a parameter": lambda part, x: (part.layer(x), 2 * part.table.softmax(0) + 0.1),
+    "layer of a parameter": lambda part, x: (part.layer(x), part.other(part.table)),
+    "layer of a buffer": lambda part, x: (part.layer(x), part.other(part.points).tanh()),
+    "copies": lambda part, x: (part.layer(x)[:, None], part.other(part.points).expand(len(x), -1, -1)),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_that_a_module_returns_beside_samples(name: str, samples: int) -> None:
+    """They are no samples, although the module was given some."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.other, self.table = nn.Linear(3, 2), nn.Linear(2, 2), nn.Parameter(torch.randn(2, 2))
+            self.register_buffer("points", torch.randn(2, 2))
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return TABLES[name](self, x)
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x: Tensor) -> Tensor:
+            features, table = self.part(x)
+            return (features @ table.mT).flatten(1)
+
+    torch.manual_seed(0)
+    model = Scores()
+    for parameter in model.parameters():
+        used = torch.autograd.grad(model(torch.randn(1, 3)).sum(), parameter, allow_unused=True)[0] is not None
+        parameter.requires_grad_(used)
+    compare_with_each(extend(model), torch.randn(samples, 3))
+
+
 def test_nodes_of_graphs_are_no_constants() -> None:
     class Graphs(nn.Module):
         def __init__(self) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 from test_extensions import close
 from torch import Tensor, nn
+from torch.distributions import Independent, Normal
 from torch.nn import functional as F
 
 from backpack import backpack, extend, results
 from backpack.extensions import BatchGrad
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import UnattributedError, UnsupportedError
 
 
 class Layers(nn.Module):
@@ -275,3 +276,73 @@ def test_data_classes(returned: Callable[[Tensor], Any]) -> None:
         F.cross_entropy(scores, y).backward()
     for parameter in model.parameters():
         close(parameter.grad_batch.sum(0), parameter.grad)
+
+
+class Gaussian(nn.Module):
+    """A mean for each sample, and one standard deviation for all, made by a function of the logarithm, the scale and the mean."""
+
+    def __init__(self, returned: Callable[[Tensor, Tensor], Any], deviation: Callable[[Tensor], Tensor] = torch.exp) -> None:
+        super().__init__()
+        self.mean, self.logarithm = nn.Linear(3, 2), nn.Parameter(torch.randn(2))
+        self.returned, self.deviation = returned, deviation
+
+    def forward(self, x: Tensor) -> Any:
+        return self.returned(self.mean(x), self.deviation(self.logarithm))
+
+
+def log_likelihood(out: Any, y: Tensor) -> Tensor:
+    if isinstance(out, dict):
+        out = out["mean"], out["deviation"]
+    out = Normal(*out) if isinstance(out, tuple) else out
+    value = out.log_prob(y)
+    return (value.sum(1) if value.dim() > 1 else value).mean()
+
+
+DISTRIBUTIONS = {
+    "tuple": lambda mean, deviation: (mean, deviation.expand_as(mean)),
+    "repeated": lambda mean, deviation: (mean, deviation.repeat(len(mean), 1)),
+    "beside zeros": lambda mean, deviation: (mean, deviation + torch.zeros_like(mean)),
+    "distribution": Normal,
+    "nested": lambda mean, deviation: Independent(Normal(mean, deviation), 1),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize("N", [1, 2, 3])
+def test_gaussians(name: str, N: int) -> None:
+    model, x, y = extend(Gaussian(DISTRIBUTIONS[name])), torch.randn(N, 3), torch.randn(N, 2)
+    alone = [torch.autograd.grad(log_likelihood(model(x[n : n + 1]), y[n : n + 1]) / N, tuple(model.parameters())) for n in range(N)]
+    with backpack(BatchGrad()):
+        log_likelihood(model(x), y).backward()
+    for i, parameter in enumerate(model.parameters()):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        lambda mean, deviation: (mean, deviation),
+        lambda mean, deviation: {"mean": mean, "deviation": deviation},
+        lambda mean, deviation: (mean, deviation[None]),
+    ],
+)
+@pytest.mark.parametrize("deviation", [torch.exp, lambda a: F.softplus(a) * 2 + 0.1, lambda a: a.square().reciprocal().sort()[0].erf()])
+@pytest.mark.parametrize("N", [2, 3])
+def test_outputs_of_parameters_alone_are_no_samples(returned: Callable, deviation: Callable, N: int) -> None:
+    """Not even if they have as many entries as there are samples."""
+    model, x, y = extend(Gaussian(returned, deviation)), torch.randn(N, 3), torch.randn(N, 2)
+    with pytest.raises(UnattributedError, match=r"logarithm: used outside .*std\.expand_as\(mean\)"), backpack(BatchGrad()):
+        log_likelihood(model(x), y).backward()
+    assert results(model) == {}
+    with backpack(BatchGrad(exclude=[model.logarithm])):
+        log_likelihood(model(x), y).backward()
+    close(model.mean.weight.grad_batch.sum(0), model.mean.weight.grad)
+
+
+def test_outputs_of_several_models_and_parameters_alone() -> None:
+    """Another model returns the standard deviation, whatever it was given."""
+    mean = extend(nn.Linear(3, 2))
+    other, x, y = extend(Gaussian(lambda _, deviation: deviation)), torch.randn(2, 3), torch.randn(2, 2)
+    with pytest.raises(UnattributedError, match="logarithm"), backpack(BatchGrad()):
+        log_likelihood((mean(x), other(x)), y).backward()
+    assert results(mean) == results(other) == {}

@@ -9,11 +9,24 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.batches import place_of
-from backpack.core.graph import LINEAR, PRODUCTS, call_node, operation, outputs_of, saved, saved_tensors, settings_of, shape_of, tensor_at
+from backpack.core.graph import (
+    LINEAR,
+    PIECEWISE_LINEAR,
+    PRODUCTS,
+    call_node,
+    operation,
+    outputs_of,
+    saved,
+    saved_tensors,
+    settings_of,
+    shape_of,
+    tensor_at,
+)
 from backpack.core.samples import Layout, after_sum, decode, probe, split, sum_to
 from backpack.core.walk import Walk
 from backpack.utils.columns import blocks
@@ -28,8 +41,9 @@ ELEMENTWISE = frozenset(
     Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg""".split()
 )
 """Operations that treat every entry alone."""
+LOOKUPS = frozenset("Embedding Index IndexSelect".split())
+"""Operations that select rows of a table."""
 # all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
-_LOOKUPS = frozenset("Embedding Index IndexSelect".split())
 _OF_INPUTS = ELEMENTWISE | PRODUCTS | _STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
 MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel", "LinalgCross"}
 """Operations that sum over products."""
@@ -88,7 +102,11 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
     others = [
         tensor for tensor in saved_tensors(node, results=False) if not (is_made(walk, tensor) and tensor.requires_grad)
     ]  # frozen parameters are others
-    return bool(others) and all(not tensor.dim() or is_constant(tensor) for tensor in others)
+    if operation(node) in PIECEWISE_LINEAR:  # the places of maxima
+        others = [tensor for tensor in others if tensor.is_floating_point()]
+    if not others:
+        return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) for n, _ in node.next_functions)
+    return all(not tensor.dim() or is_constant(tensor) for tensor in others)
 
 
 def is_made(walk: Walk, tensor: Tensor) -> bool:
@@ -142,7 +160,7 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
         Whether some input depends on no tracked parameter, and what the node makes has as many rows as there are samples, and another shape than
         its other inputs; or rows are looked up for as many numbers, which are no positions.
     """
-    if operation(node) in _LOOKUPS:
+    if operation(node) in LOOKUPS:
         return _looks_up_data(walk, node, samples)
     tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
     if len(tracked) == len(node.next_functions) or samples not in rows_made(node):

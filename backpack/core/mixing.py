@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.batches import holds_samples, place_of
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, rows_looked_up
+from backpack.core.crossings import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, rows_looked_up
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.refusals import mixing
 from backpack.core.slots import Slot
@@ -32,6 +32,8 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
     Returns:
         Whether that input may have samples: not so if it is made without data, of constants, or of what is copied for all.
     """
+    if _is_bare(walk, upstream, samples):
+        return False
     calls, brings = _data_of(walk, samples, upstream)
     given = [slot for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
     if operation(node) in MATRIX_PRODUCTS and not brings and all(_is_constant(walk, _tensor(slot)) for slot in given):
@@ -41,6 +43,32 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
     times = Counter(call.module for call in calls if walk.was_given_data(call))  # once a sample
     rows = [slot.shape[:-1] if slot.dtype.is_floating_point and len(slot.shape) > 1 else slot.shape for slot in given]
     return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
+
+
+def stands_beside(walk: Walk, node: Node, call: ModuleCall, samples: int) -> bool:
+    """Say whether an output of a module stands beside the samples, maybe with as many rows: like a standard deviation beside means.
+
+    Args:
+        walk: The graph.
+        node: Node that made it.
+        call: Call of the module.
+        samples: Number of rows.
+
+    Returns:
+        Whether it does; what is the only output of the only model has samples, whatever it is made of.
+    """
+    if not call.root or len(walk.outermost) > 1:
+        return is_shared(walk, node, samples)
+    return len(call.outputs) > 1 and samples > 1 and any(map(walk.was_given_data, walk.outermost)) and _is_bare(walk, node, samples, copies=False)
+
+
+def _is_bare(walk: Walk, node: Node, samples: int, copies: bool = True) -> bool:
+    # whether a node makes something of parameters and constants alone, looks nothing up, and, if asked, copies nothing for each sample
+    for n in _upstream(walk, node):
+        name, shape = operation(n), shape_of((n, 0))
+        if name in LOOKUPS or (not copies and name in ("Expand", "Repeat") and shape[:1] == (samples,) and shape != shape_of(n.next_functions[0])):
+            return False
+    return is_of_parameter(walk, node, samples, partial(_is_constant, walk))
 
 
 def is_shared(walk: Walk, node: Node, samples: int) -> bool:
@@ -56,6 +84,8 @@ def is_shared(walk: Walk, node: Node, samples: int) -> bool:
     """
     if samples <= 1 or not any(map(walk.was_given_data, walk.outermost)):
         return False
+    if _is_bare(walk, node, samples, copies=False):
+        return True
     calls = {mark.call for mark in walk.marks.get(node, ()) if mark.call.root}
     if any(slot.edge is not None and slot.edge[0] in walk.has_data for call in calls for slot in call.tensor_inputs):
         return False
@@ -120,7 +150,7 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
         if walk.is_data(slot):
             batched = samples in rows[:2] and rows[0] != 1
         else:
-            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and _leads(walk, node, slot.edge[0])
+            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and slot.edge[0] in _upstream(walk, node)
         if (known or batched) and not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
             raise mixing(walk, node, how + ("" if known or not walk.is_data(slot) else _unknown_rows(slot.shape, rows.index(samples))))
@@ -162,14 +192,14 @@ def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], boo
     return calls, brings
 
 
-def _leads(walk: Walk, node: Node, goal: Node) -> bool:
-    # whether a node was computed from another one, from which a parameter is reached
+def _upstream(walk: Walk, node: Node) -> set[Node]:
+    # nodes from which a node was computed, and from which a parameter is reached; itself among them
     seen, stack = {node}, [node]
     while stack:
         new = {n for n, _ in stack.pop().next_functions if walk.is_tracked(n)} - seen
         seen |= new
         stack += new
-    return goal in seen
+    return seen
 
 
 def _holds_samples(walk: Walk, tensor: Tensor | None, samples: int) -> bool:

@@ -16,12 +16,15 @@ from torch.nn import Module
 _TORCH = frozenset(vars(Module())) - {"training"}
 """Attributes that every module has for torch's own purposes."""
 _KINDS = (int, float, str, type(None), torch.dtype, torch.device, slice, EllipsisType, Enum, Number)
+_SEQUENCES = (tuple, list, torch.Size)
 _LONGEST = 32
 """Length from which on a sequence is data rather than an option: it would be compared in every forward pass."""
 
 
 def _is_plain(value: Any) -> bool:
-    return isinstance(value, _KINDS) or (isinstance(value, (tuple, list)) and len(value) <= _LONGEST and all(map(_is_plain, value)))
+    # a class of tuples of somebody else's need not have a length, nor be equal to itself
+    sequence = type(value) in _SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields"))
+    return isinstance(value, _KINDS) or (sequence and len(value) <= _LONGEST and all(map(_is_plain, value)))
 
 
 def _fixed(value: Any) -> Any:

@@ -140,10 +140,10 @@ def bare(walk: Walk, node: Node) -> UnattributedError:
         The error.
     """
     return UnattributedError(
-        "{names}: used outside of everything that has samples (for example a penalty on the parameters), so that the "
-        "gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
-        "`loss = loss + backpack.leave_out(penalty)`; to leave the parameters out of an extension, "
-        "{exclude}.",
+        "{names}: used outside of everything that has samples (a penalty on the parameters, say, or an output of the model that is made of them "
+        "alone), so that the gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
+        "`loss = loss + backpack.leave_out(penalty)`; let an output have a row for each sample, as `std.expand_as(mean)` has; to leave the "
+        "parameters out of an extension, {exclude}.",
         walk.named(walk.reach[node]),
     )
 

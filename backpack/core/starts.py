@@ -21,7 +21,7 @@ from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivativ
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, has_samples, prediction_first, refuse_axis, refuse_target, title
-from backpack.core.mixing import is_shared
+from backpack.core.mixing import is_shared, stands_beside
 from backpack.core.refusals import bare
 from backpack.core.samples import Layout, along, first_axis, layout_of
 from backpack.core.slots import Edge, Slot
@@ -274,8 +274,7 @@ def start_at_output(walk: Walk, node: Node, mark: Mark, known: bool) -> Layout |
     expected = {rows_of(call, walk.marks[node])} if call.root else walk.batches or {size}
     if size is None or size not in expected:
         return None
-    alone = call.root and len(walk.outermost) == 1
-    return None if not alone and is_shared(walk, node, size) else first_axis(size, axis)
+    return None if stands_beside(walk, node, call, size) else first_axis(size, axis)
 
 
 def refuse_curved(node: Node, curved: Node) -> None:
@@ -393,7 +392,7 @@ def _samples_at(walk: Walk, edge: Edge) -> tuple[int, int] | None:
         axis = sample_axis(call, mark.index)
         size = shape[axis] if axis < len(shape) else None
         if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or size in walk.batches):
-            if call.root and len(walk.outermost) > 1 and is_shared(walk, edge[0], shape[0]):
+            if call.root and stands_beside(walk, edge[0], call, shape[0]):
                 raise bare(walk, edge[0])
             return (-1, 0) if call.root and size != rows_of(call, walk.marks[edge[0]]) else (size, axis)
     return None

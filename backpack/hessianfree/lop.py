@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from backpack.core.state import recording
-from backpack.utils.differentiation import lacks_terms
+from backpack.utils.differentiation import complete_gradients, lacks_terms
 from backpack.utils.errors import ArgumentError, UnsupportedError
 
 Tensors = Tensor | Sequence[Tensor]
@@ -67,7 +68,8 @@ def pull_back(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool, 
     ys, ws = [ys[i] for i in connected], None if ws is None else [ws[i] for i in connected]
     before, recording.apart = recording.apart, True  # inside of a context, too, this is no pass over a loss
     try:
-        return torch.autograd.grad(ys, xs, ws, create_graph=not detach, retain_graph=retain_graph, allow_unused=True, materialize_grads=True)
+        with nullcontext() if detach else complete_gradients(ys):
+            return torch.autograd.grad(ys, xs, ws, create_graph=not detach, retain_graph=retain_graph, allow_unused=True, materialize_grads=True)
     except RuntimeError as error:
         missing = re.search(r"derivative for aten::(\w+) is not implemented", str(error))
         if missing is None:

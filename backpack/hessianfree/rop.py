@@ -33,7 +33,8 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
     """
     outputs, xs, vs = as_list(ys), as_list(xs), as_list(vs)
     check_shapes("vs", vs, "xs", xs)
-    ws = [torch.zeros_like(y, requires_grad=True) for y in outputs]
+    generator = torch.Generator().manual_seed(0)  # any numbers do, but in zeros nothing would be missed
+    ws = [torch.rand(y.shape, generator=generator).to(y).requires_grad_() for y in outputs]
     gs = pull_back(outputs, xs, ws, retain_graph=retain_graph, detach=False)
     refuse_missing_terms([*gs, *outputs])
     refuse_biased_norms([*gs, *outputs])

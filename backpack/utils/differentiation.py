@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack.utils.errors import DifferentiationError, UnsupportedError
@@ -91,6 +94,45 @@ def lacks_terms(gradients: Iterable[Tensor]) -> bool:
         Whether they would.
     """
     return any(node.name() == "torch::autograd::Error" for node in nodes_below(gradients))
+
+
+@contextmanager
+def complete_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Refuse custom functions whose gradients torch cannot differentiate, or would differentiate as if parts of them were constant.
+
+    Args:
+        tensors: Whose gradients are computed meanwhile, to be differentiated.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UnsupportedError: When such a function takes part in the backward pass.
+    """
+    nodes = [node for node in nodes_below(tensors) if isinstance(node, BackwardCFunction)]
+    handles = [node.register_hook(partial(_refuse_incomplete, node)) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse_incomplete(node: Any, given: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> None:
+    name = node.name().removesuffix("Backward")
+    kept = {id(t): t for t in (*node.saved_tensors, *vars(node).values()) if isinstance(t, Tensor) and not t.requires_grad}
+    labels = sum(not t.is_floating_point() and t.dtype != torch.bool for t in kept.values())  # most likely inputs, as masks are not
+    if sum(t.is_floating_point() for t in kept.values()) > max(0, sum(upstream is None for upstream, _ in node.next_functions) - labels):
+        raise UnsupportedError(
+            f"Gradients are differentiated here, but the torch.autograd.Function {name} keeps a tensor for its backward pass that is no input and no "
+            "output of it, which torch takes for a constant: terms would be missing. Keep its inputs (ctx.save_for_backward), and compute the "
+            "rest of them in backward; let masks be of type bool, and constants be inputs."
+        )
+    if any(g is not None and g.requires_grad for g in incoming) and any(g is not None and not g.requires_grad and g.any() for g in given):
+        raise UnsupportedError(
+            f"Gradients are differentiated here, but the backward pass of the torch.autograd.Function {name} returns one that has no graph, computed "
+            "under torch.no_grad() or detached: terms would be missing. Write it with differentiable operations."
+        )
 
 
 def refuse_biased_norms(tensors: Iterable[Tensor], made: bool = False) -> None:

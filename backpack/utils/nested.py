@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
+from torch.distributions import Distribution
 
 
 def tensors_in(output: Any) -> list[Tensor]:
     """Return the tensors in the output of a module.
 
     Args:
-        output: A tensor, or tensors nested in tuples, lists, mappings and instances of data classes.
+        output: A tensor, or tensors nested in tuples, lists, mappings, instances of data classes and probability distributions.
 
     Returns:
         The tensors in order.
@@ -23,4 +24,6 @@ def tensors_in(output: Any) -> list[Tensor]:
         output = list(output.values())
     elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
         output = [getattr(output, name, None) for name in output.__dataclass_fields__]  # a field need not be set yet
+    elif isinstance(output, Distribution):
+        output = list(vars(output).values())
     return [tensor for part in output for tensor in tensors_in(part)] if isinstance(output, (tuple, list)) else []

@@ -20,7 +20,7 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, 
 from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.utils.columns import unit_columns
-from backpack.utils.differentiation import lacks_terms, refuse_biased_norms
+from backpack.utils.differentiation import complete_gradients, lacks_terms, refuse_biased_norms
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.module_state import kept_random_state, kept_state
 from backpack.utils.precision import tolerance
@@ -182,7 +182,9 @@ class _Replay:
             batch = [value.clone() if isinstance(value, Tensor) else value for value in self.inputs]
             output = self._call(None, [at.clone(), *batch[1:]]) if self.param_str is None else self._call(at, batch)
             incoming = torch.ones_like(output) + 0 * output  # takes part in the graph
-            if output.requires_grad and lacks_terms(grad(output, at, incoming, create_graph=True, materialize_grads=True)):
+            with complete_gradients([output]):
+                gradients = grad(output, at, incoming, create_graph=True, materialize_grads=True) if output.requires_grad else ()
+            if lacks_terms(gradients):
                 raise UnsupportedError(
                     f"{type(self.module).__name__} cannot be differentiated twice: it calls a torch.autograd.Function whose backward is marked as "
                     "once_differentiable. Write it with differentiable operations, and without the mark."

@@ -20,7 +20,7 @@ from torch.nn.modules.loss import _Loss
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads, Samples
 from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
 from backpack.core.derivatives.registry import register
-from backpack.utils.differentiation import lacks_terms, undifferentiable
+from backpack.utils.differentiation import complete_gradients, lacks_terms, undifferentiable
 from backpack.utils.eigen import eigh
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.module_state import kept_random_state, kept_state
@@ -282,6 +282,8 @@ def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor 
         try:
             product = _hessian_product((output * weights).sum(), point)
             products = [product(vector) for vector in vectors]
+        except UnsupportedError:
+            raise
         except RuntimeError as error:
             raise UnsupportedError(f"{module} cannot be differentiated twice: {error}") from error
     if recorded.requires_grad:
@@ -317,7 +319,8 @@ def _evaluate(module: Module, point: Tensor) -> Tensor:
 
 
 def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]:
-    (gradient,) = grad(value, point, torch.ones_like(value, requires_grad=True), create_graph=True)
+    with complete_gradients([value]):
+        (gradient,) = grad(value, point, torch.ones_like(value, requires_grad=True), create_graph=True)
     if lacks_terms([gradient]):
         raise RuntimeError("the backward pass of one of its functions is marked as once_differentiable")
     return lambda vector: grad(gradient, point, vector.reshape(point.shape), retain_graph=True, materialize_grads=True)[0].reshape(vector.shape)
