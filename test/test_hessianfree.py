@@ -222,6 +222,15 @@ class CubeOfIntermediate(Function):
         return 3 * ctx.saved_tensors[0] * g, None
 
 
+class CubeOfShape(CubeOfIntermediate):
+    """Has an input that it does not keep."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(x**2, None)
+        return x**3
+
+
 class CubeOfAttribute(Cube):
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -240,6 +249,7 @@ class CubeOfAttribute(Cube):
         (CubeOfIntermediate.apply, "CubeOfIntermediate keeps a tensor .* no input and no"),
         (lambda x: CubeOfIntermediate.apply(x, torch.ones(1)), "no input and no"),
         (lambda x: CubeOfIntermediate.apply(x, torch.arange(2)), "no input and no"),
+        (lambda x: CubeOfShape.apply(x, torch.ones(5)), "no input and no"),
         (CubeOfAttribute.apply, "no input and no"),
     ],
 )
@@ -274,6 +284,20 @@ class Masked(Function):
         return g * ctx.mask * ctx.saved_tensors[0], None
 
 
+class Distance(Function):
+    """Keeps an input and a target."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return (x - y) ** 2
+
+    @staticmethod
+    def backward(ctx, g: Tensor) -> tuple[Tensor, None]:
+        x, y = ctx.saved_tensors
+        return 2 * (x - y) * g, None
+
+
 class Rounded(Function):
     """Has no derivative."""
 
@@ -290,6 +314,7 @@ class Rounded(Function):
     ("function", "same"),
     [
         (lambda x: Masked.apply(x, torch.full((3,), 2.0, dtype=x.dtype)), lambda x: x * (x > 1) * 2),
+        (lambda x: Distance.apply(x, torch.ones_like(x)), lambda x: (x - 1) ** 2),
         (lambda x: x.sin() + Rounded.apply(x), lambda x: x.sin() + x.round()),
     ],
 )

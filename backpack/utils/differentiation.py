@@ -120,9 +120,13 @@ def complete_gradients(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 def _refuse_incomplete(node: Any, given: tuple[Tensor | None, ...], incoming: tuple[Tensor | None, ...]) -> None:
     name = node.name().removesuffix("Backward")
-    kept = {id(t): t for t in (*node.saved_tensors, *vars(node).values()) if isinstance(t, Tensor) and not t.requires_grad}
-    labels = sum(not t.is_floating_point() and t.dtype != torch.bool for t in kept.values())  # most likely inputs, as masks are not
-    if sum(t.is_floating_point() for t in kept.values()) > max(0, sum(upstream is None for upstream, _ in node.next_functions) - labels):
+    kept = [t for t in {id(t): t for t in (*node.saved_tensors, *vars(node).values())}.values() if isinstance(t, Tensor)]
+    constants = [t for t in kept if not t.requires_grad and t.is_floating_point()]
+    labels = sum(not t.requires_grad and not t.is_floating_point() and t.dtype != torch.bool for t in kept)  # most likely inputs, as masks are not
+    allowed = sum(upstream is None for upstream, _ in node.next_functions) - labels
+    # what looks like an input that is not kept was computed from it
+    lost = {tuple(n._input_metadata[nr].shape) for n, nr in node.next_functions if n is not None} - {tuple(t.shape) for t in kept if t.requires_grad}
+    if len(constants) > max(0, allowed) or any(tuple(t.shape) in lost for t in constants):
         raise UnsupportedError(
             f"Gradients are differentiated here, but the torch.autograd.Function {name} keeps a tensor for its backward pass that is no input and no "
             "output of it, which torch takes for a constant: terms would be missing. Keep its inputs (ctx.save_for_backward), and compute the "

@@ -14,18 +14,19 @@ from typing import ClassVar
 import torch
 from torch import Generator, Tensor
 from torch.autograd import grad
+from torch.autograd.function import BackwardCFunction
 from torch.nn import CosineEmbeddingLoss, CTCLoss, Module, TripletMarginLoss, TripletMarginWithDistanceLoss
 from torch.nn.modules.loss import _Loss
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads, Samples
 from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
 from backpack.core.derivatives.registry import register
-from backpack.utils.differentiation import complete_gradients, lacks_terms, undifferentiable
+from backpack.utils.differentiation import lacks_terms, nodes_below, undifferentiable
 from backpack.utils.eigen import eigh
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.module_state import kept_random_state, kept_state
 from backpack.utils.nested import tensors_in
-from backpack.utils.precision import tolerance, wide
+from backpack.utils.precision import largest, tolerance, wide
 from backpack.utils.subsampling import subsample
 
 
@@ -282,22 +283,46 @@ def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor 
         try:
             product = _hessian_product((output * weights).sum(), point)
             products = [product(vector) for vector in vectors]
-        except UnsupportedError:
-            raise
         except RuntimeError as error:
             raise UnsupportedError(f"{module} cannot be differentiated twice: {error}") from error
+        functions = [node.name().removesuffix("Backward") for node in nodes_below([output]) if isinstance(node, BackwardCFunction)]
+        if functions and not _is_complete(
+            product, lambda at: grad((_call(module, at)[0][0] * weights).sum(), at, materialize_grads=True)[0], recorded
+        ):
+            raise UnsupportedError(
+                f"{module} cannot be differentiated twice: it uses the torch.autograd.Function {functions[0]}, and what torch computes is not what "
+                "differences of gradients tell. Let the backward method of that function compute everything from the inputs and outputs that it "
+                "has saved, with differentiable operations."
+            )
     if recorded.requires_grad:
         return undifferentiable(products, recorded, f"The Hessian of {module}", "it comes from automatic differentiation itself")
     return products
 
 
-def _evaluate(module: Module, point: Tensor) -> Tensor:
+def _is_complete(product: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor], point: Tensor) -> bool:
+    # whether products with the Hessian are differences of gradients, for most samples: some may lie at a kink
+    direction, precision = _probe(point), torch.finfo(point.dtype).eps
+    step = precision ** (1 / 3) * max(1.0, largest(point))
+    ahead, behind = (gradient((point.detach() + sign * step * direction).requires_grad_()) for sign in (1, -1))
+    expected, found = (ahead - behind) / (2 * step), product(direction)
+    noise = 10 * precision * largest(ahead) / step
+    size = max(largest(expected), largest(found))
+    curved = (expected.abs().maximum(found.abs()) > noise + 0.01 * size).flatten(1).any(1)
+    off = ((expected - found).abs() > noise + max(1e-3, precision**0.25) * size).flatten(1).any(1)
+    return not 2 * off.sum() > curved.sum()
+
+
+def _call(module: Module, point: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    # what a loss returns, and what it returns with other random numbers, if it draws some
     args, named = call_arguments(module, [point, *inputs_of(module, first=1)])
     loss = module_of(module)
     with kept_state(loss), kept_random_state(point) as drawn:
         # The forward method, not the call: the hooks that record a forward pass are not for this one.
-        returned = tensors_in(loss.forward(*args, **named))
-        again = tensors_in(loss.forward(*args, **named)) if drawn() else []
+        return tensors_in(loss.forward(*args, **named)), tensors_in(loss.forward(*args, **named)) if drawn() else []
+
+
+def _evaluate(module: Module, point: Tensor) -> Tensor:
+    returned, again = _call(module, point)
     if len(returned) > 1 and [i for i, tensor in enumerate(returned) if tensor.requires_grad] != [0]:
         raise UnsupportedError(
             f"{module} returns {len(returned)} tensors, and which of them is the loss is not known: it must be the first one, and the only one that "
@@ -319,8 +344,7 @@ def _evaluate(module: Module, point: Tensor) -> Tensor:
 
 
 def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]:
-    with complete_gradients([value]):
-        (gradient,) = grad(value, point, torch.ones_like(value, requires_grad=True), create_graph=True)
+    (gradient,) = grad(value, point, torch.ones_like(value, requires_grad=True), create_graph=True)
     if lacks_terms([gradient]):
         raise RuntimeError("the backward pass of one of its functions is marked as once_differentiable")
     return lambda vector: grad(gradient, point, vector.reshape(point.shape), retain_graph=True, materialize_grads=True)[0].reshape(vector.shape)
