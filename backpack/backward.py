@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterable
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -18,7 +19,7 @@ from backpack.context import CTX
 from backpack.core.calls import Mark
 from backpack.core.checkpoints import once
 from backpack.core.connect import Connection
-from backpack.core.engine import Request, refuse_hidden, transformed, unwatch, watch
+from backpack.core.engine import Request, refuse_hidden, transformed, unwatch, watch, without_saved_hooks
 from backpack.core.owners import owners
 from backpack.core.passing import Pass
 from backpack.core.plan import Plan
@@ -30,7 +31,7 @@ from backpack.extensions.collector import Collector
 from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.mapped import mapped
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.planning import all_refused, excluded_by, is_distributed, leaf_of, make_plan, walk_from
+from backpack.planning import all_refused, excluded_by, is_distributed, leaf_of, make_plan, refuse_same_graph, walk_from
 from backpack.utils.differentiation import nodes_of
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError, UnsupportedError
 from backpack.utils.hooks import no_op
@@ -152,6 +153,7 @@ class Entry:
     Attributes:
         context: The context.
         before: The settings before.
+        walk: The graph of the pass that is running under it.
         number: Tells what passes under it have written from everything else.
         turns: Numbers of the passes under all contexts.
     """
@@ -161,6 +163,7 @@ class Entry:
 
     def __init__(self, context: backpack, before: tuple) -> None:
         self.context, self.before, self.number = context, before, next(Entry._numbers)
+        self.walk: Walk | None = None
 
 
 class _Entered(threading.local):
@@ -168,10 +171,10 @@ class _Entered(threading.local):
 
     Attributes:
         contexts: The contexts, the innermost last.
-        running: Whether a pass is running: calls of autograd inside of it are none of ours.
+        running: The one under which a pass is running: calls of autograd inside of it are none of ours, but for those under contexts of their own.
     """
 
-    running = False
+    running: Entry | None = None
 
     def __init__(self) -> None:
         self.contexts: list[Entry] = []
@@ -186,7 +189,11 @@ def running() -> bool:
     Returns:
         Whether one is.
     """
-    return _entered.running
+    return _entered.running is not None
+
+
+def _is_inside() -> bool:
+    return _entered.running is not None and _entered.contexts[-1:] in ([], [_entered.running])
 
 
 def keeps_tensors() -> bool:
@@ -209,7 +216,7 @@ def _on_backward(request: Request) -> Any:
     """
     hook, stay = CTX.get_extension_hook(), CTX.get_retain_graph()
     alone = hook is not no_op and not CTX.get_active_exts() and not request.batched
-    if _entered.running or transformed() or not (stay or alone):
+    if _is_inside() or transformed() or not (stay or alone):
         return _with_quantities(request)
     walk = Walk(nodes_of(request.roots))
     for call in walk.calls:
@@ -231,16 +238,16 @@ def _on_backward(request: Request) -> Any:
 
 def _with_quantities(request: Request) -> Any:
     extensions = CTX.get_active_exts()
-    if _entered.running or recording.apart or not extensions or not _entered.contexts or transformed():
-        if _entered.running and extensions and not request.returns:
+    if _is_inside() or recording.apart or not extensions or not _entered.contexts or transformed():
+        if running() and extensions and not request.returns:
             refuse_hidden(request, excluded_by(extensions))
         return request.execute()
     entry, roots, only, walk = _entered.contexts[-1], list(request.roots), None, None
-    if entry.context.accumulate and (request.returns or request.inputs):
-        if request.returns:  # adds nothing to .grad, hence nothing to the quantities
-            return request.execute()
+    if entry.context.accumulate and request.returns:  # adds nothing to .grad, hence nothing to the quantities
+        return request.execute()
+    if request.inputs:
         only = frozenset(id(leaf_of(leaf)) for leaf in request.inputs)
-    _entered.running = True
+    outer, _entered.running = _entered.running, entry
     try:
         if request.batched:  # what hooks would see are no gradients
             walk = Walk(nodes_of(roots))
@@ -250,6 +257,9 @@ def _with_quantities(request: Request) -> Any:
         with once():
             try:
                 walk = walk_from(roots, extensions, only)
+                if outer is not None and outer.walk is not None:
+                    refuse_same_graph(walk, outer.walk)
+                entry.walk = walk
                 plan = make_plan(walk, roots, extensions, request.returns)
             except BackpackError as error:
                 raise all_refused(error, roots, extensions, only, request.returns) from None
@@ -257,14 +267,14 @@ def _with_quantities(request: Request) -> Any:
                 return request.execute()
             plan.complete = not request.inputs
             plan.whole = not (request.returns or request.inputs or walk.leaves_out)
-            with without_autocast():
+            with without_autocast(), nullcontext() if request.create_graph else without_saved_hooks():
                 return _run(request, plan, extensions, entry, only)
     except BackpackError:
         if walk is not None and not any(active.context.accumulate for active in _entered.contexts):
             _remove_stale(walk, set(walk.parameters), extensions, entry)  # results of an earlier pass would look like those of this one
         raise
     finally:
-        _entered.running = False
+        _entered.running, entry.walk = outer, None
 
 
 def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...], entry: Entry, only: frozenset[int] | None) -> Any:

@@ -68,6 +68,23 @@ def walk_from(roots: list[Any], extensions: tuple[BackpropExtension, ...], only:
     return found
 
 
+def refuse_same_graph(walk: Walk, outer: Walk) -> None:
+    """Refuse a pass inside of another one, from a hook, that meets the hooks of that one.
+
+    Args:
+        walk: Its graph.
+        outer: The graph of the other.
+
+    Raises:
+        UnsupportedError: If it does.
+    """
+    if any(node in outer.reach for node in walk.order if node not in walk.leaves):
+        raise UnsupportedError(
+            "A backward pass under a context of its own was called inside of another one, from a hook, and through the same graph: each would see "
+            "the gradients of the other. Call it afterwards, or run the forward pass again for it."
+        )
+
+
 def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension, ...], returns: bool) -> Plan | None:
     """Plan a pass, or refuse it.
 

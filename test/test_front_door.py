@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -553,7 +554,7 @@ def test_hook_without_extensions(retain: bool) -> None:
 
 @pytest.mark.parametrize("extensions", [(), (BatchGrad(),)], ids=["alone", "beside an extension"])
 def test_hook_that_calls_autograd(extensions: tuple) -> None:
-    """Its passes are its own: the hook does not run in them. Where no pass is running any more, they may have a context."""
+    """Its passes are its own: the hook does not run in them; they may have a context."""
     problem, seen = extended(), []
 
     def hook(module: Module) -> None:
@@ -563,16 +564,61 @@ def test_hook_that_calls_autograd(extensions: tuple) -> None:
                 loss = module(torch.ones(2, module.in_features, dtype=module.weight.dtype)).sum()
             (gradient,) = torch.autograd.grad(loss, module.bias)
             assert torch.equal(gradient, torch.full_like(gradient, 2))
-            if not extensions:
-                with backpack(BatchL2Grad()):
-                    torch.autograd.grad(module(torch.ones(2, module.in_features, dtype=module.weight.dtype)).sum(), module.bias)
-                close(module.bias.batch_l2, torch.full_like(gradient[:2], len(gradient)))
+            with torch.enable_grad(), backpack(BatchL2Grad()):
+                torch.autograd.grad(module(torch.ones(2, module.in_features, dtype=module.weight.dtype)).sum(), module.bias)
+            close(module.bias.batch_l2, torch.full_like(gradient[:2], len(gradient)))
 
     with backpack(*extensions, extension_hook=hook):
         for _ in range(2):
             seen.clear()
             loss_of(problem).backward()
             assert set(seen) == {*problem.model, *problem.losses} and len(seen) == len(set(seen))
+
+
+@pytest.mark.parametrize("where", ["extension", "tensor", "parameter", "module"])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_passes_from_hooks(where: str, create_graph: bool) -> None:
+    """Under a context of their own they are passes as any other, and the pass outside goes on."""
+    problem, other, passes = extended(), extended(), []
+
+    def hook(*_: object) -> None:
+        if not passes:
+            passes.append(None)
+            with torch.enable_grad(), backpack(BatchGrad()):
+                loss_of(other).backward()
+
+    if where == "tensor":
+        problem.model[0].register_forward_hook(lambda module, args, out: (out.register_hook(hook), None)[1])
+    if where == "parameter":
+        problem.model[2].weight.register_post_accumulate_grad_hook(hook)
+    if where == "module":
+        problem.model[2].register_full_backward_hook(hook)
+    with warnings.catch_warnings(), backpack(BatchGrad(), DiagGGNExact(), **({"extension_hook": hook} if where == "extension" else {})):
+        warnings.simplefilter("ignore")  # torch advises against backward with create_graph=True
+        loss_of(problem).backward(create_graph=create_graph)
+    assert passes
+    for model in (problem.model, other.model):
+        check(model, "grad_batch")
+    assert hasattr(problem.model[0].weight, "diag_ggn_exact") and not hasattr(other.model[0].weight, "diag_ggn_exact")
+    check_step(problem)
+
+
+def test_pass_from_a_hook_through_the_same_graph() -> None:
+    problem, passes = extended(), []
+
+    def hook(_: Tensor) -> None:
+        if not passes:
+            passes.append(None)
+            with backpack(BatchGrad()):
+                torch.autograd.grad(loss, problem.model[0].weight, retain_graph=True)
+
+    problem.model[2].register_forward_hook(lambda module, args, out: (out.register_hook(hook), None)[1])
+    loss = loss_of(problem)
+    with pytest.raises(BackpackError, match="inside of another one"), backpack(DiagGGNExact()):
+        loss.backward()
+    assert results(problem.model) == {}
+    problem.model.zero_grad()
+    check_step(problem)
 
 
 def test_extensions_by_hand() -> None:
@@ -1338,18 +1384,28 @@ def test_backward_without_a_loss() -> None:
         close(value.flatten(1), oracle.jac[name][:, 1])
 
 
-def test_backward_with_inputs() -> None:
-    """Parameters below what is asked for may carry results, if these are complete; the others carry none."""
+@pytest.mark.parametrize("returned", [False, True])
+def test_quantities_of_chosen_parameters(returned: bool) -> None:
+    """Those that are asked for have results, and no others, also where the pass crosses their layers."""
     problem = extended()
+    weight = problem.model[2].weight
     with backpack(BatchGrad(), DiagGGNExact()):
-        loss_of(problem).backward(inputs=[problem.model[2].weight])
+        torch.autograd.grad(loss_of(problem), [weight]) if returned else loss_of(problem).backward(inputs=[weight])
     for field in ("grad_batch", "diag_ggn_exact"):
         found = values(problem.model, field)
-        assert "2.weight" in found
-        assert "0.weight" not in found
-        for name, value in found.items():
-            close(value, FIELDS[field](truth())[name])
+        assert list(found) == ["2.weight"]
+        close(found["2.weight"], FIELDS[field](truth())["2.weight"])
     assert problem.model[0].weight.grad is None
+
+
+def test_gradients_of_inputs_have_no_quantities() -> None:
+    """An adversarial example between pass and step leaves what belongs to ``.grad``."""
+    problem = extended()
+    with backpack(BatchGrad()):
+        loss_of(problem).backward()
+        x = (2 * problem.x).requires_grad_()
+        torch.autograd.grad(problem.terms[0]([problem.model(x)]), x)
+    check(problem.model, "grad_batch")
 
 
 class Tied(Module):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from oracle import Oracle, Problem
-from test_extensions import close
-from test_front_door import FIELDS, N, Net, Tied, build, chain, check, check_step, extended, loss_of, results, values
+from test_extensions import close, sum_batch
+from test_front_door import FIELDS, N, Net, Tied, build, chain, check, check_step, extended, loss_of, results, truth, values
 from torch import Tensor, nn
 from torch.nn import Linear, Module, Parameter, Sequential
 from torch.nn import functional as F
@@ -50,7 +50,7 @@ SAVING: dict[str, Callable[[], Any]] = {
 )
 def test_hooks_on_saved_tensors(saving: str, make: Callable[[], Module], around: str) -> None:
     problem = extended(make)
-    exts = (BatchGrad(), BatchL2Grad(), Variance(), DiagGGNExact())
+    exts = (BatchGrad(), BatchL2Grad(), Variance(), DiagGGNExact(), DiagHessian())
     with SAVING[saving]():
         loss = loss_of(problem)
         if around == "both":
@@ -60,6 +60,8 @@ def test_hooks_on_saved_tensors(saving: str, make: Callable[[], Module], around:
         with backpack(*exts):
             loss.backward()
     check(problem.model, *EXACT, make=make)
+    for name, value in sum_batch(truth(make).diag_h_batch).items():
+        close(problem.model.get_parameter(name).diag_h, value)
 
 
 # --- several passes ---------------------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -194,6 +194,28 @@ def transformed() -> bool:
         Whether to record nothing.
     """
     return torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+
+
+def without_saved_hooks() -> AbstractContextManager:
+    """Leave ``saved_tensors_hooks``, where a backward pass was called inside of them: torch.func refuses to run there.
+
+    Returns:
+        A context.
+    """
+    return nullcontext() if torch._C._autograd._top_saved_tensors_default_hooks(True) is None else _without_saved_hooks()
+
+
+@contextmanager
+def _without_saved_hooks() -> Iterator[None]:
+    hooks = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def intercepted(values: Sequence[Any]) -> bool:

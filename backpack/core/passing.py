@@ -85,11 +85,11 @@ class Pass(Carry):
 
     def _hook(self, run: Callable, node: Node, what: Any) -> Callable:
         def connected(grads: Any) -> None:
-            recording.connection = self._connection  # of this thread, which autograd has chosen
+            before, recording.connection = recording.connection, self._connection  # of this thread, which autograd has chosen
             try:
                 run(node, what, grads)
             finally:
-                recording.connection = None
+                recording.connection = before
 
         return partial(run, node, what) if self._connection is None else connected
 
