@@ -73,7 +73,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         path = paths[child]
         if debug:
             print(f"[DEBUG] Extending {path or type(module).__name__}: {type(child).__name__}")
-        if (child is module or not is_no_op(child)) and not getattr(child, FLAG, False):
+        if (child is module or not is_no_op(child)) and not vars(child).get(FLAG, False):  # a wrapper may show its model's
             _register_hooks(child, path)
             setattr(child, FLAG, True)
         elif mine and (recorder := recorder_of(child)) is not None:

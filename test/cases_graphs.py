@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from cases_nets import Net, graph, layers, parameter
 from torch import Tensor
+from torch.autograd import Function
 from torch.func import functional_call
 from torch.nn import LayerNorm, Linear, Module, ModuleList, Sequential, Tanh
 from torch.nn import functional as F
@@ -71,6 +73,28 @@ def messages(net: Net, x: Tensor) -> Tensor:
     return net.b(h.view(x.shape[0], 3, -1).sum(1))
 
 
+class Product(Function):
+    """The product of two parameters, which it keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor) -> Tensor:
+        ctx.save_for_backward(one, other)
+        return one * other
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = ctx.saved_tensors
+        return g * other, g * one
+
+
+graph(
+    "weight that a function makes",
+    lambda net, x: net.b(F.linear(net.a(x), Product.apply(net.p, net.q)).tanh()),
+    layers(3, 3, 4, p=parameter(3, 3), q=parameter(3, 3)),
+    (3,),
+    *CHAIN,
+    "curved",
+)
 graph("messages along edges", messages, layers(2, 3, 4, largest=Largest), (3, 2))
 graph("weight of functional_call", doubled, layers(3, 3, 4), (3,), *CHAIN)
 graph("parameters of functional_call", own_parameters, layers(3, 3, 4, tanh=Tanh), (3,), "chain")

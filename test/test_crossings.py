@@ -19,6 +19,9 @@ from torch.nn import GRU, Conv1d, L1Loss, Linear, Module, Parameter, ReLU, RMSNo
 from torch.nn import functional as F
 
 from backpack import backpack, clear, explain, extend, results
+from backpack.core.crossings import crossings_of
+from backpack.core.graph import shape_of
+from backpack.core.samples import Layout, along
 from backpack.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError
@@ -564,3 +567,47 @@ def test_models_that_are_given_nested_tensors(layout: torch.layout) -> None:
     with backpack(BatchGrad()), pytest.raises(BackpackError):
         model(x).to_padded_tensor(0.0).sum().backward()
     assert results(model) == {}
+
+
+SELECTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index": lambda h, rows: h[rows],
+    "index, negative": lambda h, rows: h[rows - len(h)],
+    "index, mask": lambda h, rows: h[torch.zeros(len(h), dtype=torch.bool).index_fill(0, rows, True)],
+    "index, other axis": lambda h, rows: h.T[:, rows],
+    "index of columns": lambda h, rows: h[:, rows % 3],
+    "select": lambda h, rows: h.index_select(0, rows),
+    "select, other axis": lambda h, rows: h.T.index_select(-1, rows),
+    "gather": lambda h, rows: h.gather(0, rows[:, None].expand(-1, 3)),
+    "gather of columns": lambda h, rows: h.gather(1, (rows[:1, None] % 3).expand(len(h), 3)),
+    "add": lambda h, rows: torch.zeros(8, 3).index_add(0, rows, h[: len(rows)]),
+    "add to itself": lambda h, rows: h.index_add(0, rows, h[: len(rows)].sin()),
+    "scatter": lambda h, rows: torch.zeros(8, 3).scatter_add(0, rows[:, None].expand(-1, 3), h[: len(rows)]),
+    "scatter, other axis": lambda h, rows: torch.zeros(3, 8).scatter_add(1, rows.expand(3, -1), h[: len(rows)].T),
+    "scatter a part": lambda h, rows: torch.zeros(8, 3).scatter_add(0, rows[:, None].expand(-1, 3), h),
+    "largest": lambda h, rows: torch.zeros(8, 3).scatter_reduce(0, rows[:, None].expand(-1, 3), h[: len(rows)], "sum", include_self=False),
+}
+
+
+@pytest.mark.parametrize("labels", [(0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 3, 0, 1, 2, 3), (3, 0, -1, 2, 1, 1, -1, 0), (1,) * 8])
+@pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5, 6, 7], [7, 0, 0, 5, 2], [1, 1], [2, 3, 6, 6, 7, 7, 7, 0]])
+@pytest.mark.parametrize("name", SELECTED)
+def test_rows_that_are_selected_by_number(name: str, rows: list[int], labels: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows from the numbers of the rows is what columns that are sent through the node tell."""
+    leaf = torch.randn(8, 3, requires_grad=True)
+    out = SELECTED[name](leaf * 1, torch.tensor(rows))
+    axis = 1 if "other axis" in name else 0
+    layout = Layout(axis, labels[: out.shape[axis]], 4)
+    shapes = tuple(None if n is None else shape_of((n, nr)) for n, nr in out.grad_fn.next_functions)
+    known = crossings_of(out.grad_fn, {0: layout}, shapes)
+    monkeypatch.setattr("backpack.core.crossings._of_rows", lambda *_: None)
+    probed = crossings_of(out.grad_fn, {0: layout}, shapes)
+    for ours, told, shape in zip(known, probed, shapes, strict=True):
+        assert (ours is None) == (told is None)
+        if ours is not None:
+            assert ours.way is told.way
+            assert (ours.arrives is None) == (told.arrives is None)
+        if ours is not None and told.arrives is not None:
+            samples, expected = (along(torch.tensor(way.arrives.labels), way.arrives.axis, len(shape)).expand(shape) for way in (ours, told))
+            seen = (samples >= 0) & (expected >= 0)
+            assert torch.equal(samples[seen], expected[seen])
+            assert seen.any() == (expected >= 0).any()

@@ -352,6 +352,31 @@ def test_parameter_assigned_by_a_state_dictionary() -> None:
     check_step(problem)
 
 
+class Wrapper(Module):
+    """Shows the attributes of the model inside, and puts rows of its own in front of each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.prompt = Linear(4, 3), nn.Embedding(2, 4)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base, name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        prompts = self.prompt(torch.arange(2)[None]).repeat(len(x), 1, 1)
+        return self.base(torch.cat([prompts, x[:, None]], 1)).tanh().mean(1)
+
+
+def test_wrapper_that_shows_attributes_of_its_model() -> None:
+    """It is extended, although the model inside says that it is."""
+    problem = extended(Wrapper)
+    assert vars(problem.model)["_backpack_extend"]
+    check_step(problem, Wrapper)
+
+
 def test_extend_after_removing_all_hooks() -> None:
     """``CTX.remove_hooks()`` leaves the flags; resetting them lets ``extend`` install its hooks again."""
     problem = extended()

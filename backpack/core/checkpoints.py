@@ -62,6 +62,19 @@ def saved_names(cls: type) -> tuple[str, ...]:
     return tuple(name for name in dir(cls) if name.startswith("_raw_saved_"))
 
 
+def value_name(node: Node, name: str) -> str:
+    """Say under which name a node gives out what it has saved.
+
+    Args:
+        node: A graph node.
+        name: One of ``saved_names``.
+
+    Returns:
+        Name of the attribute.
+    """
+    return name.removeprefix("_raw_" if isinstance(node, BackwardCFunction) else "_raw")
+
+
 def _holders(node: Node) -> list[tuple[str, Any]]:
     """List what a node has saved in a checkpointed part.
 
@@ -76,7 +89,7 @@ def _holders(node: Node) -> list[tuple[str, Any]]:
         saved = getattr(node, name)
         for part in saved if isinstance(saved, (tuple, list)) else (saved,):
             if type(part.data).__module__ == checkpoint.__name__:
-                found.append((name.removeprefix("_raw_" if isinstance(node, BackwardCFunction) else "_raw"), part.data))
+                found.append((value_name(node, name), part.data))
     return found
 
 

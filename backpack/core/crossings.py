@@ -2,52 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 from enum import Enum
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.nn import Parameter
 
-from backpack.core.batches import place_of
-from backpack.core.graph import (
-    LINEAR,
-    PIECEWISE_LINEAR,
-    PRODUCTS,
-    call_node,
-    operation,
-    outputs_of,
-    saved,
-    saved_tensors,
-    settings_of,
-    shape_of,
-    tensor_at,
-)
-from backpack.core.samples import Layout, after_sum, decode, probe, split, sum_to
-from backpack.core.walk import Walk
+from backpack.core.graph import LINEAR, call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
+from backpack.core.samples import Layout, after_sum, decode, label_tensor, probe, split, sum_to
 from backpack.utils.columns import blocks
 
-# operations whose way with samples follows from shapes and settings; a sum of products, in which zeros in the data can hide samples, is none
-_STATIC = LINEAR - frozenset(
+STATIC = LINEAR - frozenset(
     """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect Scatter ScatterAdd Where MaxUnpool2D MaxUnpool3D
     Embedding BackwardHookFunctionBackward Nansum PackPaddedSequence""".split()
 )
+"""Operations whose way with samples follows from shapes and settings: no sum of products, in which zeros in the data can hide samples."""
 ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
     Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg""".split()
 )
 """Operations that treat every entry alone."""
-LOOKUPS = frozenset("Embedding Index IndexSelect".split())
-"""Operations that select rows of a table."""
-# all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
-_OF_INPUTS = ELEMENTWISE | PRODUCTS | _STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
-MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel", "LinalgCross"}
-"""Operations that sum over products."""
-_ENTRYWISE = frozenset("Add Sub Rsub Mul Div Where MaskedFill Index IndexSelect".split())
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
 _BROADCASTING = frozenset("Mul Div Add Sub Expand Fmod Remainder Copysign".split())
 # these work on the last two axes, and on each entry of the axes in front alike
@@ -55,124 +32,10 @@ _STACKED = frozenset(
     """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
     ScaledDotProductCudnnAttention""".split()
 )
+_SELECTS = frozenset({"Index", "IndexSelect", "Gather"})
+_ADDS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce"})
 _MASKED = 2**24
 """Entries of columns that are masked at once."""
-
-
-def is_of_parameter(walk: Walk, node: Node, samples: int | None = None, is_constant: Callable[[Tensor], bool] | None = None) -> bool:
-    """Say whether a node makes something of parameters, and of nothing else, so of no data.
-
-    Args:
-        walk: The graph.
-        node: The node.
-        samples: Number of samples, if constants and rows of a table count, too, as long as there are not as many.
-        is_constant: Says of a tensor that a matrix is multiplied with whether it is known to be the same for all samples.
-
-    Returns:
-        Whether it does.
-    """
-    stack, pure, few = [node], True, samples is not None
-    given: dict[Node | None, bool] = {None: False}  # whether something else takes part that is not known to be constant
-    while stack and (pure or few):
-        node = stack[-1]
-        upstream = [n if walk.is_tracked(n) else None for n, _ in node.next_functions]
-        waits = [n for n in upstream if n not in given]
-        stack += waits
-        if waits:
-            continue
-        stack.pop()
-        if node in walk.leaves:
-            given[node] = False
-        elif operation(node) == "Embedding":
-            given[node] = samples is None or samples in rows_looked_up(node)
-            pure, few = pure and not given[node], few and not given[node]
-        else:
-            data = None in upstream or operation(node) not in _OF_INPUTS
-            pure = pure and not data
-            data = data and few and not _uses_constants(walk, node, is_constant)
-            given[node] = data or any(given[n] for n in upstream if n is not None)
-            few = few and not (data and operation(node) not in _ENTRYWISE) and not (given[node] and any(r % samples == 0 for r in rows_made(node)))
-    return pure or few
-
-
-def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool]) -> bool:
-    # whether what takes part beside the graph is known to be constant, a number, or to have no rows of its own
-    if operation(node) in _ENTRYWISE and any(walk.is_tracked(n) and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
-        return True
-    others = [
-        tensor for tensor in saved_tensors(node, results=False) if not (is_made(walk, tensor) and tensor.requires_grad)
-    ]  # frozen parameters are others
-    if operation(node) in PIECEWISE_LINEAR:  # the places of maxima
-        others = [tensor for tensor in others if tensor.is_floating_point()]
-    if not others:
-        return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) for n, _ in node.next_functions)
-    return all(not tensor.dim() or is_constant(tensor) for tensor in others)
-
-
-def is_made(walk: Walk, tensor: Tensor) -> bool:
-    """Say whether a tensor is a parameter, or was made of tracked ones.
-
-    Args:
-        walk: The graph.
-        tensor: A tensor that a node has saved, or a module was called with.
-
-    Returns:
-        Whether it is or was.
-    """
-    return isinstance(tensor, Parameter) or walk.is_tracked(tensor.grad_fn)
-
-
-def rows_made(node: Node) -> torch.Size:
-    """Return the lengths of the axes of what a node makes on which samples lie, usually.
-
-    Args:
-        node: The node.
-
-    Returns:
-        The first two; without that of features.
-    """
-    shape = shape_of((node, 0))
-    return shape[:-1][:2] or shape
-
-
-def rows_looked_up(node: Node) -> torch.Size:
-    """Return the lengths of the axes of indices on which samples lie, usually.
-
-    Args:
-        node: Node of an embedding.
-
-    Returns:
-        The first two; none for a single axis of positions, or with an axis of length one in front.
-    """
-    shape = saved(node, "indices").shape
-    return shape[:2] if len(shape) > 1 and shape[0] != 1 else shape[:0]
-
-
-def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
-    """Say whether a node may bring in data of samples, as far as shapes tell.
-
-    Args:
-        walk: The graph.
-        node: The node.
-        samples: Number of samples.
-
-    Returns:
-        Whether some input depends on no tracked parameter, and what the node makes has as many rows as there are samples, and another shape than
-        its other inputs; or rows are looked up for as many numbers, which are no positions.
-    """
-    if operation(node) in LOOKUPS:
-        return _looks_up_data(walk, node, samples)
-    tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
-    if len(tracked) == len(node.next_functions) or samples not in rows_made(node):
-        return False
-    return operation(node) in MATRIX_PRODUCTS or all(shape_of(edge) != shape_of((node, 0)) for edge in tracked)
-
-
-def _looks_up_data(walk: Walk, node: Node, samples: int) -> bool:
-    numbers = [t for t in saved_tensors(node) if t.dtype in (torch.long, torch.int) and place_of(t) not in walk.constant_places]
-    rows = [t.shape[:2] for t in numbers if t.dim() > 1 and len(t) != 1]
-    # positions have no gaps, in whatever order they come
-    return any(samples in shape for shape in rows) or any(t.shape == (samples,) and (t.sort().values.diff() != 1).any() for t in numbers)
 
 
 class Way(Enum):
@@ -303,6 +166,68 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
     return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
 
 
+def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples that selects rows, or adds rows to others, by their numbers.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it is another node, or has to be found out.
+    """
+    name, full = operation(node), shape_of((node, 0))
+    rows = _rows(node) if name in _SELECTS or name in _ADDS else None
+    if rows is None or layout.samples < 2 or not full.numel():
+        return None
+    dim, index = rows[0] % len(full), rows[1]
+    crossings: list[Crossing | None] = []
+    for number, shape in enumerate(shapes):
+        there = layout
+        if shape is None:
+            crossings.append(None)
+            continue
+        if shape[:dim] + shape[dim + 1 :] != full[:dim] + full[dim + 1 :]:
+            return None
+        if layout.axis == dim and name in _SELECTS:
+            labels = _labels_of_selected(label_tensor(layout.labels, index.device), index % shape[dim], shape[dim], layout.samples)
+            if labels is None:
+                crossings.append(Crossing(Way.MASKED, None, None))
+                continue
+            there = layout._replace(labels=labels)
+        elif layout.axis == dim and number:
+            if len(index) != shape[dim]:
+                return None
+            there = layout._replace(labels=tuple(label_tensor(layout.labels, index.device)[index].tolist()))
+        crossings.append(Crossing(Way.DATA, there, there))
+    return crossings
+
+
+def _rows(node: Node) -> tuple[int, Tensor] | None:
+    # an axis, and the numbers of rows along it, if nothing but those tells where an entry goes
+    if operation(node) == "Index":
+        dims = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if index is not None]
+        dim, index = dims[0]
+        return (dim, index.nonzero()[:, 0] if index.dtype == torch.bool else index) if len(dims) == 1 and index.dim() == 1 else None
+    dim, index = saved(node, "dim"), saved(node, "index")
+    if index.dim() > 1:
+        others = [axis for axis in range(index.dim()) if axis != dim % index.dim()]
+        if any(not index.shape[axis] or (index.shape[axis] > 1 and index.stride(axis)) for axis in others):
+            return None
+        index = index.movedim(dim, -1)[(0,) * len(others)]
+    return dim, index
+
+
+def _labels_of_selected(labels: Tensor, index: Tensor, rows: int, samples: int) -> tuple[int, ...] | None:
+    # to which samples rows belong of which some were selected; None if they are used by several
+    known = labels >= 0
+    low, high = (
+        labels.new_full((rows,), start).scatter_reduce(0, index[known], labels[known], how) for start, how in ((samples, "amin"), (-1, "amax"))
+    )
+    return None if ((low != high) & (high >= 0)).any() else tuple(high.tolist())
+
+
 def _summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
     """Say how columns leave that are summed to the shape of an input.
 
@@ -333,11 +258,11 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         The crossing of each needed input.
     """
     if len(states) == 1 and 0 in states:
-        known = _same_axis(node, states[0], shapes)
+        known = _same_axis(node, states[0], shapes) or _of_rows(node, states[0], shapes)
         if known is not None:
             return known
     tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None
-    if operation(node) in _STATIC and (operation(node) != "Cat" or shapes.count(None) <= 1):  # it has not saved where its parts begin
+    if operation(node) in STATIC and (operation(node) != "Cat" or shapes.count(None) <= 1):  # it has not saved where its parts begin
         key = (node.name(), tuple(torch.Size(m.shape) for m in tensors), shapes, tuple(states.items()), settings_of(node))
         if key in _CROSSINGS:
             return _CROSSINGS[key]

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from backpack.core.checkpoints import checkpointed, keep, saved_names
+from backpack.core.checkpoints import checkpointed, keep, saved_names, value_name
 from backpack.core.engine import calling
 from backpack.core.slots import Edge
 from backpack.utils.errors import UnsupportedError
@@ -306,7 +306,7 @@ def saved_tensors(node: Node, results: bool = True) -> Iterator[Tensor]:
         The tensors; none of those of ``torch.utils.checkpoint``, which hands them out a single time.
     """
     for name in saved_names(type(node)) if not checkpointed(node) else ():
-        value = getattr(node, name.replace("_raw", "", 1)) if results or "_saved_result" not in name else None
+        value = getattr(node, value_name(node, name)) if results or "_saved_result" not in name else None
         yield from (part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor))
 
 

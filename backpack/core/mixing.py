@@ -12,8 +12,8 @@ from torch.autograd.graph import Node
 
 from backpack.core.batches import holds_samples, place_of
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, rows_looked_up
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
+from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, rows_looked_up
 from backpack.core.refusals import mixing
 from backpack.core.slots import Slot
 from backpack.core.walk import Walk

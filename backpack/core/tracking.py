@@ -12,9 +12,10 @@ from torch.nn import Parameter
 
 from backpack.core.batches import agrees_with_data, turns
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import SPLIT, State, is_of_parameter
+from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import is_linear, operation, shape_of
 from backpack.core.losses import refuse_without_loss
+from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, mixing, other_rows, refuse_prediction, sizes, turned, unequal
 from backpack.core.samples import Layout, first_axis, settle, unite
 from backpack.core.slots import Edge

@@ -1,0 +1,140 @@
+"""Origins: whether what a node computes is made of parameters alone, or of data, as far as the graph, shapes and memory tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from backpack.core.batches import place_of
+from backpack.core.crossings import ELEMENTWISE, STATIC
+from backpack.core.graph import PIECEWISE_LINEAR, PRODUCTS, operation, saved, saved_tensors, shape_of
+from backpack.core.walk import Walk
+
+LOOKUPS = frozenset("Embedding Index IndexSelect".split())
+"""Operations that select rows of a table."""
+# all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
+_OF_INPUTS = ELEMENTWISE | PRODUCTS | STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
+MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel", "LinalgCross"}
+"""Operations that sum over products."""
+_ENTRYWISE = frozenset("Add Sub Rsub Mul Div Where MaskedFill Index IndexSelect".split())
+
+
+def is_of_parameter(walk: Walk, node: Node, samples: int | None = None, is_constant: Callable[[Tensor], bool] | None = None) -> bool:
+    """Say whether a node makes something of parameters, and of nothing else, so of no data.
+
+    Args:
+        walk: The graph.
+        node: The node.
+        samples: Number of samples, if constants and rows of a table count, too, as long as there are not as many.
+        is_constant: Says of a tensor that a matrix is multiplied with whether it is known to be the same for all samples.
+
+    Returns:
+        Whether it does.
+    """
+    stack, pure, few = [node], True, samples is not None
+    given: dict[Node | None, bool] = {None: False}  # whether something else takes part that is not known to be constant
+    while stack and (pure or few):
+        node = stack[-1]
+        upstream = [n if walk.is_tracked(n) else None for n, _ in node.next_functions]
+        waits = [n for n in upstream if n not in given]
+        stack += waits
+        if waits:
+            continue
+        stack.pop()
+        if node in walk.leaves:
+            given[node] = False
+        elif operation(node) == "Embedding":
+            given[node] = samples is None or samples in rows_looked_up(node)
+            pure, few = pure and not given[node], few and not given[node]
+        else:
+            data = None in upstream or operation(node) not in _OF_INPUTS
+            pure = pure and not data
+            data = data and few and not _uses_constants(walk, node, is_constant)
+            given[node] = data or any(given[n] for n in upstream if n is not None)
+            few = few and not (data and operation(node) not in _ENTRYWISE) and not (given[node] and any(r % samples == 0 for r in rows_made(node)))
+    return pure or few
+
+
+def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool]) -> bool:
+    # whether what takes part beside the graph is known to be constant, a number, or to have no rows of its own
+    if operation(node) in _ENTRYWISE and any(walk.is_tracked(n) and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
+        return True
+    others = [
+        tensor for tensor in saved_tensors(node, results=False) if not (is_made(walk, tensor) and tensor.requires_grad)
+    ]  # frozen parameters are others
+    if operation(node) in PIECEWISE_LINEAR:  # the places of maxima
+        others = [tensor for tensor in others if tensor.is_floating_point()]
+    if not others:
+        return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) for n, _ in node.next_functions)
+    return all(not tensor.dim() or is_constant(tensor) for tensor in others)
+
+
+def is_made(walk: Walk, tensor: Tensor) -> bool:
+    """Say whether a tensor is a parameter, or was made of tracked ones.
+
+    Args:
+        walk: The graph.
+        tensor: A tensor that a node has saved, or a module was called with.
+
+    Returns:
+        Whether it is or was.
+    """
+    return isinstance(tensor, Parameter) or walk.is_tracked(tensor.grad_fn)
+
+
+def rows_made(node: Node) -> torch.Size:
+    """Return the lengths of the axes of what a node makes on which samples lie, usually.
+
+    Args:
+        node: The node.
+
+    Returns:
+        The first two; without that of features.
+    """
+    shape = shape_of((node, 0))
+    return shape[:-1][:2] or shape
+
+
+def rows_looked_up(node: Node) -> torch.Size:
+    """Return the lengths of the axes of indices on which samples lie, usually.
+
+    Args:
+        node: Node of an embedding.
+
+    Returns:
+        The first two; none for a single axis of positions, or with an axis of length one in front.
+    """
+    shape = saved(node, "indices").shape
+    return shape[:2] if len(shape) > 1 and shape[0] != 1 else shape[:0]
+
+
+def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
+    """Say whether a node may bring in data of samples, as far as shapes tell.
+
+    Args:
+        walk: The graph.
+        node: The node.
+        samples: Number of samples.
+
+    Returns:
+        Whether some input depends on no tracked parameter, and what the node makes has as many rows as there are samples, and another shape than
+        its other inputs; or rows are looked up for as many numbers, which are no positions.
+    """
+    if operation(node) in LOOKUPS:
+        return _looks_up_data(walk, node, samples)
+    tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
+    if len(tracked) == len(node.next_functions) or samples not in rows_made(node):
+        return False
+    return operation(node) in MATRIX_PRODUCTS or all(shape_of(edge) != shape_of((node, 0)) for edge in tracked)
+
+
+def _looks_up_data(walk: Walk, node: Node, samples: int) -> bool:
+    numbers = [t for t in saved_tensors(node) if t.dtype in (torch.long, torch.int) and place_of(t) not in walk.constant_places]
+    rows = [t.shape[:2] for t in numbers if t.dim() > 1 and len(t) != 1]
+    # positions have no gaps, in whatever order they come
+    return any(samples in shape for shape in rows) or any(t.shape == (samples,) and (t.sort().values.diff() != 1).any() for t in numbers)
