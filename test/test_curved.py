@@ -198,6 +198,7 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "complex": lambda h: torch.view_as_real(torch.view_as_complex(torch.stack([h, h.sin()], 2)) * torch.polar(POSITIVE, POSITIVE)).sum(2),
     "fft": lambda h: torch.fft.fft(h.sin()).real + torch.fft.irfft(torch.fft.rfft(h.tanh()).conj() * POSITIVE[:2], n=3),
     **{f"scatter {how}": lambda h, how=how: h.scatter_reduce(1, (h > 0).long(), h.sin(), how) for how in "sum mean amax amin".split()},
+    "drawn": lambda h: h.sin() * (h * 1).uniform_(1, 2).sign() + (h * 1).log_normal_().sign() + (h * 1).fill_(2.0),
     "sampled": lambda h: F.grid_sample(h[:, None, None].sin(), POSITIVE.view(1, 1, 3, 1).repeat(len(h), 1, 1, 2), align_corners=True)[:, 0, 0],
 }
 """(Piecewise) linear operations behind or beside curved ones."""

@@ -248,6 +248,26 @@ def test_frozen_prototypes(samples: int) -> None:
     compare_with_each(extend(Attention()), torch.randn(samples, 3))
 
 
+@pytest.mark.parametrize(
+    "bias", [lambda net: net.table(net.places), lambda net: F.embedding(net.places, net.table.weight)], ids=["layer", "function"]
+)
+@pytest.mark.parametrize("samples", [1, 3, 4])
+def test_numbers_of_a_buffer_are_no_samples(samples: int, bias: Callable[[nn.Module], Tensor]) -> None:
+    """Relative positions, of as many positions as there are samples."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query, self.table = nn.Linear(3, 3), nn.Embedding(4, 1)
+            self.register_buffer("places", (torch.arange(4)[:, None] - torch.arange(4)).abs())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ((self.query(x) @ x.mT + bias(self)[..., 0]).softmax(2) @ x).mean(1)
+
+    torch.manual_seed(0)
+    compare_with_each(extend(Attention()), torch.randn(samples, 4, 3))
+
+
 TABLES: dict[str, Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]] = {
     "parameter": lambda part, x: (part.layer(x), part.table),
     "function of a parameter": lambda part, x: (part.layer(x), 2 * part.table.softmax(0) + 0.1),

@@ -43,7 +43,8 @@ _MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "Adaptiv
 PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
     """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
     Amin Aminmax FractionalMaxPool2D FractionalMaxPool3D Sort Topk Kthvalue Median Nanmedian Mode Cummax Cummin NanToNum Fmax Fmin
-    Sign Sgn Round Floor Ceil Trunc Frac Fmod Remainder Copysign""".split()
+    Sign Sgn Round Floor Ceil Trunc Frac Fmod Remainder Copysign Uniform Normal Bernoulli Cauchy Exponential Geometric LogNormal Random
+    Zero Fill""".split()
 )
 """Operations that are linear almost everywhere."""
 _OF_COMPLEX = frozenset("ViewAsReal ViewAsComplex Conj ConjPhysical ResolveConj FftR2C FftC2C FftC2R".split())
