@@ -31,7 +31,7 @@ class Net(nn.Module):
         super().__init__()
         self.expanded = expanded
         self.word, self.position, self.twice, self.head = nn.Embedding(WORDS, 3), nn.Embedding(T + 1, 3), nn.Embedding(T, 3), nn.Linear(3, 4)
-        self.grid, self.trunk = nn.Linear(2, 3), nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3, bias=False))
+        self.grid, self.trunk = nn.Linear(2, 3), nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 3), nn.ELU(inplace=True), nn.Linear(3, 3, bias=False))
         self.vector = nn.Linear(2, 3)
         self.register_buffer("points", torch.randn(T, 2))
 

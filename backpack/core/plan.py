@@ -230,8 +230,8 @@ class Plan(Tracking):
         """
         if self._need is not Need.COLUMNS or set(states.values()) != {SPLIT}:
             return False
-        for mark in (mark for mark in marks if not mark.base):
-            call, rule, piece = mark.call, mark.call.derivatives, self.walk.piece(node, mark.call, False)
+        for mark in marks:
+            call, rule, piece = mark.call, mark.call.derivatives, self.walk.piece(node, mark.call, mark.base)
             if piece is None or rule is None or not rule.any_batch_axis or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
             tracked = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
