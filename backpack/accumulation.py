@@ -11,7 +11,6 @@ from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Combination, MicroBatches, Note, Part
-from backpack.extensions.short_names import callable_if_named
 from backpack.utils.errors import ArgumentError, UnsupportedError, require_module
 from backpack.utils.numbers import is_number
 
@@ -144,7 +143,7 @@ def store(parameter: Parameter, field: str, part: Part, note: Note, *done: str) 
         note: What was known about the one that it replaces.
         *done: What was done to it.
     """
-    setattr(parameter, field, callable_if_named(parameter, field, part.value))
+    setattr(parameter, field, part.value)
     owners.carry(parameter, field, note._replace(samples=part.samples, extra=part.extra, done=note.done.union(done)))
 
 

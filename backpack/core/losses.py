@@ -182,7 +182,7 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
         LossNotExtendedError: Always.
     """
     write = "write `lossfunc = extend(torch.nn.CrossEntropyLoss())`, and `lossfunc(model(X), y).backward()`"
-    hint = f"{write}; a loss by hand goes into a module of your own, `(prediction, target) -> loss`, called with both, which is extended likewise"
+    hint = f"{write}; a loss written by hand goes into a module of your own, `(prediction, target) -> loss`, called with both and extended likewise"
     for call in calls:
         if not call.root:
             continue

@@ -26,7 +26,6 @@ from backpack.extensions.mapped import answered, ask
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Part, join, joins
 from backpack.extensions.rules import FromGradient, Rule, find_faster
-from backpack.extensions.short_names import callable_if_named
 from backpack.extensions.spared import Spared
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import BackpackError, UnattributedError, merge
@@ -300,7 +299,7 @@ class Collector(Reader):
                     value = undifferentiable(value, parameter, extension.savefield, reason)
         if self._debug:
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
-        setattr(parameter, extension.savefield, callable_if_named(parameter, extension.savefield, value))
+        setattr(parameter, extension.savefield, value)
         samples = self._plan.batches.get(parameter, 0)
         chosen = extension.get_subsampling()
         samples = samples if chosen is None else len(chosen)

@@ -16,7 +16,7 @@ from backpack.core.owners import owners
 
 
 class _AlsoMethod(Tensor):
-    """A result that is read under the name of a method of its parameter, too, and is called as such: ``weight.var`` and ``weight.var(0)``."""
+    """A result that is read under the name of a method of its parameter, and is called as such, too: ``weight.var`` and ``weight.var(0)``."""
 
     __torch_function__ = Parameter.__torch_function__  # what is computed of it is an ordinary tensor
 
@@ -33,23 +33,6 @@ class _AlsoMethod(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def callable_if_named(parameter: Parameter, field: str, value: Any) -> Any:
-    """Let a result be called that hides a method of its parameter.
-
-    Args:
-        parameter: The parameter, which is not kept alive.
-        field: Name of the result.
-        value: The result.
-
-    Returns:
-        The same; the variance as a tensor on the same memory that can be called.
-    """
-    if field == "variance" and type(value) is Tensor:
-        value = value.as_subclass(_AlsoMethod)
-        value._parameter = ref(parameter)
-    return value
-
-
 class _ShortName:
     """Reads the field that the last pass has written, the first of several; whatever else has the name is found as before."""
 
@@ -62,7 +45,10 @@ class _ShortName:
         if carried:
             notes = owners.notes(parameter)
             field = max(carried, key=lambda field: getattr(notes.get(field), "turn", 0))
-            value = vars(parameter)[field] = callable_if_named(parameter, field, vars(parameter)[field])  # it may have come with a copy
+            value = vars(parameter)[field]
+            if self._otherwise is not None and type(value) is Tensor:
+                value = value.as_subclass(_AlsoMethod)
+                value._parameter = ref(parameter)
             return value
         if self._otherwise is None:
             raise AttributeError(self._name if parameter is None else f"The parameter carries none of {list(self._fields)}.")
