@@ -166,6 +166,31 @@ def test_drawn_ones_are_counted_by_draws(seen: list[int]) -> None:
     assert seen == [7]
 
 
+class Outer(Module):
+    """Multiplies entries of a sample with two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.seen, self.last = Linear(3, 4), Seen(), Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.seen(self.first(x))
+        return self.last((h[:, :, None] * h[:, None, :2]).flatten(1))
+
+
+def test_products_with_what_is_broadcast(seen: list[int]) -> None:
+    """Two columns for each entry of the smaller factor are born, not for each product."""
+    torch.manual_seed(0)
+    model, x, y = extend(Outer()).double(), torch.randn(3, 3, dtype=torch.float64), torch.tensor([0, 4, 1])
+    with backpack(extensions.DiagHessian()):
+        extend(CrossEntropyLoss())(model(x), y).backward()
+    assert seen == [4 + 2 * 2]  # those of the loss, one less than classes
+    oracle = Oracle(Problem(Outer().double(), x, [Term(CrossEntropyLoss(), y)]))
+    oracle.problem.model.load_state_dict(model.state_dict())
+    for name, parameter in model.named_parameters():
+        close(parameter.diag_h, oracle.diag_h_batch[name].sum(0))
+
+
 def test_published_columns() -> None:
     """Those of the usual root: for a bias of the last layer, the root itself."""
     model = step(extensions.DiagGGNExact(), extensions.SqrtGGNExact(), samples=3)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from backpack.core.crossings import SPLIT, Gap, Way
-from backpack.core.graph import shape_of, tensor_at
+from backpack.core.graph import operation, shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, first_axis, label_tensor, settle
 from backpack.utils.eigen import eigh
@@ -49,17 +49,31 @@ def is_solvable(gap: Gap) -> bool:
     if set(gap.states) != {0} or not is_known(node) or has_complex(gap) or not is_plain_attention(node):
         return False
     layouts = _layouts(gap)
-    if (found := product(node)) is not None:
-        of_factors = [layouts[number] for number in (*found.numbers, -1)]
-        if all(layout is not None and layout.of_one for layout in of_factors):
-            return len({max(layout.labels, default=0) for layout in of_factors}) == 1
-        return all(layout is None or len(set(map(layout.labels.count, range(layout.samples)))) <= 1 for layout in layouts)
+    if (found := _product_of(gap)) is not None:
+        return _is_even(found, layouts)
     axes = axes_of(node)
     if not axes or gap.states[0] is SPLIT:
         return True
     places = [(layout, len(n[2])) for layout, n in zip(layouts, gap.nexts, strict=False) if n is not None]
     known = all(layout is not None and (layout.of_one or layout.axis - ndim not in axes) for layout, ndim in places)
     return known and len({layout for layout, _ in places}) == 1
+
+
+def _is_even(found: Product, layouts: list[Layout | None]) -> bool:
+    # whether samples have as many rows each, so that all are factorized at once
+    of_factors = [layouts[number] for number in (*found.numbers, -1)]
+    if all(layout is not None and layout.of_one for layout in of_factors):
+        return len({max(layout.labels, default=0) for layout in of_factors}) == 1
+    return all(layout is None or len(set(map(layout.labels.count, range(layout.samples)))) <= 1 for layout in layouts)
+
+
+def _product_of(gap: Gap) -> Product | None:
+    # a product of two factors; an element-wise one if a factor is broadcast, which is smaller: else entries are blocks of their own
+    shapes = {n[2] for n in gap.nexts if n is not None}
+    if operation(gap.node) != "Mul" or len(shapes) < 2:
+        return product(gap.node)
+    found = Product(torch.mul, (0, 1))
+    return found if _is_even(found, _layouts(gap)) else None
 
 
 def has_complex(gap: Gap) -> bool:
@@ -85,7 +99,7 @@ def residual(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     Returns:
         Signs ``[V, N]``, and the columns on each input.
     """
-    found = product(gap.node)
+    found = _product_of(gap)
     return _of_blocks(gap, grad) if found is None else _of_product(gap, grad, found)
 
 
@@ -98,7 +112,7 @@ def columns_of(gap: Gap) -> int:
     Returns:
         Number of columns, ``V``.
     """
-    found, layouts = product(gap.node), _layouts(gap)
+    found, layouts = _product_of(gap), _layouts(gap)
     sizes = {i: prod(n[2]) for i, n in enumerate(gap.nexts) if n is not None}
     if found is not None:
         return 2 * min(_share(sizes[i], layouts[i]) for i in found[1])
