@@ -185,8 +185,9 @@ def test_products_with_what_is_broadcast(seen: list[int]) -> None:
     with backpack(extensions.DiagHessian()):
         extend(CrossEntropyLoss())(model(x), y).backward()
     assert seen == [4 + 2 * 2]  # those of the loss, one less than classes
-    oracle = Oracle(Problem(Outer().double(), x, [Term(CrossEntropyLoss(), y)]))
-    oracle.problem.model.load_state_dict(model.state_dict())
+    plain = Outer().double()
+    plain.load_state_dict(model.state_dict())
+    oracle = Oracle(Problem(plain, x, [Term(CrossEntropyLoss(), y)]))
     for name, parameter in model.named_parameters():
         close(parameter.diag_h, oracle.diag_h_batch[name].sum(0))
 
