@@ -735,6 +735,29 @@ def test_loss_that_hides_what_it_depends_on_is_refused() -> None:
         GenericLossDerivatives().sum_hessian(record(Own(), normal(3, 2), torch.tensor([0, 1, 1])), None, None)
 
 
+@pytest.mark.parametrize("shape", [(3,), (1,), (0,), (3, 2)])
+@pytest.mark.parametrize("dtype", [DOUBLE, torch.float32])
+def test_loss_of_a_function_that_keeps_its_inputs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    class Distance(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+            ctx.save_for_backward(x, y)
+            return (x - y).cosh()
+
+        @staticmethod
+        def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+            x, y = ctx.saved_tensors
+            return grad * (x - y).sinh(), None
+
+    class Own(nn.Module):
+        def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+            return Distance.apply(prediction, target).sum()
+
+    x, y = normal(*shape).to(dtype), normal(*shape).to(dtype)
+    product = GenericLossDerivatives().make_hessian_mat_prod(record(Own(), x, y), None, None)
+    torch.testing.assert_close(product(torch.ones(1, *shape, dtype=dtype))[0], (x - y).cosh())
+
+
 class Averaging(nn.MSELoss):
     """Keeps a running average, as an attribute and in a buffer."""
 

@@ -64,11 +64,13 @@ def stands_beside(walk: Walk, node: Node, call: ModuleCall, samples: int) -> boo
 
 def _is_bare(walk: Walk, node: Node, samples: int, copies: bool = True) -> bool:
     # whether a node makes something of parameters and constants alone, looks nothing up, and, if asked, copies nothing for each sample
+    if not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
+        return False
     for n in _upstream(walk, node):
         name, shape = operation(n), shape_of((n, 0))
         if name in LOOKUPS or (not copies and name in ("Expand", "Repeat") and shape[:1] == (samples,) and shape != shape_of(n.next_functions[0])):
             return False
-    return is_of_parameter(walk, node, samples, partial(_is_constant, walk))
+    return True
 
 
 def is_shared(walk: Walk, node: Node, samples: int) -> bool:

@@ -307,8 +307,8 @@ def _is_complete(product: Callable[[Tensor], Tensor], gradient: Callable[[Tensor
     expected, found = (ahead - behind) / (2 * step), product(direction)
     noise = 10 * precision * largest(ahead) / step
     size = max(largest(expected), largest(found))
-    curved = (expected.abs().maximum(found.abs()) > noise + 0.01 * size).flatten(1).any(1)
-    off = ((expected - found).abs() > noise + max(1e-3, precision**0.25) * size).flatten(1).any(1)
+    curved = (expected.abs().maximum(found.abs()) > noise + 0.01 * size).unsqueeze(-1).flatten(1).any(1)
+    off = ((expected - found).abs() > noise + max(1e-3, precision**0.25) * size).unsqueeze(-1).flatten(1).any(1)
     return not 2 * off.sum() > curved.sum()
 
 
