@@ -573,9 +573,11 @@ SELECTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda h, rows: h[rows],
     "index, negative": lambda h, rows: h[rows - len(h)],
     "index, mask": lambda h, rows: h[torch.zeros(len(h), dtype=torch.bool).index_fill(0, rows, True)],
+    "index, bytes": lambda h, rows: h[torch.zeros(len(h), dtype=torch.uint8).index_fill(0, rows, 1)],
     "index, other axis": lambda h, rows: h.T[:, rows],
     "index of columns": lambda h, rows: h[:, rows % 3],
     "select": lambda h, rows: h.index_select(0, rows),
+    "select one": lambda h, rows: h.index_select(0, rows[0]),
     "select, other axis": lambda h, rows: h.T.index_select(-1, rows),
     "gather": lambda h, rows: h.gather(0, rows[:, None].expand(-1, 3)),
     "gather of columns": lambda h, rows: h.gather(1, (rows[:1, None] % 3).expand(len(h), 3)),
@@ -588,6 +590,7 @@ SELECTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("labels", [(0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 3, 0, 1, 2, 3), (3, 0, -1, 2, 1, 1, -1, 0), (1,) * 8])
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5, 6, 7], [7, 0, 0, 5, 2], [1, 1], [2, 3, 6, 6, 7, 7, 7, 0]])
 @pytest.mark.parametrize("name", SELECTED)

@@ -209,14 +209,14 @@ def _rows(node: Node) -> tuple[int, Tensor] | None:
     if operation(node) == "Index":
         dims = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if index is not None]
         dim, index = dims[0]
-        return (dim, index.nonzero()[:, 0] if index.dtype == torch.bool else index) if len(dims) == 1 and index.dim() == 1 else None
+        return (dim, index.nonzero()[:, 0] if index.dtype in (torch.bool, torch.uint8) else index) if len(dims) == 1 and index.dim() == 1 else None
     dim, index = saved(node, "dim"), saved(node, "index")
     if index.dim() > 1:
         others = [axis for axis in range(index.dim()) if axis != dim % index.dim()]
         if any(not index.shape[axis] or (index.shape[axis] > 1 and index.stride(axis)) for axis in others):
             return None
         index = index.movedim(dim, -1)[(0,) * len(others)]
-    return dim, index
+    return dim, index.reshape(-1)
 
 
 def _labels_of_selected(labels: Tensor, index: Tensor, rows: int, samples: int) -> tuple[int, ...] | None:
