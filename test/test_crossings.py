@@ -26,7 +26,7 @@ from backpack.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = pytest.mark.filterwarnings("error", "ignore:indexing with dtype torch.uint8")
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -590,7 +590,6 @@ SELECTED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("labels", [(0, 0, 1, 1, 2, 2, 3, 3), (0, 1, 2, 3, 0, 1, 2, 3), (3, 0, -1, 2, 1, 1, -1, 0), (1,) * 8])
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5, 6, 7], [7, 0, 0, 5, 2], [1, 1], [2, 3, 6, 6, 7, 7, 7, 0]])
 @pytest.mark.parametrize("name", SELECTED)
