@@ -268,6 +268,45 @@ def test_numbers_of_a_buffer_are_no_samples(samples: int, bias: Callable[[nn.Mod
     compare_with_each(extend(Attention()), torch.randn(samples, 4, 3))
 
 
+RELATIVE: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "layer": lambda net, places: net.table(places),
+    "function": lambda net, places: F.embedding(places, net.table.weight),
+    "index": lambda net, places: net.table.weight[places],
+}
+
+
+class Relative(nn.Module):
+    """Attention with a bias that is looked up for numbers that the forward pass computes, of no input or of the mini-batch."""
+
+    def __init__(self, look_up: Callable[[nn.Module, Tensor], Tensor], places: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.query, self.table, self.look_up, self.places = nn.Linear(3, 3), nn.Embedding(9, 1), look_up, places
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.look_up(self, self.places(x)).permute(2, 0, 1)
+        return ((self.query(x) @ x.mT + bias).softmax(2) @ x).mean(1)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4, 5])
+@pytest.mark.parametrize("name", RELATIVE)
+def test_relative_positions_are_no_samples(name: str, samples: int) -> None:
+    torch.manual_seed(0)
+    model = Relative(RELATIVE[name], lambda x: (torch.arange(x.shape[1])[:, None] - torch.arange(x.shape[1])).clamp(-2, 2) + 2)
+    compare_with_each(extend(model), torch.randn(samples, 4, 3))
+
+
+@pytest.mark.parametrize(
+    "places", [lambda x: (x[..., 0] > 0).long(), lambda x: (x[..., 0] > 9).long(), lambda x: x.argsort(1)[..., 0]], ids=["signs", "the same", "order"]
+)
+@pytest.mark.parametrize("name", RELATIVE)
+def test_numbers_that_data_tell_are_samples(name: str, places: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = extend(Relative(RELATIVE[name], places))
+    with pytest.raises(MixedSamplesError), backpack(BatchGrad()):
+        (model(torch.randn(4, 4, 3)) ** 3).sum().backward()
+    assert results(model) == {}
+
+
 TABLES: dict[str, Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]] = {
     "parameter": lambda part, x: (part.layer(x), part.table),
     "function of a parameter": lambda part, x: (part.layer(x), 2 * part.table.softmax(0) + 0.1),

@@ -12,8 +12,8 @@ from torch.autograd.graph import Node
 
 from backpack.core.batches import holds_samples, place_of
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.graph import operation, saved, saved_tensors, shape_of
-from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, rows_looked_up
+from backpack.core.graph import operation, saved_tensors, shape_of
+from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, is_relative, looked_up
 from backpack.core.refusals import mixing
 from backpack.core.slots import Slot
 from backpack.core.walk import Walk
@@ -150,16 +150,17 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
         rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
         known = _holds_samples(walk, _tensor(slot), samples)
         if walk.is_data(slot):
-            batched = samples in rows[:2] and rows[0] != 1 and not _is_constant(walk, _tensor(slot))
+            batched = samples in rows[:2] and rows[0] != 1 and not (_is_constant(walk, _tensor(slot)) or is_relative(_tensor(slot)))
         else:
             batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and slot.edge[0] in _upstream(walk, node)
         if (known or batched) and not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
             raise mixing(walk, node, how + ("" if known or not walk.is_data(slot) else _unknown_rows(slot.shape, rows.index(samples))))
-    rows = rows_looked_up(node) if operation(node) == "Embedding" and not _is_constant(walk, saved(node, "indices")) else ()
+    numbers = looked_up(walk, node)
+    rows = () if numbers is None else numbers.shape[:2]
     if samples in rows or any(_holds_samples(walk, tensor, samples) for tensor in saved_tensors(node)):
         how = f"what {node.name()} computes of data is summed over the {samples} samples"
-        raise mixing(walk, node, how + (_unknown_rows(saved(node, "indices").shape, rows.index(samples)) if samples in rows else ""))
+        raise mixing(walk, node, how + (_unknown_rows(numbers.shape, rows.index(samples)) if samples in rows else ""))
 
 
 def _unknown_rows(shape: torch.Size, axis: int) -> str:

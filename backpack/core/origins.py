@@ -21,6 +21,9 @@ LOOKUPS = frozenset("Embedding Index IndexSelect".split())
 _OF_INPUTS = ELEMENTWISE | PRODUCTS | STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
 MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel", "LinalgCross"}
 """Operations that sum over products."""
+_MATRIX, _INTEGERS = 2, (torch.long, torch.int)
+_FEW = 4
+"""Numbers of positions below which samples could look like them."""
 _ENTRYWISE = frozenset("Add Sub Rsub Mul Div Where MaskedFill Index IndexSelect".split())
 
 
@@ -49,7 +52,7 @@ def is_of_parameter(walk: Walk, node: Node, samples: int | None = None, is_const
         if node in walk.leaves:
             given[node] = False
         elif operation(node) == "Embedding":
-            given[node] = samples is None or samples in rows_looked_up(node)
+            given[node] = samples is None or ((numbers := looked_up(walk, node)) is not None and samples in numbers.shape[:2])
             pure, few = pure and not given[node], few and not given[node]
         else:
             data = None in upstream or operation(node) not in _OF_INPUTS
@@ -100,17 +103,36 @@ def rows_made(node: Node) -> torch.Size:
     return shape[:-1][:2] or shape
 
 
-def rows_looked_up(node: Node) -> torch.Size:
-    """Return the lengths of the axes of indices on which samples lie, usually.
+def looked_up(walk: Walk, node: Node) -> Tensor | None:
+    """Return the numbers for which rows are looked up, if samples may lie on one of their first two axes.
 
     Args:
-        node: Node of an embedding.
+        walk: The graph.
+        node: A node.
 
     Returns:
-        The first two; none for a single axis of positions, or with an axis of length one in front.
+        Indices; ``None`` if the node looks nothing up, for a single axis of positions, relative positions, numbers in a buffer, or with an axis of
+        length one in front.
     """
-    shape = saved(node, "indices").shape
-    return shape[:2] if len(shape) > 1 and shape[0] != 1 else shape[:0]
+    found = saved(node, "indices") if operation(node) in ("Embedding", "Index") else None
+    given = [index for index in (found if isinstance(found, tuple) else (found,)) if index is not None]
+    if len(given) != 1 or given[0].dim() < _MATRIX or given[0].dtype not in _INTEGERS:
+        return None
+    return None if len(given[0]) == 1 or place_of(given[0]) in walk.constant_places or is_relative(given[0]) else given[0]
+
+
+def is_relative(numbers: Tensor | None) -> bool:
+    """Say whether numbers are those of relative positions, as far as they tell: each depends on the difference of its two places.
+
+    Args:
+        numbers: Any tensor.
+
+    Returns:
+        Whether they are; not where they are few, or all the same, as data may be.
+    """
+    if numbers is None or numbers.dim() != _MATRIX or min(numbers.shape) < _FEW or numbers.is_floating_point():
+        return False
+    return torch.equal(numbers[1:, 1:], numbers[:-1, :-1]) and bool((numbers != numbers[0, 0]).any())
 
 
 def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
@@ -134,7 +156,7 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
 
 
 def _looks_up_data(walk: Walk, node: Node, samples: int) -> bool:
-    numbers = [t for t in saved_tensors(node) if t.dtype in (torch.long, torch.int) and place_of(t) not in walk.constant_places]
-    rows = [t.shape[:2] for t in numbers if t.dim() > 1 and len(t) != 1]
+    numbers = [t for t in saved_tensors(node) if t.dtype in _INTEGERS and place_of(t) not in walk.constant_places]
+    rows = [t.shape[:2] for t in numbers if t.dim() > 1 and len(t) != 1 and not is_relative(t)]
     # positions have no gaps, in whatever order they come
     return any(samples in shape for shape in rows) or any(t.shape == (samples,) and (t.sort().values.diff() != 1).any() for t in numbers)
