@@ -107,3 +107,54 @@ def test_products_where_a_class_is_certain(name: str, logit: float) -> None:
     found = getattr(layer.bias, extension.savefield)(torch.eye(3))
     probs = layer.bias.detach().double().softmax(0)
     torch.testing.assert_close(found.double(), probs.diag() - probs.outer(probs), rtol=1e-5, atol=1e-17)
+
+
+def gate(h: Tensor) -> Tensor:
+    """Normalize by hand, the factor of each sample as a tensor of its own."""
+    return h.square().mean(-1, keepdim=True).add(1e-8).rsqrt()
+
+
+NORMALIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "broadcast": lambda h: h * gate(h),
+    "broadcast, from the left": lambda h: gate(h) * h,
+    "entry by entry": lambda h: h * gate(h).repeat(1, h.shape[1]),
+    "quotient": lambda h: h / gate(h).reciprocal(),
+    "products of matrices": lambda h: torch.bmm(h.unsqueeze(2), gate(h).unsqueeze(2)).squeeze(2),
+    "samples last": lambda h: (h.T * gate(h).T).T,
+    "ragged": lambda h: (h.repeat(2, 1)[1:] * gate(h).repeat(2, 1)[1:])[-len(h) :],
+    "attention": lambda h: nn.functional.scaled_dot_product_attention(*(t.unflatten(1, (1, 2, -1)) for t in (h / 5, 5 * gate(h) * h, h))).flatten(1),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_second_derivatives_of_samples_of_several_sizes(name: str) -> None:
+    """Columns of different signs are cut in the units of each sample: they would cancel almost, else."""
+    torch.manual_seed(0)
+    layer, last = nn.Linear(6, 8, bias=False), nn.Linear(8, 3)
+    x, y = torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
+    x[1:3] *= torch.tensor([[1e-3], [1e2]])
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = extend(nn.Sequential(deepcopy(layer), Function(NORMALIZED[name]), deepcopy(last)).to(dtype))
+        with backpack(extensions.BatchDiagHessian()):
+            extend(nn.CrossEntropyLoss(reduction="sum"))(model(x.to(dtype)), y).backward()
+        found.append(model[0].weight.diag_h_batch.double().flatten(1))
+    single, exact = found
+    assert ((single - exact).norm(dim=1) <= 5e-6 * exact.norm(dim=1)).all()
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e4])
+def test_second_derivatives_of_shared_layers(size: float) -> None:
+    """What couples the weight of a layer with its input, which it has made, likewise."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 6, bias=False)
+    model = nn.Sequential(layer, nn.Tanh(), Function(lambda h: size * h), layer, Function(lambda h: h / size), nn.Linear(6, 3, bias=False))
+    x, y = torch.randn(5, 6), torch.tensor([0, 1, 2, 0, 1])
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        net = extend(deepcopy(model).to(dtype))
+        with backpack(extensions.BatchDiagHessian()):
+            extend(nn.CrossEntropyLoss(reduction="sum"))(net(x.to(dtype)), y).backward()
+        found.append(net[0].weight.diag_h_batch.double().flatten(1))
+    single, exact = found
+    assert ((single - exact).norm(dim=1) <= 5e-6 * exact.norm(dim=1)).all()

@@ -66,18 +66,18 @@ _ALONG_AXES = {
     "Glu0": ("glu", "self dim"),
 }
 _CONVOLUTION = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
-# a function, and the numbers of the next edges of its two factors
+# a function, the numbers of the next edges of its two factors, and their names
 _OF_TWO = {
-    "Mm0": (torch.mm, (0, 1)),
-    "Bmm0": (torch.bmm, (0, 1)),
-    "Mv0": (torch.mv, (0, 1)),
-    "Dot0": (torch.dot, (0, 1)),
-    "Vdot0": (torch.vdot, (0, 1)),
-    "Addmm0": (torch.mm, (1, 2)),
-    "Baddbmm0": (torch.bmm, (1, 2)),
-    "Addmv0": (torch.mv, (1, 2)),
-    "Convolution0": (torch.convolution, (0, 1)),
-    "LinalgCross0": (torch.linalg.cross, (0, 1)),
+    "Mm0": (torch.mm, (0, 1), ("self", "mat2")),
+    "Bmm0": (torch.bmm, (0, 1), ("self", "mat2")),
+    "Mv0": (torch.mv, (0, 1), ("self", "vec")),
+    "Dot0": (torch.dot, (0, 1), ("self", "tensor")),
+    "Vdot0": (torch.vdot, (0, 1), ("self", "other")),
+    "Addmm0": (torch.mm, (1, 2), ("mat1", "mat2")),
+    "Baddbmm0": (torch.bmm, (1, 2), ("batch1", "batch2")),
+    "Addmv0": (torch.mv, (1, 2), ("mat", "vec")),
+    "Convolution0": (torch.convolution, (0, 1), ("input", "weight")),
+    "LinalgCross0": (torch.linalg.cross, (0, 1), ("self", "other")),
 }
 _SOFTMAX = frozenset({"Softmax0", "SafeSoftmax0"})
 _ATTENTION = frozenset(f"ScaledDotProduct{kind}0" for kind in "FlashAttentionForCpu FlashAttention EfficientAttention CudnnAttention".split())
@@ -109,10 +109,12 @@ class Product(NamedTuple):
     Attributes:
         function: Of the factors.
         numbers: Numbers of their next edges.
+        names: Names under which the node has saved them.
     """
 
     function: Callable[[Tensor, Tensor], Tensor]
     numbers: tuple[int, int]
+    names: tuple[str, str]
 
 
 def _key(node: Node) -> str:
@@ -144,14 +146,14 @@ def product(node: Node) -> Product | None:
     """
     if _key(node) not in _OF_TWO:
         return None
-    function, numbers = _OF_TWO[_key(node)]
+    function, numbers, names = _OF_TWO[_key(node)]
     if operation(node) == "Convolution":
         stride, padding, dilation, transposed, extra, groups = (saved(node, name) for name in _CONVOLUTION)
-        return Product(lambda x, w: function(x, w, None, stride, padding, dilation, transposed, extra, groups), numbers)
+        return Product(lambda x, w: function(x, w, None, stride, padding, dilation, transposed, extra, groups), numbers, names)
     if operation(node) == "LinalgCross":
-        return Product(partial(function, dim=saved(node, "dim")), numbers)
+        return Product(partial(function, dim=saved(node, "dim")), numbers, names)
     scale = saved(node, "alpha") if numbers == (1, 2) else 1
-    return Product(lambda x, w: scale * function(x, w), numbers)
+    return Product(lambda x, w: scale * function(x, w), numbers, names)
 
 
 def axes_of(node: Node) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import vjp, vmap
 
 from backpack.core.crossings import SPLIT, Gap, Way
-from backpack.core.graph import operation, shape_of, tensor_at
+from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, first_axis, label_tensor, settle
 from backpack.utils.eigen import eigh
@@ -72,7 +72,7 @@ def _product_of(gap: Gap) -> Product | None:
     shapes = {n[2] for n in gap.nexts if n is not None}
     if operation(gap.node) != "Mul" or len(shapes) < 2:
         return product(gap.node)
-    found = Product(torch.mul, (0, 1))
+    found = Product(torch.mul, (0, 1), ("self", "other"))
     return found if _is_even(found, _layouts(gap)) else None
 
 
@@ -178,15 +178,18 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     units = units.reshape(size, count, *(n if axis in coupled else 1 for axis, n in enumerate(values[0].shape)))
     rows = torch.stack([torch.stack(multiply(tuple(part.expand(values[0].shape) for part in unit))) for unit in units])
     matrices = rows.movedim([2 + axis for axis in coupled], list(range(2, 2 + len(coupled)))).reshape(size, size, prod(kept)).movedim(2, 0)
-    eigenvalues, vectors = _eigenvectors(wide(matrices), values)
 
-    # the blocks of one sample need columns of their own
     settled = settle(layout)
     if settled.of_one:
         labels = torch.full((prod(kept),), max(settled.labels, default=0), dtype=torch.int64, device=grad.device)
     else:
         axis = sum(axis not in coupled for axis in range(layout.axis))
         labels = along(label_tensor(settled.labels, grad.device), axis, len(kept)).expand(kept).flatten()
+    flat = [value.movedim(coupled, list(range(len(coupled)))).reshape(prod(lengths), prod(kept)) for value in values]
+    sized = flat if parts is None else list(flat[0].split([part.numel() for part in parts]))
+    eigenvalues, vectors = _eigenvectors(wide(matrices), _sizes_in_blocks(sized, labels, layout.samples))
+
+    # the blocks of one sample need columns of their own
     turns, most = _turns(labels, layout.samples)
     full = grad.new_zeros(most, prod(kept), size, size)
     places = torch.arange(prod(kept), device=grad.device)
@@ -204,24 +207,54 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     return signs.movedim(2, 1).reshape(most * size, layout.samples), born
 
 
-def _eigenvectors(matrices: Tensor, values: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _eigenvectors(matrices: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
     """Factorize blocks, in units in which the values are of one size: else columns of different signs would cancel almost, at the parameters.
 
     Args:
         matrices: Symmetric, ``[B, M, M]``, where the entries of one value stand side by side.
-        values: Some tensors.
+        units: Of the entries, ``[B, M]``.
 
     Returns:
         ``e [B, M]`` and ``v [B, M, M]`` so that the blocks are ``v diag(e) v^T``.
     """
     if matrices.shape[-1] == 1:
         return matrices[:, 0], torch.ones_like(matrices)
-    sizes = torch.stack([value.square().mean().sqrt() for value in values])
-    units = torch.where((sizes > 0) & sizes.isfinite(), sizes, 1.0).repeat_interleave(matrices.shape[-1] // len(values))
-    matrices = matrices * units * units.unsqueeze(1)
+    matrices = matrices * units.unsqueeze(1) * units.unsqueeze(2)
     linear = matrices.shape[-1] == 2 and not matrices[:, 0, 0].any()  # noqa: PLR2004 (two variables)
     eigenvalues, vectors = _linear_in_first(matrices) if linear else eigh(matrices)
-    return eigenvalues, vectors / units.unsqueeze(1)
+    return eigenvalues, vectors / units.unsqueeze(2)
+
+
+def sizes_of(values: Tensor) -> Tensor:
+    """Return the root mean square of the values of each sample, as the unit of its entries; one if it is zero, or not finite.
+
+    Args:
+        values: Tensor with the samples on the first axis.
+
+    Returns:
+        The sizes, ``[N]``.
+    """
+    return _units(wide(values).square().reshape(len(values), values.shape[1:].numel()).mean(1))
+
+
+def _units(squares: Tensor) -> Tensor:
+    return torch.where((squares > 0) & squares.isfinite(), squares.sqrt(), 1.0)
+
+
+def _sizes_in_blocks(values: list[Tensor], labels: Tensor, samples: int) -> Tensor:
+    """Return what ``sizes_of`` does for blocks, of which a sample may have several.
+
+    Args:
+        values: Values of each input, ``[entries, B]``.
+        labels: Sample of each block.
+        samples: Number of samples.
+
+    Returns:
+        Unit of each entry, ``[B, M]``.
+    """
+    counts = labels.bincount(minlength=samples)
+    squares = [torch.zeros(samples, dtype=wide(v).dtype, device=v.device).index_add(0, labels, wide(v).square().mean(0)) / counts for v in values]
+    return torch.stack([_units(total)[labels] for total, v in zip(squares, values, strict=True) for _ in v], 1)
 
 
 def _linear_in_first(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -270,7 +303,7 @@ def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Bo
     Returns:
         See ``residual``.
     """
-    function, numbers = found
+    function, numbers = found.function, found.numbers
     layouts = _layouts(gap)
     grad = grad if layouts[-1] is None else _samples_first(grad, layouts[-1])
     shapes = []
@@ -288,7 +321,9 @@ def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Bo
     units = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, *shapes[few])
     partners = vmap(lambda unit: vmap(lambda g: other(unit, g))(grad))(units)
     units = units.unsqueeze(1).expand(size, len(grad), *shapes[few])
-    columns, signs = pairs(units, partners)
+    values = [(saved(gap.node, name), layouts[number]) for name, number in zip(found.names, numbers, strict=True)]
+    sizes = [sizes_of(value.unsqueeze(0) if layout is None else _samples_first(value, layout)) for value, layout in values]
+    columns, signs = pairs(units, partners, sizes[1 - few] / sizes[few])
     born = []
     for number, part in zip(numbers, columns if few == 0 else columns[::-1], strict=True):
         layout = layouts[number]
@@ -296,17 +331,18 @@ def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Bo
     return signs if layouts[-1] is None else signs.expand(-1, layouts[-1].samples), born
 
 
-def pairs(one: Tensor, other: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+def pairs(one: Tensor, other: Tensor, ratio: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """Factorize ``sum_p (a_p b_p^T + b_p a_p^T)``.
 
     Args:
         one: ``a``, of norm one, ``[P, N, *]``.
         other: ``b [P, N, *]``.
+        ratio: Of the sizes of the values at which columns on ``a`` and on ``b`` arrive: in these units both parts of a column are of one size.
 
     Returns:
         Both parts of the columns ``[2 P, N, *]``, and signs ``[2 P, N]``.
     """
-    scale = other.flatten(2).norm(dim=2).sqrt()
+    scale = (other.flatten(2).norm(dim=2) * ratio).sqrt().to(other.dtype)
     scales = [
         (factor * 0.5**0.5).reshape(*scale.shape, *[1] * (t.dim() - 2))
         for factor, t in ((scale, one), (torch.where(scale > 0, 1 / scale, 0.0), other))

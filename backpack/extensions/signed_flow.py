@@ -20,7 +20,7 @@ from backpack.core.flow import Columns, Use
 from backpack.core.graph import PRODUCTS, is_linear, operation, shape_of
 from backpack.core.node_functions import product
 from backpack.core.plan import Plan
-from backpack.core.residuals import Born, is_solvable, pairs, residual
+from backpack.core.residuals import Born, is_solvable, pairs, residual, sizes_of
 from backpack.core.samples import Layout, add_rows
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
@@ -103,7 +103,7 @@ class SignedSqrtFlow(RootFlow):
         grads = grad.expand(size, *grad.shape).flatten(0, 1)
         at = _AtInput(call, units.flatten(0, 1), size)
         partners = call.derivatives._param_mjp("weight", at, None, (grads,), grads[None], sum_batch=False)[0].unflatten(0, (size, len(grad)))
-        (below, weight), signs = pairs(units, partners)
+        (below, weight), signs = pairs(units, partners, sizes_of(call.weight.unsqueeze(0)) / sizes_of(call.input0))
         weight = add_rows(separate_rows(weight, signs, layout)[0], layout)
         below, signs = separate_rows(below, signs, layout)
         yield Source(call.order, signs), below, {"weight": weight}
