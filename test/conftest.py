@@ -16,6 +16,17 @@ settings.register_profile("backpack", derandomize=True, deadline=None)
 settings.load_profile("backpack")
 
 
+def freeze() -> None:
+    """Let the garbage collector pass over what is there."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    """Spare it the tests themselves, a million objects that stay."""
+    freeze()
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     """Start each test from the same random state."""
@@ -33,9 +44,9 @@ def short_columns_are_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_garbage_collector() -> Iterator[None]:
     """Let whatever forms a reference cycle stay; what was there before a test is not looked at."""
-    gc.collect()
-    gc.freeze()
+    freeze()
     gc.disable()
     yield
     gc.enable()
     gc.unfreeze()
+    freeze()

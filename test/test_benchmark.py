@@ -160,8 +160,15 @@ def test_libraries_compute_the_same(quantity: str) -> None:
         torch.testing.assert_close(mine, value, msg=name)
 
 
+BY_HAND = [
+    pytest.param(problem, quantity, marks=pytest.mark.slow if problem == "All-CNN-C" else ())
+    for problem, names in by_hand.QUANTITIES.items()
+    for quantity in names[1:]
+]
+
+
 @pytest.mark.parametrize("samples", [1, 2])
-@pytest.mark.parametrize(("problem", "quantity"), [(problem, quantity) for problem, names in by_hand.QUANTITIES.items() for quantity in names[1:]])
+@pytest.mark.parametrize(("problem", "quantity"), BY_HAND)
 def test_by_hand_is_the_same(problem: str, quantity: str, samples: int) -> None:
     """What is written by hand has our results, and sets the same gradients; with one seed both draw the same labels."""
     torch.manual_seed(0)
