@@ -246,5 +246,4 @@ for _name, _forward, _own in (
         "reused",
         "nested",
         "other parameters",
-        *["opaque"][: _name == "packed GRU"],
     )

@@ -5,6 +5,7 @@ Private symbols of torch live here, in ``calls.py``, ``checkpoints.py`` and ``en
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
@@ -51,6 +52,12 @@ _OF_COMPLEX = frozenset("ViewAsReal ViewAsComplex Conj ConjPhysical ResolveConj 
 """Operations that are linear in real and imaginary parts."""
 _LINEAR_IN_THE_FIRST = {"Div": 1, "DivScalar": 1, "Ldexp": 1, "GridSampler2D": 1, "GridSampler3D": 1, "Lerp": 2}
 """Operations that are linear in so many of their arguments, the first ones, where nothing else varies."""
+_ON_A_PART = "torch::autograd::CopySlices"
+"""Any operation in place on a part of a tensor."""
+_ASSIGNMENT = "backpack.assignment"
+"""Key in the metadata of such a node that says whether it is an assignment."""
+_BENT = frozenset("ThresholdBackward LeakyReluBackward HardtanhBackward RreluWithNoiseBackward".split())
+"""Backward passes of operations that are linear almost everywhere: only on the gradient, their first argument, do they depend smoothly."""
 PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear LinalgCross".split())
 """Operations that are linear in each of their factors."""
 
@@ -68,6 +75,10 @@ def is_linear(node: Node, varies: Callable[[Node], Any]) -> bool:
     name = operation(node)
     if name in LINEAR or name in _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
         return True
+    if node.name() == _ON_A_PART:
+        if _ASSIGNMENT not in node.metadata:
+            node.metadata[_ASSIGNMENT] = _is_assignment(node)
+        return node.metadata[_ASSIGNMENT]
     varied = [n for n, _ in node.next_functions if n is not None and varies(n)]
     if name in PRODUCTS:
         return len(varied) <= 1
@@ -75,6 +86,37 @@ def is_linear(node: Node, varies: Callable[[Node], Any]) -> bool:
         return not any(n is not None and tensor_at((n, nr)).dtype.is_complex for n, nr in node.next_functions)
     first = _LINEAR_IN_THE_FIRST.get(name, 0)
     return first > 0 and not any(n is not None and varies(n) for n, _ in node.next_functions[first:])
+
+
+def _is_assignment(node: Node) -> bool:
+    """Say whether the backward pass of a node is made of gradients alone, and reads no tensor of the forward pass that varies.
+
+    Args:
+        node: The node of an operation in place on a part of a tensor, which does not tell what the operation is.
+
+    Returns:
+        Whether it is, as with assignments: then the operation is linear, almost everywhere.
+    """
+    given = tensor_at((node, 0))
+    python: list[str] = []  # a custom function runs, which may hide what it reads
+    before = sys.getprofile()
+    with torch.enable_grad():
+        start = torch.zeros(given.shape, dtype=given.dtype, device=given.device, requires_grad=True).clone()
+        sys.setprofile(lambda _frame, event, _: python.append(event) if event == "call" else None)
+        try:
+            found = node(start)
+        finally:
+            sys.setprofile(before)
+    last = sequence_number(start.grad_fn)
+    stack, seen = [t.grad_fn for t in (found if isinstance(found, tuple) else (found,)) if t is not None and t.requires_grad], {start.grad_fn}
+    while stack and not python:
+        if (at := stack.pop()) in seen:
+            continue
+        if at.name() == LEAF or sequence_number(at) < last:
+            return False
+        seen.add(at)
+        stack += [n for n, _ in at.next_functions[: 1 if operation(at) in _BENT else None] if n is not None]
+    return not python
 
 
 def operation(node: Node) -> str:

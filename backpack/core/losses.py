@@ -37,15 +37,17 @@ _SYMMETRIC = frozenset({"MseLoss", "HuberLoss", "SmoothL1Loss"})
 
 
 def title(node: Node) -> str:
-    """Describe a loss that was called as a function.
+    """Describe an operation.
 
     Args:
         node: Its graph node.
 
     Returns:
-        Name of the function and of the node; of a node of something else, its name.
+        Name of the node, with that of the function if it is a loss, and what it stands for where that cannot be guessed.
     """
     name = operation(node)
+    if node.name().endswith("CopySlices"):
+        return f"{node.name()} (an operation in place on a part of a tensor: write it out of place, with torch.where, or torch.stack)"
     return f"{FUNCTIONS[name][0]} ({node.name()})" if name in FUNCTIONS else node.name()
 
 

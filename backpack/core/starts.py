@@ -288,11 +288,8 @@ def refuse_curved(node: Node, curved: Node) -> None:
         LossValueError: Always.
     """
     loss = "the loss" if node is curved else f"the loss {title(node)}"
-    name = curved.name()
-    if name.endswith("CopySlices"):
-        name += " (an operation in place on a part of a tensor, as in losses[i] = ...: write torch.stack, or torch.where)"
     raise LossValueError(
-        f"{name} lies between {loss} and the tensor on which backward was called. Second-order quantities are exact only for weighted "
+        f"{title(curved)} lies between {loss} and the tensor on which backward was called. Second-order quantities are exact only for weighted "
         "sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss. Call backward on the loss "
         "without this operation; products with the Hessian of what you have are in backpack.hessianfree."
     )

@@ -14,7 +14,7 @@ from backpack.core.batches import batch_of, given_to, is_single, lengths_of, pla
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, is_linear, operation
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
+from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss, title
 from backpack.core.operations import AGAIN, NAMES, as_described
 from backpack.core.owners import owners
 from backpack.core.slots import Edge, Slot
@@ -360,7 +360,7 @@ class Walk:
         """
         call = next((mark.call for mark in self.marks.get(node, ()) if not mark.base), None)
         if call is None or call.module._modules:
-            return node.name()
+            return title(node)
         module = call.module
         if call.found.rule is None:
             why = "which has no rule"
