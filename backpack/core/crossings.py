@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.graph import LINEAR, call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
+from backpack.core.graph import call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
+from backpack.core.linear import LINEAR
 from backpack.core.samples import Layout, after_sum, decode, label_tensor, probe, split, sum_to
 from backpack.utils.columns import blocks
 

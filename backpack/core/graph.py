@@ -5,8 +5,7 @@ Private symbols of torch live here, in ``calls.py``, ``checkpoints.py`` and ``en
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -24,99 +23,13 @@ from backpack.utils.precision import largest
 
 LEAF = "torch::autograd::AccumulateGrad"
 """Name of the node of a leaf tensor."""
-LINEAR = frozenset(
-    """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
-    Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal
-    Tril Triu Cumsum ConstantPadNd Movedim Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D
-    AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
-    UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D
-    UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout
-    BackwardHookFunctionBackward _DDPSinkBackward IndexAdd IndexCopy IndexFill IndexPut ScatterAdd SelectScatter DiagonalScatter DiagEmbed Take Rot90
-    Nansum PackPaddedSequence Deg2Rad Rad2Deg""".split()
-)
-"""Operations that are linear."""
 _AS_IT_IS = frozenset({"Expand", "_DDPSinkBackward"})
 """Nodes that are not called: a sum over samples would be in the way, or DistributedDataParallel would take it for the backward pass."""
 _STRIDED = frozenset({"AsStridedScatter"})
 """Nodes that read what they are given by its place in memory, and must not be given a part of something larger."""
 _COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
-_MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
-PIECEWISE_LINEAR = _MAX_POOLS | frozenset(
-    """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
-    Amin Aminmax FractionalMaxPool2D FractionalMaxPool3D Sort Topk Kthvalue Median Nanmedian Mode Cummax Cummin NanToNum Fmax Fmin
-    Sign Sgn Round Floor Ceil Trunc Frac Fmod Remainder Copysign Uniform Normal Bernoulli Cauchy Exponential Geometric LogNormal Random
-    Zero Fill""".split()
-)
-"""Operations that are linear almost everywhere."""
-_OF_COMPLEX = frozenset("ViewAsReal ViewAsComplex Conj ConjPhysical ResolveConj FftR2C FftC2C FftC2R".split())
-"""Operations that are linear in real and imaginary parts."""
-_LINEAR_IN_THE_FIRST = {"Div": 1, "DivScalar": 1, "Ldexp": 1, "GridSampler2D": 1, "GridSampler3D": 1, "Lerp": 2}
-"""Operations that are linear in so many of their arguments, the first ones, where nothing else varies."""
-_ON_A_PART = "torch::autograd::CopySlices"
-"""Any operation in place on a part of a tensor."""
-_ASSIGNMENT = "backpack.assignment"
-"""Key in the metadata of such a node that says whether it is an assignment."""
-_BENT = frozenset("ThresholdBackward LeakyReluBackward HardtanhBackward RreluWithNoiseBackward".split())
-"""Backward passes of operations that are linear almost everywhere: only on the gradient, their first argument, do they depend smoothly."""
-PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear LinalgCross".split())
-"""Operations that are linear in each of their factors."""
-
-
-def is_linear(node: Node, varies: Callable[[Node], Any]) -> bool:
-    """Say whether a node is linear, almost everywhere, in those of its inputs that vary.
-
-    Args:
-        node: A graph node.
-        varies: Says, of the node of an input, whether that varies.
-
-    Returns:
-        Whether it is.
-    """
-    name = operation(node)
-    if name in LINEAR or name in _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
-        return True
-    if node.name() == _ON_A_PART:
-        if _ASSIGNMENT not in node.metadata:
-            node.metadata[_ASSIGNMENT] = _is_assignment(node)
-        return node.metadata[_ASSIGNMENT]
-    varied = [n for n, _ in node.next_functions if n is not None and varies(n)]
-    if name in PRODUCTS:
-        return len(varied) <= 1
-    if name in PIECEWISE_LINEAR:  # the absolute value of complex numbers is curved
-        return not any(n is not None and tensor_at((n, nr)).dtype.is_complex for n, nr in node.next_functions)
-    first = _LINEAR_IN_THE_FIRST.get(name, 0)
-    return first > 0 and not any(n is not None and varies(n) for n, _ in node.next_functions[first:])
-
-
-def _is_assignment(node: Node) -> bool:
-    """Say whether the backward pass of a node is made of gradients alone, and reads no tensor of the forward pass that varies.
-
-    Args:
-        node: The node of an operation in place on a part of a tensor, which does not tell what the operation is.
-
-    Returns:
-        Whether it is, as with assignments: then the operation is linear, almost everywhere.
-    """
-    given = tensor_at((node, 0))
-    python: list[str] = []  # a custom function runs, which may hide what it reads
-    before = sys.getprofile()
-    with torch.enable_grad():
-        start = torch.zeros(given.shape, dtype=given.dtype, device=given.device, requires_grad=True).clone()
-        sys.setprofile(lambda _frame, event, _: python.append(event) if event == "call" else None)
-        try:
-            found = node(start)
-        finally:
-            sys.setprofile(before)
-    last = sequence_number(start.grad_fn)
-    stack, seen = [t.grad_fn for t in (found if isinstance(found, tuple) else (found,)) if t is not None and t.requires_grad], {start.grad_fn}
-    while stack and not python:
-        if (at := stack.pop()) in seen:
-            continue
-        if at.name() == LEAF or sequence_number(at) < last:
-            return False
-        seen.add(at)
-        stack += [n for n, _ in at.next_functions[: 1 if operation(at) in _BENT else None] if n is not None]
-    return not python
+MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
+"""Poolings that save the positions of the maxima."""
 
 
 def operation(node: Node) -> str:
@@ -363,7 +276,7 @@ def saved_maxima(nodes: Iterable[Node]) -> Tensor | None:
         The positions; ``None`` if no max-pooling is among the nodes, or what it has saved is not at hand.
     """
     for node in nodes:
-        if operation(node) in _MAX_POOLS and not checkpointed(node):
+        if operation(node) in MAX_POOLS and not checkpointed(node):
             return node._saved_result1
     return None
 

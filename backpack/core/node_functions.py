@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.graph import LINEAR, PIECEWISE_LINEAR, has_saved, operation, saved, saves_tensor, shape_of, tensor_at
+from backpack.core.graph import has_saved, operation, saved, saves_tensor, shape_of, tensor_at
+from backpack.core.linear import LINEAR, PIECEWISE_LINEAR
 from backpack.utils.precision import wide
 
 # Keys are names of nodes. Each has the name of a function, and the names of its arguments, which are those of what the node has saved, or

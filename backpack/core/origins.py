@@ -12,7 +12,8 @@ from torch.nn import Parameter
 
 from backpack.core.batches import place_of
 from backpack.core.crossings import ELEMENTWISE, STATIC
-from backpack.core.graph import PIECEWISE_LINEAR, PRODUCTS, operation, saved, saved_tensors, shape_of
+from backpack.core.graph import operation, saved, saved_tensors, shape_of
+from backpack.core.linear import PIECEWISE_LINEAR, PRODUCTS
 from backpack.core.walk import Walk
 
 LOOKUPS = frozenset("Embedding Index IndexSelect".split())

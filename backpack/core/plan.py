@@ -16,7 +16,8 @@ from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.affine import is_bilinear
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import is_linear, sequence_number, shape_of
+from backpack.core.graph import sequence_number, shape_of
+from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_as_loss
 from backpack.core.mixing import mixed_by, mixes, refuse_summed
 from backpack.core.node_calls import Composite, read

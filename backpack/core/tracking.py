@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from backpack.core.batches import agrees_with_data, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State
-from backpack.core.graph import is_linear, operation, shape_of
+from backpack.core.graph import operation, shape_of
+from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_without_loss
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, mixing, other_rows, refuse_prediction, sizes, turned, unequal

@@ -13,7 +13,8 @@ from torch.nn import Parameter
 from backpack.core.batches import batch_of, given_to, is_single, lengths_of, place_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
-from backpack.core.graph import LEAF, is_linear, operation
+from backpack.core.graph import LEAF, operation
+from backpack.core.linear import is_linear
 from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss, title
 from backpack.core.operations import AGAIN, NAMES, as_described
 from backpack.core.owners import owners

@@ -17,7 +17,8 @@ from backpack.core.calls import ModuleCall
 from backpack.core.crossings import SPLIT, Gap
 from backpack.core.derivatives.affine import is_bilinear
 from backpack.core.flow import Columns, Use
-from backpack.core.graph import PRODUCTS, is_linear, operation, shape_of
+from backpack.core.graph import operation, shape_of
+from backpack.core.linear import PRODUCTS, is_linear
 from backpack.core.node_functions import product
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born, is_solvable, pairs, residual, sizes_of
