@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
+from warnings import warn
 
 from torch.nn import Module, Parameter
 
 from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
+from backpack.core.slots import version_of
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Combination, MicroBatches, Note, Part
 from backpack.utils.errors import ArgumentError, UnsupportedError, require_module
@@ -232,7 +234,13 @@ class Earlier:
             field, excluded = extension.savefield, extension.excluded()
             certain = not hooked and extension.flow is not None
             coming |= {(id(p), field) for p in self._plan.uses if id(p) not in excluded and (certain or (id(p), field) in self._found)}
-        self._pairs(coming)
+        pairs = self._pairs(coming)
+        if changed := [self._found[key][0] for key, *_ in pairs if self._found[key][2].version != version_of(self._found[key][0])]:
+            warn(
+                f"{owners[changed[0]]} was changed between passes that accumulate, by a step of an optimizer, say: quantities of both values are "
+                "added, or stand side by side. Write clear(model) after the step for those of the new value.",
+                stacklevel=2,
+            )
 
     def _pairs(self, coming: set[tuple[int, str]]) -> list[tuple[tuple[int, str], Combination, Part]]:
         """Find what belongs together.

@@ -264,6 +264,8 @@ def _with_quantities(request: Request) -> Any:
             except BackpackError as error:
                 raise all_refused(error, roots, extensions, only, request.returns) from None
             if plan is None:
+                if not (walk.double or request.returns):
+                    _remove_stale(walk, (), extensions, entry)
                 return request.execute()
             plan.complete = not request.inputs
             plan.whole = not (request.returns or request.inputs or walk.leaves_out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ from backpack.extensions.sides import sides_of, units_of
 from backpack.planning import make_plan, walk_from
 from backpack.trial import try_rules
 from backpack.utils.errors import ArgumentError, BackpackError, require_function, require_module
+from backpack.utils.nested import call_with
 from backpack.utils.precision import wide
 from backpack.utils.random_state import random_state_kept
 
@@ -52,7 +53,7 @@ def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[B
         model: The model.
         lossfunc: A loss module, or a function of (what the model returns, ``y``) that calls some.
         X: What the model is called with: a tensor, a tuple of arguments, or a dictionary of keyword arguments.
-        y: Second argument of ``lossfunc``.
+        y: What ``lossfunc`` is called with after the output, likewise.
         extensions: The extensions.
 
     Returns:
@@ -71,8 +72,7 @@ def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[B
     backpack(*extensions)  # checks them
     modules = [model, *([lossfunc] if isinstance(lossfunc, Module) else [])]
     with _extended(modules), _untouched(modules), backpack(), torch.enable_grad():
-        output = model(**X) if isinstance(X, Mapping) else model(*X) if isinstance(X, tuple) else model(X)
-        loss = lossfunc(output, y)
+        loss = call_with(lossfunc, (call_with(model, (), X),), y)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ArgumentError(f"explain() needs a loss of one entry that depends on trainable parameters, lossfunc returned {loss!r}.")
         return explain_loss(model, loss, extensions)

@@ -125,7 +125,10 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
         return None
     if walk.second_order and any(isinstance(root, Tensor) and root.numel() != 1 for root in roots):
         shapes = [list(root.shape) for root in roots if isinstance(root, Tensor)]
-        raise LossValueError(f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward().")
+        raise LossValueError(
+            f"Second-order quantities need a scalar, backward was called on shapes {shapes}. Write loss.sum().backward(), or, with weights, "
+            "(weights * loss).sum().backward()."
+        )
     if unreal := {parameter: walk.names[parameter] for parameter in plan.uses if parameter.is_complex()}:
         raise UnsupportedError(
             "{names}: quantities of complex parameters are not defined. Use real ones and torch.view_as_complex, or leave these parameters out of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from copy import copy, deepcopy
 from itertools import pairwise
 
@@ -605,6 +606,28 @@ def test_unscale_what_has_no_parts(name: str) -> None:
         (problem.loss(problem.outputs()) * 8.0).backward()
     unscale(problem.model, 8.0)
     QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+
+
+def test_steps_between_passes_are_warned_of() -> None:
+    """Quantities of several values of a parameter are added, unless what was there is cleared."""
+    model = extend(nn.Linear(3, 2))
+
+    def step() -> None:
+        model(torch.rand(4, 3)).sum().backward()
+        with torch.no_grad():
+            model.bias.sub_(model.bias.grad)
+
+    with warnings.catch_warnings(), backpack(extensions.BatchGrad(), accumulate=True):
+        warnings.simplefilter("error")
+        step()
+        clear(model)
+        step()
+        with pytest.raises(UserWarning, match=r"bias was changed between passes that accumulate.*clear\(model\)"):
+            step()
+        assert model.bias.grad_batch.shape == (4, 2)
+        warnings.simplefilter("ignore")
+        step()
+    assert model.bias.grad_batch.shape == (8, 2)
 
 
 def test_unscale_refuses_what_it_does_not_know() -> None:

@@ -18,7 +18,7 @@ from test_extensions import QUANTITIES
 from test_models import fresh
 from torch import Tensor
 from torch.nn import BatchNorm1d, CrossEntropyLoss, Dropout, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy, linear, mse_loss
 
 from backpack import backpack, explain, extend, results, unextend
 from backpack.core.recording import recorder_of
@@ -221,6 +221,14 @@ def test_what_does_not_go_together_is_told_once() -> None:
     explanation = explain(model, lambda out, y: ce(out, y) ** 2, X, y, [BatchGrad(), KFAC()])
     assert {row.extension for row in explanation.refused} == {"KFAC"}
     assert all("PowBackward0" in row.reason for row in explanation.refused)
+
+
+def test_several_targets() -> None:
+    """They are further arguments of the loss, as in ``verify``."""
+    X, y = torch.rand(5, 4), (torch.randint(3, (5,)), torch.rand(5, 2))
+    explanation = explain(Linear(4, 5), lambda out, a, b: cross_entropy(out[:, :3], a) + mse_loss(out[:, 3:], b), X, y, [BatchGrad()])
+    assert not explanation.refused
+    assert not explain(Linear(4, 5), cross_entropy, X, {"target": y[0], "reduction": "sum"}, [BatchGrad()]).refused
 
 
 def test_repeated_layers_are_one_line() -> None:

@@ -358,6 +358,25 @@ def test_ggn_vector_product(N: int, reduction: str, loss_cls: type[Module]) -> N
     assert not any(part.requires_grad for part in result)
 
 
+def test_ggn_vector_product_of_several_outputs() -> None:
+    """That of the outputs side by side."""
+    first, second = Linear(3, 2).double(), Linear(3, 4).double()
+    params, X, y = [*first.parameters(), *second.parameters()], rand(4, 3), torch.randint(2, (4,))
+    v = [rand(*param.shape) for param in params]
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        return CrossEntropyLoss()(a * b[:, :2].tanh(), y) + b.square().sum()
+
+    outputs = first(X), second(X)
+    joint = torch.cat(outputs, 1)
+    result = ggn_vector_product_from_plist(loss(*outputs), outputs, params, v)
+    expected = ggn_vector_product_from_plist(loss(joint[:, :2], joint[:, 2:]), joint, params, v)
+    for part, other in zip(result, expected, strict=True):
+        torch.testing.assert_close(part, other)
+    with pytest.raises(ArgumentError, match=r"not computed from this output of shape \[4, 4\]"):
+        ggn_vector_product_from_plist(CrossEntropyLoss()(outputs[0], y), outputs, params, v)
+
+
 def test_ggn_vector_product_from_plist_accepts_bare_vector_and_unused_parameters() -> None:
     model = Linear(3, 2).double()
     X, y, v, other = rand(4, 3), rand(4, 2), rand(2, 3), rand(5).requires_grad_()

@@ -346,3 +346,52 @@ def test_outputs_of_several_models_and_parameters_alone() -> None:
     with pytest.raises(UnattributedError, match="logarithm"), backpack(BatchGrad()):
         log_likelihood((mean(x), other(x)), y).backward()
     assert results(mean) == results(other) == {}
+
+
+class Flow(nn.Module):
+    """An invertible layer that returns the logarithm of its determinant beside features."""
+
+    def __init__(self, determinant: Callable[[Tensor], Tensor], spread: bool) -> None:
+        super().__init__()
+        self.matrix, self.determinant, self.spread = nn.Parameter(torch.eye(4) + 0.1 * torch.randn(4, 4)), determinant, spread
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logarithm = self.determinant(self.matrix)
+        return x @ self.matrix, logarithm.expand(len(x)) if self.spread else logarithm
+
+
+class Density(nn.Module):
+    """A normalizing flow."""
+
+    def __init__(self, flow: Flow, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.flow = first, flow
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, logarithm = self.flow(self.first(x))
+        return logarithm - z.square().sum(1) / 2
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("first", [nn.Identity, lambda: nn.Linear(4, 4)])
+@pytest.mark.parametrize(
+    "determinant",
+    [
+        lambda w: torch.linalg.slogdet(w)[1],
+        lambda w: w.det().abs().log(),
+        torch.logdet,
+        lambda w: torch.linalg.cholesky(w @ w.T).diagonal().log().sum(),
+        lambda w: torch.linalg.svd(w)[1].log().sum(),
+        lambda w: torch.linalg.solve(w, w @ w).logdet(),
+        lambda w: torch.linalg.matrix_exp(w).trace(),
+        lambda w: torch.linalg.qr(w)[1].diagonal().abs().log().sum(),
+        lambda w: torch.linalg.eigvalsh(w @ w.T).log().sum() / 2,
+    ],
+)
+def test_determinants_belong_to_all_samples(determinant: Callable, first: Callable, spread: bool) -> None:
+    model, x = extend(Density(Flow(determinant, spread), first())), torch.randn(4, 4)
+    alone = [torch.autograd.grad(model(x[n : n + 1]).sum() / 4, tuple(model.parameters())) for n in range(4)]
+    with backpack(BatchGrad()):
+        model(x).mean().backward()
+    for i, parameter in enumerate(model.parameters()):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))

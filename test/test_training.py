@@ -138,6 +138,20 @@ def test_functional_call_without_gradients() -> None:
     assert x.grad is not None
 
 
+@pytest.mark.parametrize("active", [BatchGrad, DiagGGNExact])
+def test_functional_call_with_what_other_leaves_make(active: Callable) -> None:
+    """It is an input as any other; results of an earlier context are deleted, as they would look like those of this pass."""
+    problem = extended()
+    check_step(problem)
+    direction = torch.ones((), dtype=torch.float64, requires_grad=True)
+    moved = {name: p.detach() + direction * torch.ones_like(p) for name, p in problem.model.named_parameters()}
+    with backpack(active()):
+        problem.losses[0](torch.func.functional_call(problem.model, moved, (problem.x,)), problem.terms[0].target).backward()
+    assert direction.grad is not None
+    field = active().savefield
+    assert not any(field in fields for fields in results(problem.model).values())
+
+
 # --- hooks that change gradients --------------------------------------------------------------------------------------------------------------
 
 

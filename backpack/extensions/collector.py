@@ -18,6 +18,7 @@ from backpack.core.connect import Connection
 from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.core.slots import version_of
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted
 from backpack.extensions.flows import GRADIENT, carried_for
@@ -303,7 +304,8 @@ class Collector(Reader):
         samples = self._plan.batches.get(parameter, 0)
         chosen = extension.get_subsampling()
         samples = samples if chosen is None else len(chosen)
-        owners.carry(parameter, extension.savefield, Note(extension, samples, extra, context=self._context, turn=self._turn))
+        note = Note(extension, samples, extra, context=self._context, turn=self._turn, version=version_of(parameter))
+        owners.carry(parameter, extension.savefield, note)
         self._written.append((parameter, extension.savefield))
 
     def _happened(self, event: Any) -> None:

@@ -15,12 +15,12 @@ from backpack.utils.differentiation import nodes_below
 from backpack.utils.errors import ArgumentError
 
 
-def ggn_vector_product(loss: Tensor, output: Tensor, model: Module, v: Tensors) -> tuple[Tensor, ...]:
+def ggn_vector_product(loss: Tensor, output: Tensors, model: Module, v: Tensors) -> tuple[Tensor, ...]:
     """Multiply with the generalized Gauss-Newton matrix of all trainable parameters of a model.
 
     Args:
         loss: Scalar loss, computed from ``output``; it is differentiated as it is, so its reduction sets the scaling.
-        output: Output of the model.
+        output: Output of the model, a tensor or a sequence of tensors.
         model: The model.
         v: Vectors, of the shapes of the trainable parameters, in their order.
 
@@ -30,12 +30,12 @@ def ggn_vector_product(loss: Tensor, output: Tensor, model: Module, v: Tensors) 
     return ggn_vector_product_from_plist(loss, output, [p for p in model.parameters() if p.requires_grad], v)
 
 
-def ggn_vector_product_from_plist(loss: Tensor, output: Tensor, plist: Iterable[Tensor], v: Tensors) -> tuple[Tensor, ...]:
+def ggn_vector_product_from_plist(loss: Tensor, output: Tensors, plist: Iterable[Tensor], v: Tensors) -> tuple[Tensor, ...]:
     """Multiply with the generalized Gauss-Newton matrix of the given parameters.
 
     Args:
         loss: Scalar loss, computed from ``output``; it is differentiated as it is, so its reduction sets the scaling.
-        output: Output of the model.
+        output: Output of the model, a tensor or a sequence of tensors.
         plist: The parameters.
         v: Vectors, of the shapes of the parameters.
 
@@ -47,11 +47,13 @@ def ggn_vector_product_from_plist(loss: Tensor, output: Tensor, plist: Iterable[
 
     Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
     """
-    plist, v, edge = list(plist), as_list(v), get_gradient_edge(output)
+    plist, v, outputs = list(plist), as_list(v), as_list(output)
     check_shapes("v", v, "the parameters", plist)
-    if loss is not output and not any((edge.node, edge.output_nr) in node.next_functions for node in nodes_below([loss])):
-        raise ArgumentError(
-            f"The loss was not computed from this output of shape {list(output.shape)}: the product would be zero. Give the tensor that went into "
-            "the loss, output = model(X) and loss = lossfunc(output, y), not that of another call."
-        )
-    return pull_back(output, plist, hessian_vector_product(loss, [output], R_op(output, plist, v)), retain_graph=True, detach=True)
+    for part in outputs:
+        edge = get_gradient_edge(part)
+        if loss is not part and not any((edge.node, edge.output_nr) in node.next_functions for node in nodes_below([loss])):
+            raise ArgumentError(
+                f"The loss was not computed from this output of shape {list(part.shape)}: the product would be zero. Give the tensor that went into "
+                "the loss, output = model(X) and loss = lossfunc(output, y), not that of another call."
+            )
+    return pull_back(outputs, plist, hessian_vector_product(loss, outputs, R_op(outputs, plist, v)), retain_graph=True, detach=True)

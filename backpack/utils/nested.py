@@ -1,8 +1,8 @@
-"""Tensors in what a module is given, or returns."""
+"""What a module is given, or returns: tensors, or several in a structure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -27,3 +27,19 @@ def tensors_in(output: Any) -> list[Tensor]:
     elif isinstance(output, Distribution):
         output = list(vars(output).values())
     return [tensor for part in output for tensor in tensors_in(part)] if isinstance(output, (tuple, list)) else []
+
+
+def call_with(function: Callable, first: tuple, given: Any) -> Any:
+    """Call a model or a loss.
+
+    Args:
+        function: The model or the loss.
+        first: Its first arguments.
+        given: Further arguments: several in a tuple, named ones in a dictionary.
+
+    Returns:
+        What it returns.
+    """
+    if isinstance(given, Mapping):
+        return function(*first, **given)
+    return function(*first, *given) if isinstance(given, tuple) else function(*first, given)

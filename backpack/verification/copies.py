@@ -16,6 +16,7 @@ from backpack.backward import backpack
 from backpack.extending import extend, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import ArgumentError
+from backpack.utils.nested import call_with
 from backpack.utils.random_state import random_state_kept
 from backpack.verification.layers import uses
 
@@ -101,7 +102,7 @@ class Copies:
             ArgumentError: If it is no tensor with samples, if the copy still uses parameters of something else, or if two copies differ.
         """
         torch.manual_seed(self._seed)
-        z = _call(model, (), self._given(self._X))
+        z = call_with(model, (), self._given(self._X))
         z = z if self._output is None else self._output(z)
         if not isinstance(z, Tensor) or not z.dim() or not len(z):
             what = f"a tensor of shape {list(z.shape)}" if isinstance(z, Tensor) else f"a {type(z).__name__}"
@@ -116,7 +117,7 @@ class Copies:
         arguments = self._given(self._y)
 
         def loss(output: Tensor) -> Tensor:
-            value = _call(lossfunc, (output,), arguments)
+            value = call_with(lossfunc, (output,), arguments)
             if not isinstance(value, Tensor) or value.numel() != 1:
                 what = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise ArgumentError(f"verify() needs a loss that returns one number, got {what}. Use reduction='mean' or 'sum', or a function.")
@@ -220,19 +221,3 @@ class Copies:
         named = dict(model.named_parameters())
         values = {name: vars(p)[field] for name, p in named.items() if field in vars(p)}
         return model, values, {name for name, p in named.items() if id(p) in excluded}
-
-
-def _call(function: Callable, first: tuple, given: Any) -> Any:
-    """Call a model or a loss.
-
-    Args:
-        function: The model or the loss.
-        first: Its first arguments.
-        given: Further arguments: several in a tuple, named ones in a dictionary.
-
-    Returns:
-        What it returns.
-    """
-    if isinstance(given, dict):
-        return function(*first, **given)
-    return function(*first, *given) if isinstance(given, tuple) else function(*first, given)
