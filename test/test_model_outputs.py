@@ -395,3 +395,34 @@ def test_determinants_belong_to_all_samples(determinant: Callable, first: Callab
         model(x).mean().backward()
     for i, parameter in enumerate(model.parameters()):
         close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
+class Carried(nn.Module):
+    """A module between layers that is given features in a structure."""
+
+    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 4), nn.Identity(), nn.Linear(4, 2)
+        self.wrap, self.unwrap = wrap, unwrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.unwrap(self.norm(self.wrap(self.first(x).tanh()))))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda t: {"0": t}, lambda given: given["0"]),
+        (lambda t: (t, t), lambda given: given[0] + given[1]),
+        (lambda t: [t], lambda given: given[0]),
+        (Scores, lambda given: given.scores),
+    ],
+    ids=["dictionary", "tuple", "list", "data class"],
+)
+def test_modules_that_return_whatever_they_are_given(wrap: Callable, unwrap: Callable) -> None:
+    model, x = extend(Carried(wrap, unwrap)), torch.randn(3, 3)
+    alone = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), tuple(model.parameters())) for n in range(3)]
+    with backpack(BatchGrad()):
+        model(x).square().sum().backward()
+    for i, parameter in enumerate(model.parameters()):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))

@@ -117,3 +117,47 @@ def test_does_not_hide_negative_curvature_of_the_others() -> None:
     for bad in (None, nan):
         with pytest.raises(LossValueError, match="negative"):
             samples(BatchDiagGGNExact, CURVED["softmax"], Coupled(shift=100.0), bad)
+
+
+class Distances(nn.Module):
+    """Depends on how far points lie from one another, and from themselves, which is nowhere."""
+
+    def __init__(self, length: Callable[[Tensor], Tensor], safe: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.length, self.safe = nn.Linear(3, 3), nn.Linear(3, 2), length, safe
+
+    def forward(self, x: Tensor) -> Tensor:
+        points = self.first(x)
+        apart = points.unsqueeze(2) - points.unsqueeze(1)
+        itself = torch.eye(x.shape[1], dtype=torch.bool).unsqueeze(-1)
+        if not self.safe:
+            return self.last((self.length(apart) * apart.sin()).sum((1, 2)))
+        # plain automatic differentiation gets no 0 / 0 to see
+        return self.last((self.length(torch.where(itself, torch.arange(1, 4), apart)) * torch.where(itself, 0.0, apart.sin())).sum((1, 2)))
+
+
+@pytest.mark.parametrize("samples", [1, N])
+@pytest.mark.parametrize(
+    "length",
+    [
+        lambda x: x.norm(dim=-1, keepdim=True),
+        lambda x: torch.linalg.vector_norm(x, ord=3, dim=-1, keepdim=True),
+        lambda x: x / x.norm(dim=-1, keepdim=True).clamp(min=1e-8),
+        lambda x: F.normalize(x, dim=-1),
+        lambda x: x.std(-1, keepdim=True),
+    ],
+    ids=["norm", "cubes", "clamped", "normalized", "deviation"],
+)
+def test_norms_of_what_is_always_zero(length: Callable[[Tensor], Tensor], samples: int) -> None:
+    """Their second derivative is not finite there, but multiplied with zero."""
+    torch.manual_seed(0)
+    plain = Distances(length, safe=True).double()
+    model, x, y = extend(Distances(length, safe=False).double()), torch.randn(samples, 4, 3).double(), torch.arange(samples) % 2
+    model.load_state_dict(plain.state_dict())
+    with backpack(DiagHessian()):
+        extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    parameters = tuple(plain.parameters())
+    first = torch.autograd.grad(F.cross_entropy(plain(x), y), parameters, create_graph=True)
+    for found, parameter, gradient in zip(model.parameters(), parameters, first, strict=True):
+        rows = [torch.autograd.grad(entry, parameter, retain_graph=True)[0].flatten()[i] for i, entry in enumerate(gradient.flatten())]
+        close(found.diag_h, torch.stack(rows).reshape(parameter.shape))

@@ -42,6 +42,8 @@ _ENTRYWISE = {
 }
 # where the argument is clamped: the function is linear beyond, and torch's second derivative not a number
 _CURVED_WITHIN = {"gelu": (-40, 40), "mish": (-inf, 40)}
+# whose first derivative torch takes for zero where they are: so is the second one, which is not finite, and harmless for what is always zero
+_ZERO_AT_ZERO = frozenset({"norm", "linalg_vector_norm", "std"})
 # second derivative in terms of the result
 _OF_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
     "Tanh0": lambda y: -2 * y * (1 - y * y),
@@ -223,9 +225,14 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
     reached = {argument: number for number, argument in enumerate(tensors) if number in active}
     variables = {argument: number for argument, number in reached.items() if argument not in unsaved} or reached
 
+    flat = getattr(torch.ops.aten, name)(**given | {"keepdim": True}) == 0 if name in _ZERO_AT_ZERO else None
+    other = None if flat is None or not flat.any() else torch.arange(1, shape.numel() + 1, device=like.device).reshape(shape)
+
     def function(*values: Tensor) -> Tensor:
         arguments = given | dict(zip(variables, values, strict=True))
         arguments |= {argument: wide(v) for argument, v in arguments.items() if isinstance(v, Tensor)}
+        if other is not None:
+            arguments["self"] = torch.where(flat, other.to(arguments["self"].dtype), arguments["self"])
         return getattr(torch.ops.aten, name)(**arguments).to(like.dtype)
 
     return Blocks(function, [given[argument] for argument in variables], list(variables.values()), axes)

@@ -140,10 +140,11 @@ def bare(walk: Walk, node: Node) -> UnattributedError:
         The error.
     """
     return UnattributedError(
-        "{names}: used outside of everything that has samples (a penalty on the parameters, say, or an output of the model that is made of them "
-        "alone), so that the gradient there belongs to no sample. To leave a term out of all quantities, and keep it in .grad, write "
-        "`loss = loss + backpack.leave_out(penalty)`; let an output have a row for each sample, as `std.expand_as(mean)` has; to leave the "
-        "parameters out of an extension, {exclude}.",
+        "{names}: used outside of everything that has samples (a penalty on the parameters, say, an output of the model that is made of them "
+        "alone, or a factor of losses behind the last module), so that the gradient there belongs to no sample, or to samples that are not "
+        "followed there. To leave a term out of all quantities, and keep it in .grad, write `loss = loss + backpack.leave_out(penalty)`; to "
+        "keep it in them, let the model return a row for each sample there, as the losses [N] or `std.expand_as(mean)` are, and reduce outside; "
+        "to leave the parameters out of an extension, {exclude}.",
         walk.named(walk.reach[node]),
     )
 
@@ -367,7 +368,8 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
     if walk.double and not returns:
         raise UnsupportedError(
             "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
-            "defined there. Leave the term out with backpack.leave_out(penalty), or call backward outside of the context."
+            "defined there, also where this is the loss itself (score matching, differential equations). Call backward on such a term outside of the "
+            "context, or leave it out with backpack.leave_out(penalty), if it was computed in a forward pass of its own."
         )
     if walk.hidden:
         raise UnsupportedError(

@@ -21,7 +21,7 @@ from backpack.core.graph import operation, shape_of
 from backpack.core.linear import PRODUCTS, is_linear
 from backpack.core.node_functions import product
 from backpack.core.plan import Plan
-from backpack.core.residuals import Born, is_solvable, pairs, residual, sizes_of
+from backpack.core.residuals import Born, has_complex, is_solvable, pairs, residual, sizes_of
 from backpack.core.samples import Layout, add_rows
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
@@ -123,8 +123,9 @@ class SignedSqrtFlow(RootFlow):
         for gap in plan.gaps.values():
             curved = curved_in(plan.walk, plan.concerned, gap)
             if curved and not is_solvable(gap):
+                what = "computes with complex numbers" if has_complex(gap) else "is, or may hide, a curved operation"
                 raise UnsupportedError(
-                    f"{plan.walk.where(gap.node)} is, or may hide, a curved operation whose second derivative is not known, on the way to "
+                    f"{plan.walk.where(gap.node)} {what} whose second derivative is not known, on the way to "
                     "{names}: the diagonal of the Hessian has no exact rule for it. Write it with elementary operations or a "
                     "module that has a rule, use the generalized Gauss-Newton, or Hessian-vector products "
                     "(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {exclude}.",

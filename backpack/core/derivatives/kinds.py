@@ -88,7 +88,8 @@ class ReshapeDerivatives(ConstantJacobianDerivatives):
     keeps = frozenset()
 
     def applies(self, module: Module) -> bool:
-        return module.input0.shape[:1] == module.output.shape[:1]
+        given = module.input0
+        return isinstance(given, Tensor) and given.shape[:1] == module.output.shape[:1]
 
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         return mat.reshape(mat.shape[0], *module.output.shape)
