@@ -9,6 +9,7 @@ import torch
 from oracle import Oracle, Problem, Term
 from test_extensions import MC, all_close, collect, factors_close, grams, sum_batch
 from torch import Tensor, nn, randint, randn
+from torch.distributions import Categorical, kl_divergence
 from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
@@ -87,6 +88,10 @@ def of_experts(out: Tensor) -> Tensor:
     return (out[..., :2].log_softmax(-1) + out[..., 2:].log_softmax(-1) / 2).transpose(1, 2)
 
 
+def normalized(out: Tensor, dim: int) -> Tensor:
+    return out - out.logsumexp(dim, keepdim=True)
+
+
 def with_teacher(kl_div: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     teacher = nn.Linear(C, C, dtype=torch.float64)  # trainable, but nobody has extended it
     return lambda out, y: kl_div(out.log_softmax(-1), teacher(out.detach()).softmax(-1))
@@ -117,6 +122,11 @@ FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product of experts, extended": lambda out, y: extend(nn.NLLLoss())(of_experts(out), y % 2),
     "teacher": with_teacher(lambda *given: F.kl_div(*given, reduction="batchmean")),
     "teacher, extended": with_teacher(extend(nn.KLDivLoss(reduction="batchmean"))),
+    "categorical": lambda out, y: -Categorical(logits=out).log_prob(y).mean(),
+    "categorical, weighted": lambda out, y: -(torch.arange(1.0, T + 1) * Categorical(logits=out).log_prob(y)).sum(),
+    "categorical, teacher": lambda out, y: kl_divergence(Categorical(logits=2 * out.detach()), Categorical(logits=out)).mean(),
+    "normalized, samples last, classes first": lambda out, y: -(normalized(out.permute(2, 1, 0), 0) * F.one_hot(y.T, C).permute(2, 0, 1)).sum() / N,
+    "normalized, extended": lambda out, y: extend(nn.NLLLoss())(normalized(out, -1).transpose(1, 2), y),
     "squares": lambda out, y: F.mse_loss(out.reshape(-1, C), out.detach().reshape(-1, C) + y.view(-1, 1)),
     "squares of all": lambda out, y: F.mse_loss(out.flatten(), out.detach().flatten().roll(1)),
 }
@@ -142,6 +152,40 @@ def test_loss_inside(fold: str, batch: int) -> None:
     model = Tagger()
     model.loss = lambda scores, _: FOLDS[fold](scores, y)
     check(model, lambda out: FOLDS[fold](out, y), batch, inside=True)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y: F.nll_loss(normalized(out, 1), y) + 0.1 * out.logsumexp(1).square().mean(),
+        lambda out, y: (out.logsumexp(1, keepdim=True) - out).gather(1, y[:, None]).mean(),
+        lambda out, y: (out - 2 * out.logsumexp(1, keepdim=True)).gather(1, y[:, None]).mean(),
+        lambda out, y: torch.sub(out, out.logsumexp(1, keepdim=True), alpha=2).gather(1, y[:, None]).mean(),
+        lambda out, y: (out - out.logsumexp((0, 1), keepdim=True)).gather(1, y[:, None]).mean(),
+        lambda out, y: (out - (2 * out).logsumexp(1, keepdim=True)).gather(1, y[:, None]).mean(),
+        lambda out, y: -Categorical(logits=out).entropy().mean(),
+        lambda out, y: (one := out.logsumexp(1, keepdim=True), (out - one).gather(1, y[:, None]).sum() + one.square().sum())[1],
+    ],
+)
+def test_what_resembles_log_probabilities(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Only what is linear in them is a cross-entropy."""
+    model, x, y = extend(nn.Linear(3, C)), randn(N, 3), randint(C, (N,))
+    with pytest.raises((LossNotExtendedError, LossValueError)), backpack(extensions.DiagGGNExact()):
+        loss(model(x), y).backward()
+    assert not hasattr(model.weight, "diag_ggn_exact")
+
+
+@pytest.mark.parametrize("make", [extensions.KFAC, extensions.DiagGGNMC, extensions.HMP, extensions.KFLR])
+def test_draws_of_log_probabilities(make: type) -> None:
+    """The same random numbers as those of a ``log_softmax``."""
+    model, x, y, found = extend(nn.Linear(3, C)), randn(N, 3), randint(C, (N,)), []
+    for loss in (lambda out: F.cross_entropy(out, y), lambda out: -Categorical(logits=out).log_prob(y).mean()):
+        torch.manual_seed(1)
+        with backpack(make()):
+            loss(model(x)).backward()
+        value = getattr(model.weight, make().savefield)
+        found.append(value(torch.ones(2, C, 3)) if callable(value) else value)
+    torch.testing.assert_close(*found)
 
 
 def test_one_loss_a_sample() -> None:

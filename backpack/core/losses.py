@@ -12,7 +12,8 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
-from backpack.core.graph import operation, shape_of
+from backpack.core.graph import shape_of
+from backpack.core.loss_nodes import FUNCTIONS, function_at
 from backpack.core.samples import Layout
 from backpack.core.slots import Edge, Slot
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
@@ -20,49 +21,6 @@ from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeErr
 _OWN = OwnLossDerivatives()
 LINEAR_IN_LOG_PROBABILITIES = frozenset({"NllLoss", "NllLoss2D"})
 """Operations that make losses of log-probabilities."""
-FUNCTIONS: dict[str, tuple[str, type[nn.Module], tuple[str, ...]]] = {
-    "LogSoftmax": ("cross_entropy", nn.CrossEntropyLoss, ()),
-    "MseLoss": ("mse_loss", nn.MSELoss, ()),
-    "BinaryCrossEntropyWithLogits": ("binary_cross_entropy_with_logits", nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
-    "BinaryCrossEntropy": ("binary_cross_entropy", nn.BCELoss, ("weight",)),
-    "HuberLoss": ("huber_loss", nn.HuberLoss, ("delta",)),
-    "SmoothL1Loss": ("smooth_l1_loss", nn.SmoothL1Loss, ("beta",)),
-    "SoftMarginLoss": ("soft_margin_loss", nn.SoftMarginLoss, ()),
-}
-"""Operations at which second-order quantities can start: the function that is called, the module that does the same, and those of its options,
-beside the reduction, that the operation saves.
-"""
-_SYMMETRIC = frozenset({"MseLoss", "HuberLoss", "SmoothL1Loss"})
-"""Those of them whose two arguments may be swapped."""
-
-
-def title(node: Node) -> str:
-    """Describe an operation.
-
-    Args:
-        node: Its graph node.
-
-    Returns:
-        Name of the node, with that of the function if it is a loss, and what it stands for where that cannot be guessed.
-    """
-    name = operation(node)
-    if node.name().endswith("CopySlices"):
-        return f"{node.name()} (an operation in place on a part of a tensor: write it out of place, with torch.where, or torch.stack)"
-    return f"{FUNCTIONS[name][0]} ({node.name()})" if name in FUNCTIONS else node.name()
-
-
-def prediction_first(node: Node, reach: Mapping[Node, int]) -> tuple[tuple[Node | None, int], ...]:
-    """Return where the arguments of a loss that was called as a function come from.
-
-    Args:
-        node: Its graph node.
-        reach: Node to bit set of the tracked parameters upstream of it.
-
-    Returns:
-        The prediction, and others; where only the second argument of a symmetric loss depends on parameters, that is the prediction.
-    """
-    edges = node.next_functions
-    return edges[::-1] if operation(node) in _SYMMETRIC and not reach.get(edges[0][0]) else edges
 
 
 def take_for_loss(call: ModuleCall) -> bool:
@@ -105,7 +63,7 @@ def completes_softmax(call: ModuleCall, reach: Mapping[Node, int], is_linear: Ca
         node = stack.pop()
         if node in seen or not reach.get(node):
             continue
-        if operation(node) == "LogSoftmax":
+        if function_at(node) == "LogSoftmax":
             return True
         seen.add(node)
         stack += [n for n, _ in node.next_functions] if is_linear(node) else []

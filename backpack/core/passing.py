@@ -18,9 +18,10 @@ from backpack.core.carry import Carry
 from backpack.core.connect import Connection
 from backpack.core.crossings import Gap, Way
 from backpack.core.flow import Blocks, Columns, Flow, Reader, Use
+from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
-from backpack.core.starts import LossNode, Start
+from backpack.core.starts import Start
 from backpack.core.state import recording
 from backpack.core.units import Unit
 

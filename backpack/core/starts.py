@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,98 +17,24 @@ from torch.autograd.graph import Node
 from backpack.core.batches import rows_of, sample_axis
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import ELEMENTWISE
-from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives, LogProbabilitiesDerivatives
-from backpack.core.derivatives.registry import derivatives_for
-from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, has_samples, prediction_first, refuse_axis, refuse_target, title
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
+from backpack.core.graph import call_node, operation, outputs_of, shape_of, tensor_at
+from backpack.core.loss_nodes import LossNode, classes_of, function_at, normalizer, prediction_first, title
+from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, has_samples, refuse_axis, refuse_target
 from backpack.core.mixing import is_shared, stands_beside
 from backpack.core.refusals import bare
 from backpack.core.samples import Layout, along, first_axis, layout_of
 from backpack.core.slots import Edge, Slot
-from backpack.core.state import recording
 from backpack.core.walk import Walk
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
-_REDUCTIONS = ("none", "mean", "sum")
 _DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
-_LOG_PROBABILITIES = LogProbabilitiesDerivatives()
 # selections of entries, none of them twice
 _MOVES = frozenset(
     """View UnsafeView ReshapeAlias Reshape Squeeze Unsqueeze Permute Transpose T Mt Movedim Slice Select Narrow Split SplitWithSizes UnsafeSplit
     UnsafeSplitWithSizes Unbind Index IndexSelect MaskedSelect Flip Roll Alias""".split()
 )
 _KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax".split())
-
-
-class LossNode:
-    """A graph node, read like the record of a loss module's call.
-
-    Attributes:
-        module: A module that does the same, never called.
-        derivatives: The rule.
-        inputs: The prediction without its data, samples on axis 0, classes on axis 1.
-        path: Names of the function and of the node, for messages.
-        order: Position among all losses.
-        axes: How the saved tensor is permuted to get there.
-        incoming: Gradient that has arrived at log-probabilities ``[[N, C, *]]``.
-    """
-
-    is_loss, released, order, keywords = True, False, 0, ()
-    incoming: Tensor | None = None
-
-    def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...] | None) -> None:
-        self._node, self.axes, self.path = node, axes, title(node)
-        self._names = ("self", "target") if edge == node.next_functions[0] else ("target", "self")
-        shape, like = shape_of(edge), tensor_at(edge)
-        _, make, options = FUNCTIONS[operation(node)]
-        if axes is None:
-            self.module = make(reduction=_REDUCTIONS[saved(node, "reduction")], **{name: saved(node, name) for name in options})
-            self.derivatives = derivatives_for(self.module)
-        else:
-            self.module, self.derivatives = make(reduction="sum"), _LOG_PROBABILITIES
-            shape = torch.Size(shape[axis] for axis in axes)
-        self.inputs = [torch.empty(shape, dtype=like.dtype, device="meta")]
-
-    @property
-    def input0(self) -> Tensor:
-        """The prediction; log-probabilities in place of logits."""
-        value = saved(self._node, self._names[0] if self.axes is None else "result")
-        value = value if recording.connection is not None else value.detach()
-        return value if self.axes is None else value.permute(self.axes)
-
-    @property
-    def input1(self) -> Tensor:
-        """The target."""
-        return saved(self._node, self._names[1]).detach()
-
-    @property
-    def output(self) -> Tensor:
-        """The value, which the node has not saved."""
-        return self.module.forward(self.input0, self.input1)
-
-    @property
-    def turned(self) -> bool:
-        """Whether its axes are in another order than those of the saved tensor."""
-        return self.axes is not None and self.axes != tuple(range(len(self.axes)))
-
-    def back(self, columns: Tensor) -> Tensor:
-        """Undo the permutation of the prediction's axes.
-
-        Args:
-            columns: ``[V, *shape]``.
-
-        Returns:
-            ``[V, *shape of the saved tensor]``.
-        """
-        if self.axes is None:
-            return columns
-        return columns.permute(0, *(1 + self.axes.index(axis) for axis in range(len(self.axes))))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.module, name)
-
-    def __repr__(self) -> str:
-        return self.path
 
 
 class Start(NamedTuple):
@@ -165,7 +91,7 @@ def start_at(walk: Walk, node: Node, marks: Iterable[Mark], second_order: bool, 
     if second_order:
         return _start_of_node(walk, node, curved)
     with suppress(BackpackError):  # first-order quantities need no loss: if it tells where samples lie, all the better
-        return _start_of_node(walk, node, None) if operation(node) in FUNCTIONS and walk.returns_loss else None
+        return _start_of_node(walk, node, None) if function_at(node) and walk.returns_loss else None
     return None
 
 
@@ -221,18 +147,19 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
         bare: If the prediction has no samples.
         UnsupportedError: If the samples do not lie where the loss looks for them.
     """
-    name, nexts = operation(node), prediction_first(node, walk.reach)
-    if curved is not None and name in LINEAR_IN_LOG_PROBABILITIES and node in walk.to_function:
+    name, nexts = function_at(node), prediction_first(node, walk.reach)
+    if curved is not None and operation(node) in LINEAR_IN_LOG_PROBABILITIES and node in walk.to_function:
         refuse_curved(node, curved)
-    classes = name == "LogSoftmax"
-    if name not in FUNCTIONS or (classes and curved is not None) or not walk.reach.get(nexts[0][0]):
+    classes, inside = name == "LogSoftmax", {normalizer(node)} - {None}
+    used = any(walk.consumers[n] > 1 for n in inside)  # elsewhere, too
+    if not name or (classes and (used or curved is not None)) or not walk.reach.get(nexts[0][0]):
         return None
     if curved is not None:
         refuse_curved(node, curved)
     if any(walk.reach.get(upstream) for upstream, _ in nexts[1:]):
         refuse_target(title(node))
     below, shape = nexts[0], shape_of(nexts[0])
-    dim = saved(node, "dim") % len(shape) if classes and shape else None
+    dim = classes_of(node) % len(shape) if classes and shape else None
     if len(shape) < 1 + classes:
         has_samples(LossNode(node, below, tuple(range(len(shape))) if classes else None), True)  # raises
     layout = _find_samples(walk, below, dim)
@@ -251,7 +178,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     axes = (layout.axis, dim, *(axis for axis in range(len(shape)) if axis not in (layout.axis, dim))) if classes else None
     call = LossNode(node, below, axes)
     has_samples(call, True)
-    return Start(call, 0, below, layout, set(), sure)
+    return Start(call, 0, below, layout, inside, sure)
 
 
 def start_at_output(walk: Walk, node: Node, mark: Mark, known: bool) -> Layout | None:

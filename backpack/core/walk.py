@@ -15,7 +15,8 @@ from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, operation
 from backpack.core.linear import is_linear
-from backpack.core.losses import FUNCTIONS, LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss, title
+from backpack.core.loss_nodes import FUNCTIONS, normalizer, title
+from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
 from backpack.core.operations import AGAIN, NAMES, as_described
 from backpack.core.owners import owners
 from backpack.core.slots import Edge, Slot
@@ -188,7 +189,7 @@ class Walk:
         for known in (self.has_data, self.to_loss, self.to_function):
             if not known.isdisjoint(nexts):
                 known.add(node)
-        if self.second_order and reach and NAMES[name] in FUNCTIONS:
+        if self.second_order and reach and (NAMES[name] in FUNCTIONS or (NAMES[name] == "Sub" and normalizer(node))):
             self.to_function.add(node)
         for mark in self.marks.get(node, ()):
             self.calls[mark.call] = None
@@ -360,9 +361,8 @@ class Walk:
             Its name, and that of the module which ends there.
         """
         call = next((mark.call for mark in self.marks.get(node, ()) if not mark.base), None)
-        if call is None or call.module._modules:
+        if call is None or (module := call.module)._modules:
             return title(node)
-        module = call.module
         if call.found.rule is None:
             why = "which has no rule"
         elif call.derivatives is None:

@@ -13,9 +13,9 @@ from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.flow import Flow
 from backpack.core.graph import shape_of
+from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout
-from backpack.core.starts import LossNode
 from backpack.core.walk import GENERIC, Need
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import refuse_coupled, refuse_curved

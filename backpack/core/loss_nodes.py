@@ -1,0 +1,189 @@
+"""Losses that are called as functions: the graph nodes at which second-order quantities can start, read like calls of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+
+from backpack.core.derivatives.crossentropyloss import LogProbabilitiesDerivatives
+from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.graph import operation, saved, shape_of, tensor_at
+from backpack.core.slots import Edge
+from backpack.core.state import recording
+
+_REDUCTIONS = ("none", "mean", "sum")
+_LOG_PROBABILITIES = LogProbabilitiesDerivatives()
+FUNCTIONS: dict[str, tuple[str, type[nn.Module], tuple[str, ...]]] = {
+    "LogSoftmax": ("cross_entropy", nn.CrossEntropyLoss, ()),
+    "MseLoss": ("mse_loss", nn.MSELoss, ()),
+    "BinaryCrossEntropyWithLogits": ("binary_cross_entropy_with_logits", nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
+    "BinaryCrossEntropy": ("binary_cross_entropy", nn.BCELoss, ("weight",)),
+    "HuberLoss": ("huber_loss", nn.HuberLoss, ("delta",)),
+    "SmoothL1Loss": ("smooth_l1_loss", nn.SmoothL1Loss, ("beta",)),
+    "SoftMarginLoss": ("soft_margin_loss", nn.SoftMarginLoss, ()),
+}
+"""Operations at which second-order quantities can start: the function that is called, the module that does the same, and those of its options,
+beside the reduction, that the operation saves.
+"""
+_SYMMETRIC = frozenset({"MseLoss", "HuberLoss", "SmoothL1Loss"})
+"""Those of them whose two arguments may be swapped."""
+
+
+def function_at(node: Node) -> str:
+    """Name the operation at which second-order quantities may start.
+
+    Args:
+        node: A graph node.
+
+    Returns:
+        One of ``FUNCTIONS``, ``"LogSoftmax"`` also for ``x - x.logsumexp(dim, keepdim=True)``, as in ``Categorical``; else ``""``.
+    """
+    name = operation(node)
+    return "LogSoftmax" if normalizer(node) is not None else name if name in FUNCTIONS else ""
+
+
+def normalizer(node: Node) -> Node | None:
+    """Find what makes a difference a vector of log-probabilities.
+
+    Args:
+        node: A graph node.
+
+    Returns:
+        The node of the logarithm of the sum of exponentials that is subtracted from its argument; ``None`` if it is none.
+    """
+    if operation(node) != "Sub":
+        return None
+    prediction, (below, _) = node.next_functions
+    if below is None or operation(below) != "Logsumexp" or below.next_functions[0] != prediction or saved(node, "alpha") != 1:
+        return None
+    return below if saved(below, "keepdim") and len(saved(below, "dim")) == 1 else None
+
+
+def classes_of(node: Node) -> int:
+    """Say on which axis the classes lie.
+
+    Args:
+        node: A node that ``function_at`` calls a ``"LogSoftmax"``.
+
+    Returns:
+        The axis, which may be negative.
+    """
+    below = normalizer(node)
+    return saved(node, "dim") if below is None else saved(below, "dim")[0]
+
+
+def log_probabilities(node: Node) -> Tensor:
+    """Return what a softmax has computed.
+
+    Args:
+        node: See ``classes_of``.
+
+    Returns:
+        Logarithms of probabilities.
+    """
+    below = normalizer(node)
+    return saved(node, "result") if below is None else saved(below, "self") - saved(below, "result")
+
+
+def title(node: Node) -> str:
+    """Describe an operation.
+
+    Args:
+        node: Its graph node.
+
+    Returns:
+        Name of the node, with that of the function if it is a loss, and what it stands for where that cannot be guessed.
+    """
+    name = function_at(node)
+    if node.name().endswith("CopySlices"):
+        return f"{node.name()} (an operation in place on a part of a tensor: write it out of place, with torch.where, or torch.stack)"
+    return f"{FUNCTIONS[name][0]} ({node.name()})" if name else node.name()
+
+
+def prediction_first(node: Node, reach: Mapping[Node, int]) -> tuple[tuple[Node | None, int], ...]:
+    """Return where the arguments of a loss that was called as a function come from.
+
+    Args:
+        node: Its graph node.
+        reach: Node to bit set of the tracked parameters upstream of it.
+
+    Returns:
+        The prediction, and others; where only the second argument of a symmetric loss depends on parameters, that is the prediction.
+    """
+    edges = node.next_functions if normalizer(node) is None else node.next_functions[:1]
+    return edges[::-1] if operation(node) in _SYMMETRIC and not reach.get(edges[0][0]) else edges
+
+
+class LossNode:
+    """A graph node, read like the record of a loss module's call.
+
+    Attributes:
+        module: A module that does the same, never called.
+        derivatives: The rule.
+        inputs: The prediction without its data, samples on axis 0, classes on axis 1.
+        path: Names of the function and of the node, for messages.
+        order: Position among all losses.
+        axes: How the saved tensor is permuted to get there.
+        incoming: Gradient that has arrived at log-probabilities ``[[N, C, *]]``.
+    """
+
+    is_loss, released, order, keywords = True, False, 0, ()
+    incoming: Tensor | None = None
+
+    def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...] | None) -> None:
+        self._node, self.axes, self.path = node, axes, title(node)
+        self._names = ("self", "target") if edge == node.next_functions[0] else ("target", "self")
+        shape, like = shape_of(edge), tensor_at(edge)
+        _, make, options = FUNCTIONS[function_at(node)]
+        if axes is None:
+            self.module = make(reduction=_REDUCTIONS[saved(node, "reduction")], **{name: saved(node, name) for name in options})
+            self.derivatives = derivatives_for(self.module)
+        else:
+            self.module, self.derivatives = make(reduction="sum"), _LOG_PROBABILITIES
+            shape = torch.Size(shape[axis] for axis in axes)
+        self.inputs = [torch.empty(shape, dtype=like.dtype, device="meta")]
+
+    @property
+    def input0(self) -> Tensor:
+        """The prediction; log-probabilities in place of logits."""
+        value = saved(self._node, self._names[0]) if self.axes is None else log_probabilities(self._node)
+        value = value if recording.connection is not None else value.detach()
+        return value if self.axes is None else value.permute(self.axes)
+
+    @property
+    def input1(self) -> Tensor:
+        """The target."""
+        return saved(self._node, self._names[1]).detach()
+
+    @property
+    def output(self) -> Tensor:
+        """The value, which the node has not saved."""
+        return self.module.forward(self.input0, self.input1)
+
+    @property
+    def turned(self) -> bool:
+        """Whether its axes are in another order than those of the saved tensor."""
+        return self.axes is not None and self.axes != tuple(range(len(self.axes)))
+
+    def back(self, columns: Tensor) -> Tensor:
+        """Undo the permutation of the prediction's axes.
+
+        Args:
+            columns: ``[V, *shape]``.
+
+        Returns:
+            ``[V, *shape of the saved tensor]``.
+        """
+        if self.axes is None:
+            return columns
+        return columns.permute(0, *(1 + self.axes.index(axis) for axis in range(len(self.axes))))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __repr__(self) -> str:
+        return self.path
