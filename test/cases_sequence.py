@@ -39,6 +39,13 @@ graph(
     *BOTH,
 )
 graph(
+    "stack of matrices, broadcast",
+    lambda net, x: net.a(net.tanh(x @ net.stack).sum(0)),
+    layers(2, 4, tanh=Tanh, stack=parameter(2, 3, 2)),
+    (3,),
+    *BOTH,
+)
+graph(
     "stack of matrices on positions",
     lambda net, x: net.a(net.tanh(torch.bmm(net.b(x).permute(2, 0, 1).reshape(2, -1, 1), net.stack)).reshape(2, len(x), 2, 2).sum((0, 2))),
     lambda: {"a": Linear(2, 4), "b": Linear(3, 2), "tanh": Tanh(), "stack": parameter(2, 1, 2)()},

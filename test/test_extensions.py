@@ -570,3 +570,12 @@ def test_short_names() -> None:
     run(problem, extensions.DiagGGNExact())
     for param in problem.model.parameters():
         assert param.diag_ggn is param.diag_ggn_exact
+
+
+@pytest.mark.parametrize("case", ["stack of matrices", "stack of matrices, broadcast", "stack of matrices on positions"])
+def test_stacks_of_matrices_have_factors(case: str) -> None:
+    """A pair for each matrix, however it is written."""
+    problem = CASES[case].build(3)
+    run(problem, QUANTITIES["KFLR"].make())
+    oracle = Oracle(CASES[case].build(3))
+    factors_close(problem.model.stack.kflr, oracle.kronecker(oracle.hessian_exact)["stack"])

@@ -55,7 +55,7 @@ def normalizer(node: Node) -> Node | None:
     Returns:
         The node of the logarithm of the sum of exponentials that is subtracted from its argument; ``None`` if it is none.
     """
-    if operation(node) != "Sub":
+    if operation(node) != "Sub" or len(node.next_functions) == 1:  # minus a number
         return None
     prediction, (below, _) = node.next_functions
     if below is None or operation(below) != "Logsumexp" or below.next_functions[0] != prediction or saved(node, "alpha") != 1:

@@ -28,6 +28,7 @@ from backpack.core.walk import Walk
 from backpack.utils.lstm import LSTMSteps, previous
 
 _TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
+_COPIES = frozenset("Expand View UnsafeView ReshapeAlias".split())  # which change nothing, as in torch.matmul
 _LSTM = 2  # mode of a recurrent node
 _LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 
@@ -197,7 +198,7 @@ def layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int]
 
 
 def _way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
-    """Return the nodes between an edge and the leaf to which it leads, perhaps through a change of precision, as under autocast.
+    """Return the nodes between an edge and the leaf to which it leads, perhaps through a change of precision, as under autocast, or none at all.
 
     Args:
         edge: The edge.
@@ -213,7 +214,9 @@ def _way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
             return None
         way.append(node)
         node = node.next_functions[0][0]
-    if node is not None and operation(node) == "ToCopy":
+    while node is not None and (
+        operation(node) == "ToCopy" or (operation(node) in _COPIES and shape_of(node.next_functions[0]) == shape_of((node, 0)))
+    ):
         way.append(node)
         node = node.next_functions[0][0]
     return [*way, node] if node is not None and node.name() == LEAF else None
