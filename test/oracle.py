@@ -180,7 +180,8 @@ def products(root: Tensor) -> list[Product]:
         turned = leaf is not None and leaf.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0")
         leaf = leaf.next_functions[0][0] if turned else leaf
         shape = None
-        while leaf is not None and left == "_saved_self" and leaf.name() in ("ExpandBackward0", "ViewBackward0", "ReshapeAliasBackward0"):  # torch.matmul of a stack
+        while leaf is not None and left == "_saved_self" and leaf.name() in ("ExpandBackward0", "ViewBackward0", "ReshapeAliasBackward0"):
+            # torch.matmul of a stack
             shape, leaf = shape or torch.Size(leaf._input_metadata[0].shape), leaf.next_functions[0][0]
         if hasattr(leaf, "variable") and shape in (None, leaf.variable.shape):
             found.append(Product(getattr(node, left), leaf.variable, not turned, GradientEdge(node, 0)))
