@@ -355,6 +355,8 @@ def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[B
     """
     fields = [extension.savefield for extension in extensions]
     for parameter in owners.carriers():
+        if parameter not in uses and id(parameter) not in walk.models:  # another thread may be writing there
+            continue
         carried, notes = vars(parameter), owners.notes(parameter)
         for field in fields:
             if field not in carried:
@@ -362,7 +364,7 @@ def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[B
                 continue
             if parameter not in uses:
                 ours = notes[field] is not None and notes[field].context == entry.number
-                if id(parameter) not in walk.models or (ours and (parameter.requires_grad or entry.context.accumulate)):
+                if ours and (parameter.requires_grad or entry.context.accumulate):
                     continue
             del carried[field]
             notes.pop(field, None)
