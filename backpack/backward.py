@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
@@ -344,7 +344,7 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     return result
 
 
-def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[BackpropExtension], entry: Entry) -> None:
+def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[BackpropExtension], entry: Entry) -> None:
     """Delete results that a pass will not overwrite: those of earlier contexts, and those of parameters that were frozen since.
 
     Args:
@@ -353,16 +353,16 @@ def _remove_stale(walk: Walk, uses: Container[Parameter], extensions: Iterable[B
         extensions: Active extensions.
         entry: The active context.
     """
-    fields = [extension.savefield for extension in extensions]
+    fields, used = [extension.savefield for extension in extensions], set(map(id, uses))
     for parameter in owners.carriers():
-        if parameter not in uses and id(parameter) not in walk.models:  # another thread may be writing there
+        if id(parameter) not in used and id(parameter) not in walk.models:  # another thread may be writing there
             continue
         carried, notes = vars(parameter), owners.notes(parameter)
         for field in fields:
             if field not in carried:
                 notes.pop(field, None)
                 continue
-            if parameter not in uses:
+            if id(parameter) not in used:
                 ours = notes[field] is not None and notes[field].context == entry.number
                 if ours and (parameter.requires_grad or entry.context.accumulate):
                     continue

@@ -304,7 +304,7 @@ class Collector(Reader):
         samples = self._plan.batches.get(parameter, 0)
         chosen = extension.get_subsampling()
         samples = samples if chosen is None else len(chosen)
-        note = Note(extension, samples, extra, context=self._context, turn=self._turn, version=version_of(parameter))
+        note = Note(extension, samples, extra, context=self._context, turn=self._turn, version=version_of(parameter) if self._combines else 0)
         owners.carry(parameter, extension.savefield, note)
         self._written.append((parameter, extension.savefield))
 

@@ -43,7 +43,7 @@ class Note(NamedTuple):
         done: What was done to it since.
         context: Number of the context under which it was written.
         turn: Number of the pass that has written it; where passes accumulate, of the last one that it contains.
-        version: How often the parameter had been changed in place.
+        version: How often the parameter had been changed in place, where passes accumulate.
     """
 
     extension: Any
