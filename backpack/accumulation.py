@@ -62,6 +62,11 @@ def part_of(value: Any, note: Note, what: object, union: bool = True) -> Part:
     Raises:
         UnsupportedError: If something about it is not known.
     """
+    if id(value) != note.written:
+        raise UnsupportedError(
+            f"{what} was replaced after it had been written, by an extension hook, say: how what is there scales with the loss, and whether parts "
+            "of it make up that of the whole, is not known. Keep it under a name of your own instead, and delete the result if it is not needed."
+        )
     part = Part(value, note.samples, note.extra)
     if combination_of(note.extension, what, union).lacks(part, union):
         raise UnsupportedError(
@@ -146,7 +151,8 @@ def store(parameter: Parameter, field: str, part: Part, note: Note, *done: str) 
         *done: What was done to it.
     """
     setattr(parameter, field, part.value)
-    owners.carry(parameter, field, note._replace(samples=part.samples, extra=part.extra, done=note.done.union(done)))
+    known = note._replace(samples=part.samples, extra=part.extra, done=note.done.union(done), written=id(part.value))
+    owners.carry(parameter, field, known)
 
 
 def _written(parameter: Parameter, fields: list[str], context: int) -> Iterator[tuple[str, Note]]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from copy import copy, deepcopy
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -586,6 +589,45 @@ def test_unscale_results_of_two_contexts() -> None:
     unscale(problem.model, 1024.0)
     for name in ("BatchL2Grad", "DiagGGNExact"):
         QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+
+
+@pytest.mark.parametrize(
+    ("name", "replace"),
+    [
+        ("BatchGrad", lambda value: value.sum(0)),
+        ("BatchGrad", lambda value: value.flatten(1).norm(dim=1).max()),
+        ("Variance", Tensor.sqrt),
+        ("DiagGGNExact", Tensor.max),
+        ("KFLR", lambda value: value[0]),
+    ],
+)
+def test_results_that_a_hook_has_replaced(name: str, replace: Callable[[Any], Any]) -> None:
+    """How they add up, and scale, is not known; under a name of the user's own, they are left alone."""
+    problem, extension = CASES["Tanh"].build(N), getattr(extensions, name)()
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    field = extension.savefield
+
+    def hook(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            setattr(parameter, target, replace(getattr(parameter, field)))
+            if target != field:
+                delattr(parameter, field)
+
+    for target in (field, "own"):
+        for accumulate in (True, False):
+            clear(problem.model)
+            refused = pytest.raises(UnsupportedError, match=f"{field} was replaced .* under a name of your own")
+            with refused if target == field else nullcontext():
+                with backpack(extension, extension_hook=hook, accumulate=accumulate):
+                    for _ in range(1 + accumulate):
+                        problem.loss(problem.outputs()).backward()
+                unscale(problem.model, 2.0)
+    parameter = next(problem.model.parameters())
+    value = parameter.own
+    with backpack(extension):
+        problem.loss(problem.outputs()).backward()
+    assert torch.equal(value, replace(getattr(parameter, field)))
 
 
 @pytest.mark.parametrize("scale", [0.0, -2.0, float("nan"), float("inf"), "2"])

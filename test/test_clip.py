@@ -54,6 +54,24 @@ def test_clipped_gradient(case: str, quantile: float) -> None:
         close(gradient, truth[name], rtol=1e-4)
 
 
+@pytest.mark.parametrize("replace", [lambda value: value.flatten(1).norm(dim=1), Tensor.max, lambda value: value.sum(0)])
+def test_what_a_hook_has_put_in_the_place_of_gradients(replace: Callable[[Tensor], Tensor]) -> None:
+    """Is no gradient of a sample."""
+    model = extend(nn.Linear(5, 3))
+
+    def hook(module: nn.Module) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.grad_batch = replace(parameter.grad_batch)
+
+    with backpack(BatchGrad(), extension_hook=hook):
+        cross_entropy(model(torch.randn(N, 5)), torch.arange(N) % 3).backward()
+    before = model.weight.grad.clone()
+    for clip in (clip_factors, clip_per_sample):
+        with pytest.raises(ArgumentError, match=r"shape \[3, 5\] carries grad_batch of shape .* an extension hook, say, has replaced"):
+            clip(model, 1.0)
+    assert torch.equal(model.weight.grad, before)
+
+
 @pytest.mark.parametrize("case", ["Tanh", "net: Conv2d", "linear twice"])
 def test_two_passes(case: str) -> None:
     """Norms in the first pass, weighted losses in the second: no per-sample gradient is ever formed."""

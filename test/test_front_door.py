@@ -602,14 +602,15 @@ def test_hook_that_calls_autograd(extensions: tuple) -> None:
 
 @pytest.mark.parametrize("where", ["extension", "tensor", "parameter", "module"])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_passes_from_hooks(where: str, create_graph: bool) -> None:
-    """Under a context of their own they are passes as any other, and the pass outside goes on."""
+@pytest.mark.parametrize("own", [False, True])
+def test_passes_from_hooks(where: str, create_graph: bool, own: bool) -> None:
+    """Under a context of their own they are passes as any other, without one they have no quantities; the pass outside goes on."""
     problem, other, passes = extended(), extended(), []
 
     def hook(*_: object) -> None:
         if not passes:
             passes.append(None)
-            with torch.enable_grad(), backpack(BatchGrad()):
+            with torch.enable_grad(), backpack(BatchGrad()) if own else nullcontext():
                 loss_of(other).backward()
 
     if where == "tensor":
@@ -622,8 +623,9 @@ def test_passes_from_hooks(where: str, create_graph: bool) -> None:
         warnings.simplefilter("ignore")  # torch advises against backward with create_graph=True
         loss_of(problem).backward(create_graph=create_graph)
     assert passes
-    for model in (problem.model, other.model):
+    for model in (problem.model, other.model) if own else (problem.model,):
         check(model, "grad_batch")
+    assert own or (results(other.model) == {} and all(p.grad is not None for p in other.model.parameters()))
     assert hasattr(problem.model[0].weight, "diag_ggn_exact") and not hasattr(other.model[0].weight, "diag_ggn_exact")
     check_step(problem)
 

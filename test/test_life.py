@@ -457,6 +457,30 @@ def test_inference_mode() -> None:
         extend(Linear(4, 3).double())(problem.x)
 
 
+class Table(Module):
+    """Returns a view of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Parameter(torch.randn(2, 4))
+
+    def forward(self, samples: int) -> Tensor:
+        return self.table.expand(samples, -1, -1)
+
+
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("second", [nn.Identity, lambda: nn.Dropout(0.0), lambda: Linear(4, 4)])
+def test_view_of_a_parameter_without_gradients(context: Callable[[], Any], second: Callable[[], Module]) -> None:
+    """It requires a gradient where nothing records: what it is given to records nothing."""
+    table, layer = Table(), second()
+    truth = layer(table(3)).detach()
+    for module in (table, layer):
+        extend(module)
+    with context():
+        assert torch.equal(layer(table(3)), truth)
+    assert not hasattr(layer, "input0") and not hasattr(layer, "output")
+
+
 # --- several threads and processes ------------------------------------------------------------------------------------------------------------
 
 

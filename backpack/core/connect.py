@@ -68,7 +68,7 @@ class Connection:
             self._found[slot] = self._find(slot, name, call)
         found = self._found[slot]
         if found is None:
-            self.fail(f"{name} of {call.path}, of shape {list(slot.shape)}, is not at hand any more (keep a reference to it, to make it so)")
+            self.fail(f"{name} of {call.path}, of shape {list(slot.shape)}, is not at hand any more: let the model keep a reference to it")
         return tensor if found is None else found
 
     def _find(self, slot: Slot, name: str, call: ModuleCall) -> Tensor | None:

@@ -158,7 +158,7 @@ def refuse_hidden(request: Request, excluded: Container[int]) -> None:
         excluded: Ids of the parameters that are left out.
     """
     node = torch._C._current_autograd_node()
-    if isinstance(node, BackwardCFunction):
+    if isinstance(node, BackwardCFunction) and node.name() != "BackwardHookFunctionBackward":  # hooks of modules are no functions
         _refuse_hidden(node, [leaf for leaf in _leaves(request) if leaf in owners and id(leaf) not in excluded])
 
 

@@ -153,7 +153,9 @@ class Recorder:
             kwargs: Its keyword arguments.
             output: What it returned; ``None``, also, where somebody has handed the hook on to another module, with other settings.
         """
-        if output is None or transformed() or not recording.on or (isinstance(output, Tensor) and not output.requires_grad):
+        if output is None or transformed() or not (recording.on and torch.is_grad_enabled()):
+            return
+        if isinstance(output, Tensor) and not output.requires_grad:
             return
         if recording.open and not self.path:  # one with a path is called by others, as a rule
             _drop_interrupted()

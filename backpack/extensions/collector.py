@@ -304,8 +304,8 @@ class Collector(Reader):
         samples = self._plan.batches.get(parameter, 0)
         chosen = extension.get_subsampling()
         samples = samples if chosen is None else len(chosen)
-        note = Note(extension, samples, extra, context=self._context, turn=self._turn, version=version_of(parameter) if self._combines else 0)
-        owners.carry(parameter, extension.savefield, note)
+        version = version_of(parameter) if self._combines else 0
+        owners.carry(parameter, extension.savefield, Note(extension, samples, extra, frozenset(), self._context, self._turn, version, id(value)))
         self._written.append((parameter, extension.savefield))
 
     def _happened(self, event: Any) -> None:

@@ -44,6 +44,7 @@ class Note(NamedTuple):
         context: Number of the context under which it was written.
         turn: Number of the pass that has written it; where passes accumulate, of the last one that it contains.
         version: How often the parameter had been changed in place, where passes accumulate.
+        written: Id of the result, which tells whether it is still there.
     """
 
     extension: Any
@@ -53,6 +54,7 @@ class Note(NamedTuple):
     context: int = 0
     turn: int = 0
     version: int = 0
+    written: int = 0
 
 
 class Part(NamedTuple):

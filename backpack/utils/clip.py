@@ -137,10 +137,18 @@ def _samples(parameter: Parameter, field: str) -> tuple[int, tuple[int, ...] | N
 
     Returns:
         Their number, and indices in the mini-batch; ``None`` for all, or where that is not known.
+
+    Raises:
+        ArgumentError: If something else stands in its place.
     """
-    note = owners.notes(parameter).get(field)
+    note, shape = owners.notes(parameter).get(field), getattr(parameter, field).shape
+    if not shape or shape[1:] != (parameter.shape if field == "grad_batch" else ()):
+        raise ArgumentError(
+            f"A parameter of shape {list(parameter.shape)} carries {field} of shape {list(shape)}: an extension hook, say, has replaced what a "
+            "backward pass had written. Keep that under a name of your own. BatchL2Grad() computes squared norms, and needs no gradients of samples."
+        )
     chosen = None if note is None else note.extension.get_subsampling()
-    return len(getattr(parameter, field)), None if chosen is None else tuple(chosen)
+    return shape[0], None if chosen is None else tuple(chosen)
 
 
 def _factors(max_norm: float, used: list[tuple[str, Parameter, str]]) -> Tensor:
