@@ -47,6 +47,17 @@ def mixture(gate: list[float]) -> dict:
     return parts
 
 
+def experts_with_gates(net: Net, x: Tensor) -> Tensor:
+    """Send a token of the first sample, all of the second one, and the others to experts that cut features out of what they compute."""
+    h, length = net.a(x), x.shape[1]
+    rows, numbers = h.flatten(0, 1), torch.arange(x.shape[:2].numel())
+    out = torch.zeros_like(rows)
+    for chosen in (numbers[:1], numbers[length : 2 * length], torch.cat([numbers[1:length], numbers[2 * length :]])):
+        up, gate = net.up(rows[chosen]).chunk(2, -1)
+        out = out.index_add(0, chosen, up * gate.sigmoid() + net.up(rows[chosen])[..., ::2])
+    return net.b((out.view(h.shape) + h).sum(1))
+
+
 def checkpointed(net: Net, x: Tensor) -> Tensor:
     """Run a part again in the backward pass."""
     return net.b(checkpoint(lambda h: net.tanh(net.inner(h)), net.a(x), use_reentrant=False))
@@ -99,6 +110,7 @@ graph("messages along edges", messages, layers(2, 3, 4, largest=Largest), (3, 2)
 graph("weight of functional_call", doubled, layers(3, 3, 4), (3,), *CHAIN)
 graph("parameters of functional_call", own_parameters, layers(3, 3, 4, tanh=Tanh), (3,), "chain")
 graph("experts without tokens", experts, partial(mixture, [0.0, 0.0, 0.0, -50.0]), (2, 3), *CHAIN)
+graph("experts that cut features out", experts_with_gates, layers(3, 3, 4, up=partial(Linear, 3, 6)), (5, 3), *CHAIN)
 graph("prototypes", lambda net, x: net.b(torch.cdist(net.a(x), net.points)), layers(3, 3, 4, points=parameter(3, 3)), (3,), *CHAIN, "curved")
 graph(
     "parameter through a layer",

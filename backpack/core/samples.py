@@ -154,7 +154,8 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
         # any axis will do; one that is certainly not that of features is the better choice
         axis = next((axis for axis in axes if shape[axis] == 1 and (axis < len(shape) - 1 or len(shape) == 1)), 0)
         return Layout(axis, (0,) * shape[axis], 1)
-    found: Layout | None = None
+    found, chosen = None, labels[known]
+    alone = chosen.numel() and (chosen == chosen[0]).all()  # rows of a single sample, of which some features were cut out, say
     for axis in axes:
         rows, seen = (t.movedim(axis, 0).reshape(shape[axis], -1) for t in (labels, known))
         low = torch.where(seen, rows, samples).amin(1)
@@ -162,7 +163,8 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
         alive = high >= 0
         if (low[alive] == high[alive]).all():
             layout = Layout(axis, tuple(high.tolist()), samples)
-            if (seen.all(1) == alive).all():  # nothing has to be guessed along this axis
+            likely = axis == prefer or not alone or alive.sum() == 1 or settle(layout).plain
+            if likely and (seen.all(1) == alive).all():  # nothing has to be guessed along this axis
                 return layout
             if found is None or (settle(layout).plain and not settle(found).plain):
                 found = layout
