@@ -614,7 +614,7 @@ def test_results_that_a_hook_has_replaced(name: str, replace: Callable[[Any], An
             if target != field:
                 delattr(parameter, field)
 
-    for target in (field, "own"):
+    for target in (field, "replaced"):
         for accumulate in (True, False):
             clear(problem.model)
             refused = pytest.raises(UnsupportedError, match=f"{field} was replaced .* under a name of your own")
@@ -624,7 +624,7 @@ def test_results_that_a_hook_has_replaced(name: str, replace: Callable[[Any], An
                         problem.loss(problem.outputs()).backward()
                 unscale(problem.model, 2.0)
     parameter = next(problem.model.parameters())
-    value = parameter.own
+    value = parameter.replaced
     with backpack(extension):
         problem.loss(problem.outputs()).backward()
     assert torch.equal(value, replace(getattr(parameter, field)))

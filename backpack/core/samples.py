@@ -154,8 +154,7 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
         # any axis will do; one that is certainly not that of features is the better choice
         axis = next((axis for axis in axes if shape[axis] == 1 and (axis < len(shape) - 1 or len(shape) == 1)), 0)
         return Layout(axis, (0,) * shape[axis], 1)
-    found, chosen = None, labels[known]
-    alone = chosen.numel() and (chosen == chosen[0]).all()  # rows of a single sample, of which some features were cut out, say
+    found: Layout | None = None
     for axis in axes:
         rows, seen = (t.movedim(axis, 0).reshape(shape[axis], -1) for t in (labels, known))
         low = torch.where(seen, rows, samples).amin(1)
@@ -163,7 +162,9 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
         alive = high >= 0
         if (low[alive] == high[alive]).all():
             layout = Layout(axis, tuple(high.tolist()), samples)
-            likely = axis == prefer or not alone or alive.sum() == 1 or settle(layout).plain
+            alone = low.amin() == high.amax()  # rows of a single sample, of which some features were cut out, say
+            usual = alone and (axis < len(shape) - 1 or shape[axis] == samples) and settle(layout).labels in _patterns(shape[axis], samples)
+            likely = not alone or axis == prefer or alive.sum() == 1 or usual
             if likely and (seen.all(1) == alive).all():  # nothing has to be guessed along this axis
                 return layout
             if found is None or (settle(layout).plain and not settle(found).plain):
