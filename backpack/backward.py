@@ -36,6 +36,7 @@ from backpack.utils.differentiation import nodes_of
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError, UnsupportedError
 from backpack.utils.hooks import no_op
 from backpack.utils.memory import bytes_of
+from backpack.utils.pages import reusing
 from backpack.utils.precision import require_type, without_autocast
 
 _NEEDED = frozenset(dir(object)) | frozenset("detach clone numel size dim stride to copy_ view".split())
@@ -324,8 +325,8 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
         for node, mark, extension, chosen in mapped(plan, extensions) if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
             handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
         handles += carry.install()
-        _remove_stale(plan.walk, plan.uses, extensions, entry)
-        result = request.execute(collector.spared.edges)
+        with reusing(_remove_stale(plan.walk, plan.uses, extensions, entry)):
+            result = request.execute(collector.spared.edges)
         collector.spared.accumulate()
         earlier.unite(collector.end())
     except BaseException:
@@ -344,7 +345,7 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     return result
 
 
-def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[BackpropExtension], entry: Entry) -> None:
+def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[BackpropExtension], entry: Entry) -> list[Any]:
     """Delete results that a pass will not overwrite: those of earlier contexts, and those of parameters that were frozen since.
 
     Args:
@@ -352,8 +353,11 @@ def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[Ba
         uses: The parameters of which it will write results, or would, if it were not refused.
         extensions: Active extensions.
         entry: The active context.
+
+    Returns:
+        Those of parameters of which the pass will write others.
     """
-    fields, used = [extension.savefield for extension in extensions], set(map(id, uses))
+    stale, fields, used = [], [extension.savefield for extension in extensions], set(map(id, uses))
     for parameter in owners.carriers():
         if id(parameter) not in used and id(parameter) not in walk.models:  # another thread may be writing there
             continue
@@ -366,8 +370,11 @@ def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[Ba
                 ours = notes[field] is not None and notes[field].context == entry.number
                 if ours and (parameter.requires_grad or entry.context.accumulate):
                     continue
-            del carried[field]
+            value = carried.pop(field)
+            if id(parameter) in used:
+                stale.append(value)
             notes.pop(field, None)
+    return stale
 
 
 def _mapped_hook(carry: Pass, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:

@@ -50,7 +50,9 @@ LAYERS = {
 }
 MAX_LINES = 400
 PRIVATE = re.compile(r"_input_metadata|_base|_version|_saved_(?!quantities)\w+|torch\._\w+(\..*)?")
-KNOWS_PRIVATE = {f"backpack.{name}" for name in "core.graph core.calls core.slots core.checkpoints core.engine utils.differentiation".split()}
+KNOWS_PRIVATE = {
+    f"backpack.{name}" for name in "core.graph core.calls core.slots core.checkpoints core.engine utils.differentiation utils.pages".split()
+}
 LAZY = {"backpack.compat"}  # forwards old import paths when they are asked for
 
 

@@ -30,6 +30,7 @@ from backpack.extensions.rules import FromGradient, Rule, find_faster
 from backpack.extensions.spared import Spared
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import BackpackError, UnattributedError, merge
+from backpack.utils.pages import written
 from backpack.utils.precision import in_type
 
 
@@ -301,6 +302,7 @@ class Collector(Reader):
         if self._debug:
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
         setattr(parameter, extension.savefield, value)
+        written(value)
         samples = self._plan.batches.get(parameter, 0)
         chosen = extension.get_subsampling()
         samples = samples if chosen is None else len(chosen)

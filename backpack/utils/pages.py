@@ -1,14 +1,20 @@
-"""Large tensors in large pages: an operating system that hands out memory in small pieces may take longer than the arithmetic that fills it."""
+"""Memory of large results: an operating system that hands it out in small pieces, and zeroes it, may take longer than the arithmetic that fills it.
+
+Hence large pages are asked for, and what results of the pass before have taken is used again, if nothing else refers to it.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from ctypes import CDLL, c_int, c_size_t, c_void_p
 from math import prod
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 _LARGE = 2**22
 """Bytes from which on large pages are asked for, which torch does only where an environment variable says so.
@@ -19,6 +25,86 @@ _PAGE, _HUGE_PAGES = 4096, 14
 _advise = getattr(CDLL(None), "madvise", None) if sys.platform == "linux" else None
 if _advise is not None:
     _advise.argtypes = (c_void_p, c_size_t, c_int)
+_SMALL = 2**17
+"""Bytes below which memory that was freed is never given back to the operating system, as far as allocators do as glibc's."""
+_references = getattr(torch._C, "_storage_Use_Count", None)
+
+
+class _Before(threading.local):
+    """Memory of results of the pass before that nothing refers to any more, while a pass is running.
+
+    Attributes:
+        free: Size in bytes to what is there of this size.
+        due: Size to the number of results of this size that the pass has not written yet, if it writes as many as the one before.
+    """
+
+    def __init__(self) -> None:
+        self.free: dict[int, list[UntypedStorage]] = {}
+        self.due: dict[int, int] = {}
+
+
+_before = _Before()
+
+
+@contextmanager
+def reusing(stale: list[Any]) -> Iterator[None]:
+    """Let results be written where those of the pass before are, as far as nothing else refers to these: no tensor, view, graph, array or process.
+
+    Args:
+        stale: Results of the pass before, tensors or lists of them, of which this is the last reference; it is emptied.
+    """
+    outer = _before.free, _before.due
+    _before.free, _before.due = {}, {}
+    while stale:
+        _offer(stale)
+    try:
+        yield
+    finally:
+        _before.free, _before.due = outer
+
+
+def _offer(stale: list[Any]) -> None:
+    """Take the last result off a list, and note its memory if nothing else refers to that.
+
+    Args:
+        stale: The results.
+    """
+    value = stale.pop()
+    if isinstance(value, list):
+        stale.extend(value)
+    if type(value) is not Tensor or value.layout is not torch.strided or value.nbytes < _SMALL or not value.is_cpu or _references is None:
+        return
+    storages, value = [value.untyped_storage()], None
+    size, alone = storages[0].nbytes(), _references(storages[0]._cdata) == 1 and _count(storages) == _ALONE
+    if alone and storages[0].resizable() and not storages[0].is_shared():  # memory of arrays cannot be resized
+        _before.free.setdefault(size, []).extend(storages)
+        _before.due[size] = len(_before.free[size])
+
+
+def _count(storages: list[Any]) -> int:
+    return sys.getrefcount(storages[0])
+
+
+_ALONE = _count([object()])
+
+
+def written(value: Any) -> None:
+    """Give memory of the pass before back: as much as a result takes that is there now; all of it, if results of this size are not to be expected.
+
+    Args:
+        value: What was written, a tensor or a list.
+    """
+    if not _before.due:
+        return
+    if isinstance(value, list):
+        for part in value:
+            written(part)
+    elif type(value) is Tensor and value.layout is torch.strided and value.nbytes >= _SMALL:
+        if _before.due.get(size := value.untyped_storage().nbytes()):
+            _before.due[size] -= 1
+            del _before.free[size][_before.due[size] :]
+        else:  # the mini-batch is another one
+            _before.free, _before.due = {}, {}
 
 
 def empty(shape: tuple[int, ...], like: Tensor, order: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -32,10 +118,26 @@ def empty(shape: tuple[int, ...], like: Tensor, order: torch.memory_format = tor
     Returns:
         Tensor of any content.
     """
-    return _advised(torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=order))
+    return _found(torch.empty, shape, like, memory_format=order)
 
 
-def _advised(result: Tensor) -> Tensor:
+def _found(create: Callable[..., Tensor], what: Any, like: Tensor, **options: Any) -> Tensor:
+    """Allocate a tensor where a result of the pass before is that nothing refers to, or else in large pages.
+
+    Args:
+        create: Makes a tensor.
+        what: Its first argument.
+        like: Has the type and the device.
+        **options: Further arguments.
+
+    Returns:
+        Tensor of any content.
+    """
+    if _before.free and like.device.type == "cpu":
+        nowhere = create(what, dtype=like.dtype, device="meta", **options)
+        if free := _before.free.get(nowhere.nbytes):
+            return torch.empty(0, dtype=like.dtype).set_(free.pop(), 0, nowhere.shape, nowhere.stride())
+    result = create(what, dtype=like.dtype, device=like.device, **options)
     if _advise is not None and result.nbytes >= _LARGE and result.device.type == "cpu":
         start = -(-result.data_ptr() // _PAGE) * _PAGE
         _advise(start, result.data_ptr() + result.nbytes - start, _HUGE_PAGES)  # a hint: it may be refused, and changes no content
@@ -60,6 +162,7 @@ def compute(function: Callable[..., Tensor], shape: tuple[int, ...], one: Tensor
         return function(one, other)
     if out is not None:
         return function(one, other, out=out)
-    if prod(shape) * one.element_size() < _LARGE:
+    size = prod(shape) * one.element_size()
+    if size < _LARGE and size not in _before.free:
         return function(one, other)
-    return function(one, other, out=_advised(torch.empty_like(one)) if one.shape == shape else empty(shape, one))
+    return function(one, other, out=_found(torch.empty_like, one, one) if one.shape == shape else empty(shape, one))
