@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -74,9 +75,19 @@ def two_layers(inputs: int = 64) -> tuple[nn.Module, torch.Tensor]:
     return extend(nn.Sequential(nn.Linear(*WIDE), nn.Linear(WIDE[1], WIDE[0]))), torch.randn(inputs, WIDE[0])
 
 
-def gradients(model: nn.Module, x: torch.Tensor, **options: object) -> None:
-    with backpack(extensions.BatchGrad(), **options):
+def gradients(model: nn.Module, x: torch.Tensor, extension: type = extensions.BatchGrad, **options: object) -> None:
+    with backpack(extension(), **options):
         model(x).square().sum().backward()
+
+
+def shared(result: torch.Tensor) -> torch.Tensor:
+    """What another process sees."""
+    descriptor, size = result.untyped_storage()._share_fd_cpu_()
+    return result.new_empty(0).set_(torch.UntypedStorage._new_shared_fd_cpu(os.dup(descriptor), size)).view(result.shape)
+
+
+def left() -> int:
+    return sum(len(free) for free in pages._before.free.values())
 
 
 def places(model: nn.Module) -> set[int]:
@@ -106,7 +117,7 @@ HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
     "parameter": nn.Parameter,
     "future": lambda result: (future := torch.futures.Future()).set_result(result) or future,
     "function": lambda result: lambda: result,
-    "processes": lambda result: result.share_memory_().data_ptr(),
+    "other process": shared,
 }
 
 
@@ -115,15 +126,14 @@ def test_what_is_referred_to_stays(holder: str) -> None:
     model, x = two_layers()
     gradients(model, x)
     weight = model[0].weight
-    held, other = HOLDERS[holder](weight.grad_batch), model[1].weight.grad_batch.data_ptr()
-    place = weight.grad_batch.data_ptr()
-    numbers = weight.grad_batch.numpy().copy()
+    held, place, other = HOLDERS[holder](weight.grad_batch), weight.grad_batch.data_ptr(), model[1].weight.grad_batch.data_ptr()
+    numbers = weight.grad_batch.clone()
     for _ in range(3):
         gradients(model, 2 * x)
-        assert (model[0].weight.grad_batch.data_ptr() != place) or holder == "processes"  # which may map new memory at this address
         assert other in places(model)  # nothing refers to it
-    if isinstance(held, torch.Tensor) and held.shape == numbers.shape and held.dtype == x.dtype:
-        assert (held.detach().numpy() == numbers).all()
+        assert holder == "other process" or place not in places(model)
+    if isinstance(held, torch.Tensor) and held.shape == numbers.shape:
+        assert torch.equal(held if held.dtype == x.dtype else held.view(x.dtype), numbers)
 
 
 def test_other_memory_is_left_alone() -> None:
@@ -143,26 +153,27 @@ def test_mini_batches_of_another_size(second: int) -> None:
     model, x = two_layers()
     gradients(model, x)
     seen = []
-
-    def hook(module: nn.Module) -> None:
-        seen.append(dict(pages._before.free))
-
-    gradients(model, torch.randn(second, WIDE[0]), extension_hook=hook)
-    assert seen[0] == {}
+    gradients(model, torch.randn(second, WIDE[0]), extension_hook=lambda _: seen.append(left()))
+    assert seen == [0, 0]
     assert model[0].weight.grad_batch.shape == (second, *reversed(WIDE))
 
 
-def test_results_of_another_size_than_memory_that_was_offered() -> None:
-    """Never is there more memory of the pass before than results are missing."""
-    model, x = two_layers()
-    gradients(model, x)
-    left = []
+@pytest.mark.parametrize("extension", [extensions.BatchGrad, extensions.SumGradSquared, extensions.KFAC], ids=lambda extension: extension.__name__)
+def test_memory_is_given_back_step_by_step(extension: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never is there more memory of the pass before than results are missing, wherever those of this pass lie."""
+    monkeypatch.setattr(pages, "_SMALL", 1)
+    (model, x), seen = two_layers(), []
+    lossfunc, parts = extend(nn.CrossEntropyLoss()), {}
 
     def hook(module: nn.Module) -> None:
-        left.append(sum(len(free) for free in pages._before.free.values()))
+        seen.append((left(), sum(number for p, number in parts.items() if not hasattr(p, extension().savefield))))
 
-    gradients(model, x, extension_hook=hook)
-    assert left == [1, 0]
+    for _ in range(2):
+        with backpack(extension(), extension_hook=hook):
+            lossfunc(model(x), torch.arange(len(x))).backward()
+        parts = {p: len(tree_leaves(getattr(p, extension().savefield))) for p in model.parameters()}
+    assert all(there <= missing for there, missing in seen)
+    assert seen[3][0] > 0
     assert pages._before.free == pages._before.due == {}
 
 
