@@ -251,3 +251,19 @@ def test_hooks_of_a_leaf_run_before_those_of_its_node() -> None:
     leaf.sum().backward()
     assert seen == ["leaf", "node"]
     assert len(handles) == 2
+
+
+def test_how_often_memory_is_referred_to() -> None:
+    """Storages count tensors of C++, too; the handle in Python, of which there is one, counts once for all."""
+    x = torch.rand(3, 4)
+    storage = x.untyped_storage()
+    count = torch._C._storage_Use_Count
+    assert count(storage._cdata) == 2
+    view = x[0]
+    assert count(storage._cdata) == 3
+    graph = (torch.ones((), requires_grad=True) * x).sum().grad_fn
+    del x, view
+    assert count(storage._cdata) == 2  # what the graph has saved
+    del graph
+    assert count(storage._cdata) == 1
+    assert not torch.from_numpy(torch.rand(3).numpy()).untyped_storage().resizable()

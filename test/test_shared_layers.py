@@ -120,6 +120,48 @@ def test_against_the_oracle() -> None:
             close(factor, expected)
 
 
+class Guided(nn.Module):
+    """A condition that some samples drop: they get what a layer makes of a constant, or of a constant at each position."""
+
+    def __init__(self, dropped: Tensor, positions: int | None, expanded: bool, learned: bool) -> None:
+        super().__init__()
+        shape = (1, 2) if positions is None else (positions, 2)
+        self.layer, self.null, self.head = nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 3)), nn.Linear(3, 4)
+        self.constant = nn.Parameter(torch.randn(shape)) if learned else nn.Buffer(torch.randn(shape))
+        self.dropped, self.expanded, self.positions = dropped, expanded, positions
+
+    def forward(self, x: Tensor) -> Tensor:
+        constant = self.constant[:, None] if self.positions else self.constant  # [T, N, D] or [N, D]
+        if self.expanded:
+            constant = constant.expand(*constant.shape[:-2], len(x), 2)
+        hidden = torch.where(self.dropped[:, None], self.null(constant), self.layer(x))
+        return self.head(hidden.mean(0) if self.positions else hidden)
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["buffer", "parameter"])
+@pytest.mark.parametrize("positions", [None, 3])
+@pytest.mark.parametrize("users", [0, 1, 2, 5])
+def test_what_few_samples_use_is_there_for_all(users: int, positions: int | None, learned: bool) -> None:
+    """A constant that is broadcast to all samples, of which a mask lets one through, is no row of that one."""
+    found = []
+    for expanded in (False, True):
+        dropped = torch.zeros(5, dtype=torch.bool)
+        dropped[[3, 0, 4, 1, 2][:users]] = True
+        with torch.random.fork_rng(), default_dtype(torch.float64):
+            torch.manual_seed(0)
+            problem = classify(Guided(dropped, positions, expanded, learned), torch.randn(5, 2))
+        for module in (problem.model, *problem.losses):
+            extend(module)
+        with backpack(*(getattr(extensions, name)() for name in ("BatchGrad", "BatchDiagGGNExact", "SqrtGGNExact"))):
+            problem.loss(problem.outputs()).backward()
+        with backpack(extensions.KFLR(exclude=[problem.model.constant] if learned else ())):
+            problem.loss(problem.outputs()).backward()
+        found.append([getattr(p, field) for p in problem.model.parameters() for field in ("grad_batch", "diag_ggn_exact_batch", "sqrt_ggn_exact")])
+        found[-1] += [factor for p in problem.model.null.parameters() for factor in p.kflr]
+    for value, expected in zip(*found, strict=True):
+        close(value, expected)
+
+
 def test_rules_of_users_get_no_further_axis() -> None:
     """The graph takes the place of one that knows of two axes only."""
 

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.graph import call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
 from backpack.core.linear import LINEAR
-from backpack.core.samples import Layout, after_sum, decode, label_tensor, probe, split, sum_to
+from backpack.core.samples import Layout, after_sum, decode, label_tensor, probe, settle, split, sum_to
 from backpack.utils.columns import blocks
 
 STATIC = LINEAR - frozenset(
@@ -64,17 +64,20 @@ class Crossing(NamedTuple):
     returned: Layout | None
     arrives: Layout | None
 
-    def of_all(self, shape: torch.Size) -> Crossing:
-        """Split what is summed within one sample.
+    def of_all(self, shape: torch.Size, has_data: bool) -> Crossing:
+        """Split what is summed within one sample, towards an input that is the same for all samples, even if no other one uses it.
 
         Args:
             shape: Shape of the input.
+            has_data: Whether the input is made of data, which may be that of this sample: what was broadcast to rows of all samples is not.
 
         Returns:
-            How columns leave towards an input that is not made of data.
+            How columns leave.
         """
         summed = self.arrives is not None and (not shape or self.arrives.labels != self.returned.labels)
-        return Crossing(SPLIT, self.returned, None) if summed else self
+        if not summed or (has_data and len({*settle(self.returned).labels}) < 2):
+            return self
+        return Crossing(SPLIT, self.returned, None)
 
 
 class Gap:
@@ -99,7 +102,7 @@ class Gap:
         else:
             found = crossings_of(node, states, tuple(None if n is None else n[2] for n in nexts))
             # what all samples use by turns is split from here on: a scale that each one multiplies with what is its own
-            self.crossings = [c if n is None or c is None or n[0] in has_data else c.of_all(n[2]) for n, c in zip(nexts, found, strict=True)]
+            self.crossings = [c if n is None or c is None else c.of_all(n[2], n[0] in has_data) for n, c in zip(nexts, found, strict=True)]
 
     def call(self, columns: dict[int, Tensor]) -> list[Tensor | None]:
         """Call the node.
