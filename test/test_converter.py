@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +11,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+from backpack import backpack, extend
+from backpack.custom_module import function_rules
 from backpack.custom_module.branching import Parallel, SumModule
 from backpack.custom_module.graph_utils import convert_module_to_backpack
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
+from backpack.extensions import GGNMP, HMP, KFRA
 
 
 class Lambda(nn.Module):
@@ -140,6 +144,87 @@ def test_functions_become_modules(function: Callable[[Tensor], Tensor], name: st
     assert_same(model, converted, rand(1, 3, 4))
 
 
+LAYERS = {
+    "relu": (F.relu, torch.relu, lambda x: x.relu(), partial(F.relu, inplace=True)),
+    "relu6": (F.relu6,),
+    "leaky_relu": (F.leaky_relu, partial(F.leaky_relu, negative_slope=0.3), lambda x: F.leaky_relu(x, 0.2, True)),
+    "elu": (F.elu, lambda x: F.elu(x, 0.3)),
+    "celu": (F.celu, torch.celu, lambda x: F.celu(x, 0.3)),
+    "selu": (F.selu, torch.selu),
+    "gelu": (F.gelu, partial(F.gelu, approximate="tanh")),
+    "silu": (F.silu,),
+    "mish": (F.mish,),
+    "softplus": (F.softplus, lambda x: F.softplus(x, 2.0, 0.1)),
+    "softsign": (F.softsign,),
+    "sigmoid": (F.sigmoid, torch.sigmoid, lambda x: x.sigmoid()),
+    "logsigmoid": (F.logsigmoid,),
+    "hardsigmoid": (F.hardsigmoid,),
+    "hardswish": (F.hardswish,),
+    "hardtanh": (F.hardtanh, lambda x: F.hardtanh(x, -0.1, 0.2)),
+    "tanh": (F.tanh, torch.tanh, lambda x: x.tanh()),
+    "tanhshrink": (F.tanhshrink,),
+    "softshrink": (F.softshrink, lambda x: F.softshrink(x, 0.1)),
+    "hardshrink": (F.hardshrink, lambda x: x.hardshrink(0.1)),
+    "threshold": (lambda x: F.threshold(x, 0.1, 0.2), lambda x: torch.threshold(x, 0.1, 0.2)),
+    "softmax": (lambda x: F.softmax(x, 1), lambda x: torch.softmax(x, dim=-1), lambda x: x.softmax(2)),
+    "log_softmax": (lambda x: F.log_softmax(x, dim=1), lambda x: torch.log_softmax(x, -1), lambda x: x.log_softmax(-1)),
+    "max_pool1d": (lambda x: F.max_pool1d(x, 2), lambda x: torch.max_pool1d(x, 2, 1), lambda x: F.max_pool1d(x, 3, 2, 1, 1, True)),
+    "avg_pool1d": (lambda x: F.avg_pool1d(x, 2), lambda x: F.avg_pool1d(x, 3, 1, 1, False)),
+    "max_pool2d": (lambda x: F.max_pool2d(x, 2), lambda x: F.max_pool2d(x, (1, 2), ceil_mode=True)),
+    "avg_pool2d": (lambda x: F.avg_pool2d(x, (1, 2)), lambda x: F.avg_pool2d(x, 3, 1, padding=1, count_include_pad=False)),
+    "adaptive_avg_pool1d": (lambda x: F.adaptive_avg_pool1d(x, 2),),
+    "adaptive_avg_pool2d": (lambda x: F.adaptive_avg_pool2d(x, 1), lambda x: F.adaptive_avg_pool2d(x, (2, None))),
+    "adaptive_max_pool1d": (lambda x: F.adaptive_max_pool1d(x, 2),),
+    "adaptive_max_pool2d": (lambda x: F.adaptive_max_pool2d(x, (1, 2)),),
+    "max_pool3d": (lambda x: F.max_pool3d(x[:, None], (1, 2, 2)),),
+    "avg_pool3d": (lambda x: F.avg_pool3d(x[:, None], (1, 1, 2)),),
+    "adaptive_max_pool3d": (lambda x: F.adaptive_max_pool3d(x[:, None], 1),),
+    "adaptive_avg_pool3d": (lambda x: F.adaptive_avg_pool3d(x[:, None], (1, 2, 2)),),
+}
+
+
+def test_table_of_layers_is_whole() -> None:
+    assert LAYERS.keys() == function_rules.LAYERS.keys()
+
+
+@pytest.mark.parametrize(("name", "function"), [(name, function) for name, functions in LAYERS.items() for function in functions])
+def test_functions_become_layers(name: str, function: Callable[[Tensor], Tensor]) -> None:
+    model = OneInput(lambda m, x: function(m.b(m.a(x))))
+    converted = convert(model)
+    assert operations(converted) == []
+    assert type(converted.get_submodule(f"{name}0")) is function_rules.LAYERS[name]
+    assert_same(model, converted, rand(2, 3, 4))
+    assert_same(model, converted, rand(1, 3, 4))
+
+
+class OfFunctions(nn.Module):
+    """As one writes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(1, 2, 3), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.log_softmax(self.out(torch.flatten(F.relu(F.max_pool2d(torch.tanh(self.conv(x)), 2)), 1)), dim=1)
+
+
+def test_what_needs_sequences_takes_functions() -> None:
+    """Products with curvature matrices are those of the same layers in a sequence."""
+    torch.manual_seed(0)
+    model = OfFunctions().double()
+    same = nn.Sequential(model.conv, nn.Tanh(), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), model.out, nn.LogSoftmax(1))
+    X, y, found = rand(4, 1, 6, 6), torch.randint(3, (4,)), []
+    v = torch.randn(1, *model.conv.weight.shape, dtype=torch.float64)
+    for net in (extend(model, use_converter=True), extend(same)):
+        lossfunc = extend(nn.NLLLoss())
+        with backpack(GGNMP(), HMP(), KFRA()):
+            lossfunc(net(X), y).backward()
+        weight = model.conv.weight
+        found.append([weight.ggnmp(v), weight.hmp(v), *weight.kfra])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 LEFT_ALONE = {
     "x * int": lambda m, x: m.a(x) * 2,
     "x * x": lambda m, x: m.a(x) * m.b(x),
@@ -151,7 +236,11 @@ LEFT_ALONE = {
     "x + parameter": lambda m, x: m.a(x) + m.b.bias,
     "sizes": lambda m, x: m.a(x).reshape(x.shape[0] * x.size(1), x.size(-1) + 0),
     "sum of sizes": lambda m, x: m.a(x) * (x.size(0) + x.size(1)),
-    "functional twice": lambda m, x: F.relu(m.b(F.relu(m.a(x)))),
+    "functional twice": lambda m, x: F.normalize(m.b(F.normalize(m.a(x)))),
+    "softmax in another type": lambda m, x: m.a(x).softmax(-1, torch.float32).double(),
+    "computed setting": lambda m, x: F.leaky_relu(m.a(x), 1 / x.size(0)),
+    "pooling with as many settings": lambda m, x: torch.max_pool2d(m.a(x), 2, 2, 1, 1, True),
+    "in-place function": lambda m, x: torch.relu_(m.a(x)),
     "view twice": lambda m, x: m.b(m.a(x).view(-1, 4)).view(2, 3, 4),
     "batch axis moves": lambda m, x: m.a(x).permute(1, 0, 2).transpose(0, 1).transpose(0, 2),
     "transposed parameter": lambda m, x: m.a(x) @ m.b.weight.transpose(-1, -2),
@@ -175,7 +264,8 @@ def test_what_has_no_module_stays_and_warns(function: Callable[[nn.Module, Tenso
     used = [p for p in model.parameters() if any(q is p for q in convert(model, warns=True).parameters())]
     converted, X = convert(model, warns=True), rand(2, 3, 4)
     assert operations(converted) != []
-    assert not any(isinstance(m, ScaleModule | SumModule | ReduceTuple | Permute | Slicing | nn.Flatten) for m in converted.modules())
+    made = (ScaleModule, SumModule, ReduceTuple, Permute, Slicing, nn.Flatten, *function_rules.LAYERS.values())
+    assert not any(isinstance(m, made) for m in converted.modules())
     assert [id(p) for p in converted.parameters()] == [id(p) for p in used]
     torch.manual_seed(0)
     expected = model(X)
@@ -185,9 +275,9 @@ def test_what_has_no_module_stays_and_warns(function: Callable[[nn.Module, Tenso
 
 def test_each_remaining_node_is_named() -> None:
     with pytest.warns(UserWarning) as record:
-        convert_module_to_backpack(OneInput(lambda m, x: F.silu(m.b(m.a(x).view(-1, 4)))), False)
+        convert_module_to_backpack(OneInput(lambda m, x: F.normalize(m.b(m.a(x).view(-1, 4)))), False)
     messages = [str(entry.message) for entry in record]
-    assert len(messages) == 2 and "view" in messages[0] and "silu" in messages[1]
+    assert len(messages) == 2 and "view" in messages[0] and "normalize" in messages[1]
 
 
 def test_summands_of_different_shapes_are_refused() -> None:

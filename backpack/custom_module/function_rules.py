@@ -13,9 +13,11 @@ from inspect import signature
 from types import EllipsisType
 
 import torch
+from torch import Tensor, nn
 from torch.fx import Graph, Node
-from torch.fx.node import Argument, Target
+from torch.fx.node import Argument, Target, map_arg
 from torch.nn import Flatten, Module
+from torch.nn import functional as F
 
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.permute import Permute
@@ -27,6 +29,35 @@ from backpack.utils.errors import ArgumentError
 # methods and attributes of a tensor that are no tensors, and attributes that are
 NUMBER_METHODS = {"size", "dim", "ndimension", "numel", "nelement", "stride", "item", "tolist", "get_device", "element_size"}
 TENSOR_ATTRIBUTES = {"T", "mT", "H", "mH", "data", "real", "imag"}
+# functions, and methods of the same name, whose settings are those of a layer, in the same order
+LAYERS: dict[str, type[Module]] = {
+    "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "celu": nn.CELU,
+    "selu": nn.SELU,
+    "gelu": nn.GELU,
+    "silu": nn.SiLU,
+    "mish": nn.Mish,
+    "softplus": nn.Softplus,
+    "softsign": nn.Softsign,
+    "sigmoid": nn.Sigmoid,
+    "logsigmoid": nn.LogSigmoid,
+    "hardsigmoid": nn.Hardsigmoid,
+    "hardswish": nn.Hardswish,
+    "hardtanh": nn.Hardtanh,
+    "tanh": nn.Tanh,
+    "tanhshrink": nn.Tanhshrink,
+    "softshrink": nn.Softshrink,
+    "hardshrink": nn.Hardshrink,
+    "threshold": nn.Threshold,
+    "softmax": nn.Softmax,
+    "log_softmax": nn.LogSoftmax,
+    **{f"{kind}_pool{n}d": getattr(nn, f"{kind.title()}Pool{n}d") for kind in ("max", "avg") for n in (1, 2, 3)},
+    **{f"adaptive_{kind}_pool{n}d": getattr(nn, f"Adaptive{kind.title()}Pool{n}d") for kind in ("max", "avg") for n in (1, 2, 3)},
+}
+_IN_ORDER = 4  # positional settings of torch.max_pool2d that are those of MaxPool2d
 
 
 class ModuleGraph:
@@ -45,18 +76,18 @@ class ModuleGraph:
         self.debug = debug
         self._numbers: set[Node] = set()
 
-    def call(self, module: Module, *args: Node) -> Node:
+    def call(self, module: Module, *args: Node, prefix: str | None = None) -> Node:
         """Attach a new module to the root, in its mode, and call it at the current place of the graph.
 
         Args:
             module: The module.
             *args: Its inputs.
+            prefix: Beginning of its name; that of its class by default.
 
         Returns:
             The node of the call.
         """
-        prefix = re.sub("(?<!^)(?=[A-Z])", "_", type(module).__name__).lower()
-        name = get_free_name(self.root, prefix)
+        name = get_free_name(self.root, prefix or re.sub("(?<!^)(?=[A-Z])", "_", type(module).__name__).lower())
         self.log(f"{name} = {module}")
         self.root.add_module(name, module.train(self.root.training))
         return self.graph.call_module(name, args)
@@ -199,6 +230,28 @@ def _permute(graph: ModuleGraph, input: Argument, dims: Iterable[int], init_tran
         return graph.call(Permute(*dims, init_transpose=init_transpose), input)
     except ArgumentError:  # moves the batch axis: only the function may do so
         return None
+
+
+def _transform_layer(name: str) -> Rule:
+    def transform(graph: ModuleGraph, input: Argument, *settings: Argument, **named: Argument) -> Node | None:
+        computed: list[Node] = []
+        map_arg((settings, named), computed.append)
+        if not graph.is_tensor(input) or computed or len(settings) > _IN_ORDER:
+            return None
+        given = {key: value for key, value in named.items() if value is not None and key != "_stacklevel"}
+        try:
+            layer = LAYERS[name](*settings, **given)
+        except TypeError:  # an option that the layer does not have, as another type of the result
+            return None
+        return graph.call(layer, input, prefix=name)
+
+    return transform
+
+
+for _name in LAYERS:
+    # a function of torch.nn.functional may choose between two, and show the one that it has chosen
+    _targets = {getattr(space, name, None) for space in (torch, F) for name in (_name, f"_{_name}")}
+    _rule(*(_targets - {None}), *([_name] if hasattr(Tensor, _name) else []))(_transform_layer(_name))
 
 
 def _are_ints(*values: object) -> bool:
