@@ -176,7 +176,7 @@ class ModuleCall:
         """
         module = self._module if isinstance(self._module, Module) else self._module()
         if module is None:
-            raise NotRecordedError(f"The module {self.path} was deleted between its forward pass and the backward pass. Keep a reference to it.")
+            raise NotRecordedError(f"The module {self.path}, which is needed again, was deleted after its forward pass. Keep a reference to it.")
         return module
 
     @property
