@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from itertools import product
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
@@ -242,8 +243,7 @@ def rest(steps: Tensor, i: int, factor: Tensor) -> Tensor:
     return (steps[1 : i % 3 + 1] * factor).sum(0)
 
 
-@pytest.mark.parametrize("samples", [1, 2, 5])
-@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize(("loop", "samples"), [*product(LOOPS, [1, 2, 5]), ("recurrent, one step", len(STEPS))])
 def test_loops_over_samples(loop: str, samples: int) -> None:
     torch.manual_seed(0)
     model, x, y = extend(Loop(LOOPS[loop])), torch.randn(samples, 4, **DOUBLE), torch.arange(samples) % 3

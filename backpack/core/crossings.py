@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.graph import call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
 from backpack.core.linear import LINEAR
-from backpack.core.samples import Layout, after_sum, decode, label_tensor, probe, settle, split, sum_to
+from backpack.core.samples import Layout, after_sum, arrangement, decode, label_tensor, probe, split, sum_to
 from backpack.utils.columns import blocks
 
 STATIC = LINEAR - frozenset(
@@ -69,15 +69,18 @@ class Crossing(NamedTuple):
 
         Args:
             shape: Shape of the input.
-            has_data: Whether the input is made of data, which may be that of this sample: what was broadcast to rows of all samples is not.
+            has_data: Whether the input is made of data, which may be that of this sample. What was broadcast to a row for each sample is not, unless
+                an axis of length one stands in front of these rows: then they may be positions.
 
         Returns:
             How columns leave.
         """
         summed = self.arrives is not None and (not shape or self.arrives.labels != self.returned.labels)
-        if not summed or (has_data and len({*settle(self.returned).labels}) < 2):
+        if not summed:
             return self
-        return Crossing(SPLIT, self.returned, None)
+        axis = self.returned.axis
+        rows_of_all = self.returned.samples > 1 and arrangement(self.returned)[1].plain and (axis == 0 or prod(shape[:axis]) > 1)
+        return Crossing(SPLIT, self.returned, None) if rows_of_all or not has_data else self
 
 
 class Gap:
