@@ -10,6 +10,7 @@ from oracle import Oracle
 from table import classify, default_dtype
 from test_extensions import QUANTITIES, close
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, clear, explain, extend, extensions, register
@@ -22,6 +23,31 @@ T, WORDS = 4, 7
 CURVED = {"DiagHessian", "BatchDiagHessian"}
 CHAINS = ("KFRA", "HBP", "HMP", "GGNMP", "PCHMP")  # of sequences of modules
 NAMES = [name for name in QUANTITIES if name not in CURVED and not name.startswith(CHAINS)]
+
+
+class Functions(nn.Module):
+    """Layers that are called as functions, and a class with a forward pass of its own, as BART has for its positions."""
+
+    class Positions(nn.Embedding):
+        """Leaves room in front."""
+
+        def forward(self, positions: Tensor) -> Tensor:
+            return super().forward(positions + 1)
+
+    def __init__(self, expanded: bool | None) -> None:
+        super().__init__()
+        self.expanded = expanded
+        self.word, self.position, self.head = nn.Embedding(WORDS, 3), self.Positions(T + 1, 3), nn.Linear(3, 4)
+        self.table, self.turned, self.matrix = (nn.Parameter(torch.randn(*shape)) for shape in ((T, 3), (3, 2), (3, 3)))
+        self.bias, self.scale, self.shift = (nn.Parameter(torch.randn(3)) for _ in range(3))
+        self.register_buffer("points", torch.randn(T, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions, points = torch.arange(T), self.points
+        if self.expanded is not None:
+            positions, points = (c.expand(len(x) if self.expanded else 1, *c.shape) for c in (positions, points))
+        hidden = F.layer_norm(F.linear(points, self.turned, self.bias).tanh() @ self.matrix, (3,), self.scale, self.shift)
+        return self.head((self.word(x) + self.position(positions) + F.embedding(positions, self.table) + hidden).tanh().sum(1))
 
 
 class Net(nn.Module):
@@ -45,17 +71,19 @@ class Net(nn.Module):
         return self.head((hidden.tanh() * self.twice(positions)).sum(1))
 
 
-def build(expanded: bool | None, N: int) -> Any:
+def build(expanded: bool | None, N: int, net: type[nn.Module] = Net) -> Any:
     with torch.random.fork_rng(), default_dtype(torch.float64):
         torch.manual_seed(0)
-        problem = classify(Net(expanded), torch.randint(WORDS, (N, T)))
+        problem = classify(net(expanded), torch.randint(WORDS, (N, T)))
     for module in (problem.model, *problem.losses):
         extend(module)
     return problem
 
 
-def values(expanded: bool | None, N: int, extension: Any, create_graph: bool = False, **options: Any) -> dict[str, list[Tensor]]:
-    problem = build(expanded, N)
+def values(
+    expanded: bool | None, N: int, extension: Any, create_graph: bool = False, net: type[nn.Module] = Net, **options: Any
+) -> dict[str, list[Tensor]]:
+    problem = build(expanded, N, net)
     torch.manual_seed(1)
     with backpack(extension, **options):
         problem.loss(problem.outputs()).backward(create_graph=create_graph)
@@ -68,35 +96,38 @@ def values(expanded: bool | None, N: int, extension: Any, create_graph: bool = F
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("expanded", [None, False], ids=["no axis", "an axis of length one"])
-def test_as_if_expanded(name: str, expanded: bool | None) -> None:
+@pytest.mark.parametrize("net", [Net, Functions])
+def test_as_if_expanded(name: str, expanded: bool | None, net: type[nn.Module]) -> None:
     for N in (1, 2, 3, T):
-        found, expected = (values(how, N, QUANTITIES[name].make()) for how in (expanded, True))
+        found, expected = (values(how, N, QUANTITIES[name].make(), net=net) for how in (expanded, True))
         for key, value in found.items():
             for part, wanted in zip(value, expected[key], strict=True):
                 close(part, wanted)
 
 
 @pytest.mark.parametrize("name", ["BatchGrad", "Variance", "DiagGGNExact", "KFLR", "SqrtGGNExact"])
-def test_options(name: str) -> None:
+@pytest.mark.parametrize("net", [Net, Functions])
+def test_options(name: str, net: type[nn.Module]) -> None:
     """Bounded memory, graphs of results, and samples that are chosen."""
     cls = getattr(extensions, name)
-    expected = values(True, 3, cls())
-    for found in (values(None, 3, cls(), memory=2000), values(None, 3, cls(), create_graph=True)):
+    expected = values(True, 3, cls(), net=net)
+    for found in (values(None, 3, cls(), net=net, memory=2000), values(None, 3, cls(), create_graph=True, net=net)):
         for key, value in found.items():
             for part, wanted in zip(value, expected[key], strict=True):
                 close(part.detach(), wanted)
     if name not in ("Variance", "KFLR"):
-        found, expected = (values(how, 3, cls(subsampling=[2, 0])) for how in (None, True))
+        found, expected = (values(how, 3, cls(subsampling=[2, 0]), net=net) for how in (None, True))
         for key, value in found.items():
             for part, wanted in zip(value, expected[key], strict=True):
                 close(part, wanted)
 
 
 @pytest.mark.parametrize("name", ["BatchGrad", "BatchL2Grad", "Variance", "DiagGGNExact", "KFLR"])
-def test_derivatives_of_results(name: str) -> None:
+@pytest.mark.parametrize("net", [Net, Functions])
+def test_derivatives_of_results(name: str, net: type[nn.Module]) -> None:
     found = []
     for expanded in (None, True):
-        problem, extension = build(expanded, 3), getattr(extensions, name)()
+        problem, extension = build(expanded, 3, net), getattr(extensions, name)()
         with backpack(extension):
             problem.loss(problem.outputs()).backward(create_graph=True)
         parameters = list(problem.model.parameters())
@@ -108,8 +139,9 @@ def test_derivatives_of_results(name: str) -> None:
         close(derivative, expected)
 
 
-def test_against_the_oracle() -> None:
-    problem, oracle = build(None, 3), Oracle(build(None, 3))
+@pytest.mark.parametrize("net", [Net, Functions])
+def test_against_the_oracle(net: type[nn.Module]) -> None:
+    problem, oracle = build(None, 3, net), Oracle(build(None, 3, net))
     with backpack(extensions.BatchGrad(), extensions.BatchDiagGGNExact(), extensions.KFLR()):
         problem.loss(problem.outputs()).backward()
     diagonals, factors = oracle.diag_ggn_batch(oracle.hessian_exact), oracle.kronecker(oracle.hessian_exact)

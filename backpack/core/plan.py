@@ -16,7 +16,7 @@ from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.affine import is_bilinear
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.graph import sequence_number, shape_of
+from backpack.core.graph import operation, sequence_number, shape_of
 from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_as_loss
 from backpack.core.mixing import mixed_by, mixes, refuse_summed
@@ -231,27 +231,59 @@ class Plan(Tracking):
         """
         if self._need is not Need.COLUMNS or set(states.values()) != {SPLIT}:
             return False
-        for mark in marks:
-            call, rule, piece = mark.call, mark.call.derivatives, self.walk.piece(node, mark.call, mark.base)
-            if piece is None or rule is None or not rule.any_batch_axis or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
-                continue
-            tracked = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
-            needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
-            if not tracked or piece.parameters.keys() - set(rule.params) or len(needed) > 1 or (needed and needed[0][0] != 0):
-                continue
-            unit, samples = Unit(mark, piece.inside, tracked), self._samples_at[node]
-            if not unit.is_ours:  # a user's need not know of one more axis
+        for unit in (*(self._shared_call(node, mark) for mark in marks), self._shared_node(node)):
+            if unit is None:
                 continue
             self.shared[node] = unit
+            samples = self._samples_at[node]
             unit.arrangement, unit.layout = Repeated(samples), first_axis(samples)
-            if needed:
-                unit.below = needed[0][1]
+            if unit.below is not None:
                 self._arrive(unit.below, SPLIT, node, samples)
-            self._claimed.add(call)
-            self._covered |= piece.inside
             self._count_uses(node, unit)
             return True
         return False
+
+    def _shared_call(self, node: Node, mark: Mark) -> Unit | None:
+        """Read the call of a module that does the same for all samples.
+
+        Args:
+            node: The node.
+            mark: What the call has left there.
+
+        Returns:
+            The unit; ``None`` if its rule does not hold there, or is that of a user, which need not know of one more axis.
+        """
+        call, rule, piece = mark.call, mark.call.derivatives, self.walk.piece(node, mark.call, mark.base)
+        if piece is None or rule is None or not rule.any_batch_axis or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
+            return None
+        tracked = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
+        needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
+        unit = Unit(mark, piece.inside, tracked)
+        if not tracked or piece.parameters.keys() - set(rule.params) or needed[1:] or (needed and needed[0][0] != 0) or not unit.is_ours:
+            return None
+        unit.below = needed[0][1] if needed else None
+        self._claimed.add(call)
+        self._covered |= piece.inside
+        return unit
+
+    def _shared_node(self, node: Node) -> Unit | None:
+        """Read a function that does the same for all samples, like a layer that is called for one sample.
+
+        Args:
+            node: The node.
+
+        Returns:
+            The unit; ``None`` if there is no rule, or it takes axes as they are.
+        """
+        shape = shape_of((node, 0))
+        if node in self._bare or not shape or operation(node) == "Bmm":  # its matrices may belong to an axis each
+            return None
+        axis = max(len(shape) - 2, 0)
+        unit = read(node, {0: Layout(axis, (0,) * shape[axis], 1)}, self.walk)
+        if not isinstance(unit, Unit) or unit.split or not unit.parameters or not unit.call.derivatives.any_batch_axis:
+            return None
+        self._pass(unit)
+        return unit
 
     def _choose_node(self, node: Node, states: dict[int, State]) -> bool:
         """Cover a node by a rule where it is read like the call of a module, for example a product with a matrix.
@@ -270,12 +302,15 @@ class Plan(Tracking):
             if edge is not None:
                 self._arrive(edge, state, node, samples)
         for unit in units:
-            self._passed.update(unit.inside)
-            for leaf in (n for n in unit.inside & self.walk.leaves.keys() if id(self.walk.leaves[n]) not in self.walk.recorded):
-                self._note(unrecorded(self.walk, leaf))
+            self._pass(unit)
             self._count_uses(node, unit)
         (self.composites if isinstance(found, Composite) else self.units)[node] = found
         return True
+
+    def _pass(self, unit: Unit) -> None:
+        self._passed.update(unit.inside)
+        for leaf in (n for n in unit.inside & self.walk.leaves.keys() if id(self.walk.leaves[n]) not in self.walk.recorded):
+            self._note(unrecorded(self.walk, leaf))
 
     def _count_uses(self, node: Node, unit: Unit) -> None:
         self._refuse_uncovered(node)
