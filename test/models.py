@@ -314,7 +314,7 @@ model(
     language(lambda: RecurrentLanguageModel(WORDS, 4, True), WORDS, LENGTH, lambda net, x: net(x)),
     "no factors",
 )
-model("positions of words", lambda N: classify(BagOfWords(WORDS, LENGTH + 1, 4), randint(WORDS, (N, LENGTH + 1))), "no factors")
+model("positions of words", lambda N: classify(BagOfWords(WORDS, LENGTH + 1, 4), randint(WORDS, (N, LENGTH + 1))))
 model("LoRA", lambda N: classify(nn.Sequential(LoRA(Linear(3, 4), 2), nn.Tanh(), LoRA(Linear(4, 4), 2)), randn(N, 3)))
 model("LoRA, extra axis", lambda N: regress(nn.Sequential(LoRA(Linear(3, 4), 2), nn.Tanh(), LoRA(Linear(4, 4), 2)), randn(N, 2, 3)))
 model("checkpoint", lambda N: classify(Checkpointed(), randn(N, 3)))

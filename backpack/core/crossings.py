@@ -75,8 +75,7 @@ class Crossing(NamedTuple):
         Returns:
             How columns leave.
         """
-        summed = self.arrives is not None and (not shape or self.arrives.labels != self.returned.labels)
-        if not summed:
+        if self.arrives is None or (shape and self.arrives.labels == self.returned.labels):  # nothing is summed
             return self
         axis = self.returned.axis
         rows_of_all = self.returned.samples > 1 and arrangement(self.returned)[1].plain and (axis == 0 or prod(shape[:axis]) > 1)

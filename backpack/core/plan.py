@@ -231,17 +231,15 @@ class Plan(Tracking):
         """
         if self._need is not Need.COLUMNS or set(states.values()) != {SPLIT}:
             return False
-        for unit in (*(self._shared_call(node, mark) for mark in marks), self._shared_node(node)):
-            if unit is None:
-                continue
-            self.shared[node] = unit
-            samples = self._samples_at[node]
-            unit.arrangement, unit.layout = Repeated(samples), first_axis(samples)
-            if unit.below is not None:
-                self._arrive(unit.below, SPLIT, node, samples)
-            self._count_uses(node, unit)
-            return True
-        return False
+        unit = next(filter(None, (self._shared_call(node, mark) for mark in marks)), None) or self._shared_node(node)
+        if unit is None:
+            return False
+        self.shared[node], samples = unit, self._samples_at[node]
+        unit.arrangement, unit.layout = Repeated(samples), first_axis(samples)
+        if unit.below is not None:
+            self._arrive(unit.below, SPLIT, node, samples)
+        self._count_uses(node, unit)
+        return True
 
     def _shared_call(self, node: Node, mark: Mark) -> Unit | None:
         """Read the call of a module that does the same for all samples.
