@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack import backpack, extend
+from backpack.extensions import BatchDiagGGNMC, DiagGGNMC, SqrtGGNMC
 
 WORDS, WIDTH, LENGTH, N = 3000, 64, 4, 3  # more than a block of samples holds
 
@@ -31,13 +32,62 @@ class Largest(TorchDispatchMode):
 class Writer(nn.Module):
     """Predicts each next word."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int = WORDS, padding: int | None = None) -> None:
         super().__init__()
-        self.table, self.layer, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.table, self.layer, self.head = nn.Embedding(words, WIDTH, padding), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, words, bias=False)
         self.head.weight = self.table.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.layer(self.table(x)).tanh()).transpose(1, 2)
+
+
+def draw(model: Writer, x: torch.Tensor, samples: int) -> torch.Tensor:
+    """Draw labels ``[samples, N, LENGTH]`` as the extensions do."""
+    with torch.no_grad():
+        return torch.distributions.Categorical(logits=model(x).movedim(1, -1).contiguous()).sample(torch.Size([samples]))
+
+
+def columns_of(model: Writer, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Gradients of the sum over positions of a sample's loss, ``[samples, N, *table]``, in the scale of the square root."""
+    columns = []
+    for drawn in labels:
+        for n in range(len(x)):
+            loss = nn.functional.cross_entropy(model(x[n : n + 1]), drawn[n : n + 1], reduction="sum")
+            columns.append(torch.autograd.grad(loss, model.table.weight)[0] / (x.numel() * len(labels)) ** 0.5)
+    return torch.stack(columns).unflatten(0, labels.shape[:2])
+
+
+@pytest.mark.parametrize(("samples", "memory"), [(1, None), (3, None), (3, 1)], ids=["one column", "three columns", "three blocks of one"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("padding", [None, 2])
+def test_sampled_labels(padding: int | None, batch: int, samples: int, memory: int | None) -> None:
+    """What is carried to the lookups stands beside what is carried to the output layer, before anything is squared."""
+    torch.manual_seed(0)
+    model = extend(Writer(7, padding).double())
+    x = torch.randint(7, (batch, LENGTH))  # words are looked up repeatedly
+    loss = extend(nn.CrossEntropyLoss())(model(x), x)
+    torch.manual_seed(1)
+    expected = columns_of(model, x, draw(model, x, samples))
+    torch.manual_seed(1)
+    with backpack(DiagGGNMC(samples), BatchDiagGGNMC(samples), SqrtGGNMC(samples), memory=memory):
+        loss.backward()
+    table = model.table.weight
+    torch.testing.assert_close(table.sqrt_ggn_mc, expected)
+    torch.testing.assert_close(table.diag_ggn_mc_batch, expected.square().sum(0))
+    torch.testing.assert_close(table.diag_ggn_mc, expected.square().sum((0, 1)))
+
+
+def test_no_column_of_each_sample() -> None:
+    torch.manual_seed(0)
+    model, x = extend(Writer()), torch.randint(WORDS, (N, LENGTH))
+    loss = extend(nn.CrossEntropyLoss())(model(x), x)
+    torch.manual_seed(1)
+    expected = columns_of(model, x, draw(model, x, 1)).double().square().sum((0, 1))
+    torch.manual_seed(1)
+    with backpack(DiagGGNMC()), Largest() as largest:
+        loss.backward()
+    assert WORDS * WIDTH <= largest.entries < N * WORDS * WIDTH
+    torch.testing.assert_close(model.table.weight.diag_ggn_mc.double(), expected, rtol=1e-4, atol=1e-6 * float(expected.max()))
 
 
 @pytest.mark.parametrize("quantity", ["BatchL2Grad", "SumGradSquared", "Variance"])

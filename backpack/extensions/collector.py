@@ -161,7 +161,7 @@ class Collector(Reader):
             readers, uses = self._readers(flow, parameter), self._plan.uses[parameter]
             if not readers:
                 continue
-            if uses > 1 and use.layout.plain and joins(use, self._plan, flow, parameter):
+            if uses > 1 and use.layout.plain and joins(use, self._plan, parameter):
                 self._parts.setdefault((id(parameter), flow), []).append(Part.of(use, name))
             else:
                 self._read(flow, readers, use, name, parameter, uses == 1)

@@ -17,7 +17,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Samples
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.flow import Columns, Flow, Use
+from backpack.core.flow import Columns, Use
 from backpack.core.plan import Plan
 from backpack.utils.subsampling import subsample
 
@@ -59,7 +59,8 @@ class Part(NamedTuple):
         rule, call = use.call.derivatives, use.call
         if isinstance(rule, EmbeddingDerivatives):
             lookups, samples, size = rule.lookups(call), use.layout.samples, call.weight.shape[0]
-            grads = lookups.weighted(rule.rows(call, use.grad[None], lookups))[0]
+            (mat,) = use.value.values()
+            grads = lookups.weighted(rule.rows(call, mat, lookups))[0]
             places = grads.new_zeros(len(grads), size).scatter_(1, lookups.indices[:, None], 1)
             columns, rows = (part.reshape(samples, 1, len(grads) // max(samples, 1), part.shape[1]).mT for part in (grads, places))
             return cls(use, name, _LINEAR, columns, dict.fromkeys(use.value, rows[None]), rows[None], call.weight)
@@ -116,13 +117,12 @@ class PositionDerivatives(AffineDerivatives):
         return self._rule.weight_from_matrix(module, matrix)
 
 
-def joins(use: Use, plan: Plan, flow: Flow, parameter: Parameter) -> bool:
+def joins(use: Use, plan: Plan, parameter: Parameter) -> bool:
     """Say whether a use of a parameter can be joined with others.
 
     Args:
         use: The use.
         plan: The plan.
-        flow: What is carried: the columns of lookups are inputs, of which there is one for all columns.
         parameter: The parameter.
 
     Returns:
@@ -131,8 +131,10 @@ def joins(use: Use, plan: Plan, flow: Flow, parameter: Parameter) -> bool:
     rule = use.call.derivatives
     if not isinstance(rule, EmbeddingDerivatives):
         return isinstance(rule, AffineDerivatives)
+    if sum(map(len, use.value.values())) != 1:  # what is carried to lookups takes the place of inputs, of which there is one for all columns
+        return False
     others = (unit.call.derivatives for unit in plan.units.values() if any(p is parameter for p in unit.parameters.values()))
-    return flow.is_gradient and any(isinstance(other, AffineDerivatives) for other in others)
+    return any(isinstance(other, AffineDerivatives) for other in others)
 
 
 def join(parts: Iterable[Part]) -> list[tuple[Use, int]]:
