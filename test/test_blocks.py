@@ -305,7 +305,9 @@ print(peak() - before)
 """
 
 
-@pytest.mark.parametrize("quantity", ["DiagGGNExact", "BatchDiagGGNExact", "KFLR", "DiagHessian"])
+@pytest.mark.parametrize(
+    "quantity", ["DiagGGNExact", *[pytest.param(name, marks=pytest.mark.slow) for name in ("BatchDiagGGNExact", "KFLR", "DiagHessian")]]
+)
 def test_the_memory_of_the_process(quantity: str) -> None:
     """All columns of this net take 180 MiB: what rules need beside columns for a moment is less than 78 MiB."""
     taken = {}

@@ -97,7 +97,7 @@ def test_all_runs_do_what_was_told(case: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("quantity", ["SqrtGGNMC", "DiagHessian", "KFLR"])
+@pytest.mark.parametrize("quantity", ["SqrtGGNMC", *[pytest.param(name, marks=pytest.mark.slow) for name in ("DiagHessian", "KFLR")]])
 def test_runs_of_models_do_what_was_told(name: str, quantity: str) -> None:
     check(lambda: fresh(name, 3), QUANTITIES[quantity].make)
 

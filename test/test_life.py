@@ -664,7 +664,7 @@ def test_parameters_may_die_while_names_are_looked_up() -> None:
     before, kept = gc.get_threshold(), extended()
     gc.collect()
     gc.disable()
-    models = [extend(Sequential(Linear(2, 2))) for _ in range(3000)]
+    models = [extend(Sequential(Linear(2, 2))) for _ in range(1000)]
     for model in models:
         model.itself = [model]  # not a child: a cycle of references
     gc.collect(0)  # they are in the next generation now, and alive

@@ -123,7 +123,7 @@ def hessian_entries(oracle: Oracle, entries: dict[str, Tensor]) -> dict[str, Ten
     return result
 
 
-@pytest.mark.parametrize("quantity", ["KFLR", "DiagHessian"])
+@pytest.mark.parametrize("quantity", ["KFLR", pytest.param("DiagHessian", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FAST)
 def test_one_argument_away(quantity: str, name: str) -> None:
     """What a refusal says is to be left out is all that is missing: everything else comes out right."""

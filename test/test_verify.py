@@ -87,7 +87,7 @@ OF_EACH_TAG = [name for tag in sorted(TAGS) for name in [name for name in PLAIN 
 SOME = dict.fromkeys(["logreg", "frozen middle weight", "dropout, training", "Hardsigmoid", *OF_EACH_TAG, *PLAIN[::9]])
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("case", SOME)
 def test_agrees_where_the_library_is_right(case: str, batch: int) -> None:
     """No accusation; first order is always compared; what is called refused, or agrees, is what the table of cases says."""
