@@ -283,14 +283,31 @@ def collect(problem: Problem, field: str) -> dict[str, Value]:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("batch", [1, 3])
 def test_against_oracle(case: str, batch: int) -> None:
-    """Each extension alone: one test for all, as tens of thousands of tests cost more than what they run.
+    """Each extension alone that refuses the case, or cannot be beside the others."""
+    together = together_on(case, batch)
+    check_each(case, batch, {name: quantity for name, quantity in QUANTITIES.items() if name not in together})
 
-    One sample is left to ``test_all_extensions_at_once``, unless there is time.
-    """
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_alone_against_oracle(case: str, batch: int) -> None:
+    """Each extension alone that can be beside the others, too."""
+    check_each(case, batch, together_on(case, batch))
+
+
+def together_on(case: str, batch: int) -> dict[str, Quantity]:
+    """Quantities that are exact on a case and can be computed in one pass: of those that save to one attribute, one."""
+    exact = {name: q for name, q in QUANTITIES.items() if q.expect(CASES[case].tags) is Expect.EXACT and batch in q.batches}
+    return {name: quantity for name, quantity in exact.items() if not name.startswith(("HBP", "PCHMP, abs"))}
+
+
+def check_each(case: str, batch: int, quantities: dict[str, Quantity]) -> None:
+    """Check some extensions in a pass of its own each: one test for all, as tens of thousands of tests cost more than what they run."""
     failures: dict[str, Exception] = {}
-    for extension, quantity in QUANTITIES.items():
+    for extension, quantity in quantities.items():
         try:
             check_alone(quantity, case, batch)
         except Exception as failure:  # noqa: BLE001
@@ -333,9 +350,7 @@ def test_gradient_is_that_of_autograd(case: str, batch: int) -> None:
 @pytest.mark.parametrize("batch", [1, 3])
 def test_all_extensions_at_once(case: str, batch: int) -> None:
     """Extensions do not disturb each other, and the sampled ones share one draw."""
-    problem, oracle = CASES[case].build(batch), oracle_of(case, batch)
-    exact = {name: q for name, q in QUANTITIES.items() if q.expect(CASES[case].tags) is Expect.EXACT and batch in q.batches}
-    active = {name: quantity for name, quantity in exact.items() if not name.startswith(("HBP", "PCHMP, abs"))}  # their attributes are taken
+    problem, oracle, active = CASES[case].build(batch), oracle_of(case, batch), together_on(case, batch)
     run(problem, *(quantity.make() for quantity in active.values()))
     for quantity in active.values():
         quantity.check(oracle, collect(problem, quantity.field))

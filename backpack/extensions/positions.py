@@ -7,6 +7,7 @@ inputs, and one-hot vectors in place of the gradients of its outputs.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from math import nan
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,6 @@ class Part(NamedTuple):
         rule: Says how the weight is laid out.
         columns: View of the input ``[N, G, K, L]``; ``None`` for a bias.
         rows: View of the columns at the output ``{source: [V, N, G, O, L]}``.
-        grad: View of the gradient ``[1, N, G, O, L]``.
         weight: The weight as the layer sees it; ``None`` for a bias.
     """
 
@@ -42,7 +42,6 @@ class Part(NamedTuple):
     rule: AffineDerivatives
     columns: Tensor | None
     rows: Columns
-    grad: Tensor
     weight: Tensor | None
 
     @classmethod
@@ -63,16 +62,21 @@ class Part(NamedTuple):
             grads = lookups.weighted(rule.rows(call, mat, lookups))[0]
             places = grads.new_zeros(len(grads), size).scatter_(1, lookups.indices[:, None], 1)
             columns, rows = (part.reshape(samples, 1, len(grads) // max(samples, 1), part.shape[1]).mT for part in (grads, places))
-            return cls(use, name, _LINEAR, columns, dict.fromkeys(use.value, rows[None]), rows[None], call.weight)
+            return cls(use, name, _LINEAR, columns, dict.fromkeys(use.value, rows[None]), call.weight)
         rows = {source: rule.rows(call, mat) for source, mat in use.value.items()}
         inputs = (None, None) if name == "bias" else (rule.columns(call), call.weight)
-        return cls(use, name, rule, inputs[0], rows, rule.rows(call, use.grad[None]), inputs[1])
+        return cls(use, name, rule, inputs[0], rows, inputs[1])
+
+    @property
+    def some(self) -> Tensor:
+        """The rows of one of the sources."""
+        return next(iter(self.rows.values()))
 
     @property
     def kind(self) -> tuple:
         """What parts that go together have in common."""
         inputs = () if self.columns is None else self.columns.shape[:3]
-        return (self.rule.weight_layout, tuple(inputs), tuple(self.grad.shape[1:4]))
+        return (self.rule.weight_layout, tuple(inputs), tuple(self.some.shape[1:4]))
 
 
 class Positions:
@@ -80,9 +84,9 @@ class Positions:
 
     def __init__(self, parts: list[Part]) -> None:
         self.call = parts[0].use.call
-        self.derivatives = PositionDerivatives(parts[0].rule, parts[0].grad.shape[2])
+        self.derivatives = PositionDerivatives(parts[0].rule, parts[0].some.shape[2])
         self.weight = parts[0].weight
-        self.columns = None if parts[0].columns is None else torch.cat([part.columns for part in parts], dim=3)
+        self.columns = None if parts[0].columns is None else _along_positions([part.columns for part in parts])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.call, name)
@@ -153,7 +157,8 @@ def join(parts: Iterable[Part]) -> list[tuple[Use, int]]:
     for group in groups.values():
         use = group[0].use
         value = {source: _side_by_side(group, source) for source in dict.fromkeys(source for part in group for source in part.rows)}
-        grad = torch.cat([part.grad for part in group], dim=4)[0]
+        some = next(iter(value.values()))
+        grad = value[0][0] if 0 in value else some.new_full((), nan).expand(some.shape[1:])  # affine rules do not read it
         joint.append((Use(Positions(group), use.parameters, value, grad, use.layout), len(group)))
     return joint
 
@@ -169,4 +174,18 @@ def _side_by_side(parts: list[Part], source: Hashable) -> Tensor:
         ``[V, N, G, O, L]``.
     """
     width = next(len(part.rows[source]) for part in parts if source in part.rows)
-    return torch.cat([part.rows.get(source, part.grad.new_zeros(()).expand(width, *part.grad.shape[1:])) for part in parts], dim=4)
+    return _along_positions([part.rows.get(source, part.some.new_zeros(()).expand(width, *part.some.shape[1:])) for part in parts])
+
+
+def _along_positions(parts: list[Tensor]) -> Tensor:
+    """Put views side by side, in the order in which the first one lies in memory: a transposed copy of outputs for words takes long.
+
+    Args:
+        parts: ``[..., K, L]`` each.
+
+    Returns:
+        ``[..., K, sum of L]``.
+    """
+    if parts[0].stride(-2) < parts[0].stride(-1):
+        return torch.cat([part.mT for part in parts], dim=-2).mT
+    return torch.cat(parts, dim=-1)

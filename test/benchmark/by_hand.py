@@ -22,6 +22,7 @@ FIRST = ("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance")
 EXACT = ("DiagGGNExact", "DiagHessian", "KFLR")
 QUANTITIES = {
     "logreg": ("extended", *FIRST, "DiagGGNMC", "DiagGGNExact", "KFAC", "KFLR"),
+    "deep": ("extended", *FIRST, "DiagGGNMC"),
     "mlp": ("extended", *FIRST, "DiagGGNMC", "DiagGGNExact", "DiagHessian", "KFAC", "KFLR"),
     "3c3d": ("extended",),
     "All-CNN-C": ("extended", "DiagGGNExact", "KFLR"),

@@ -16,6 +16,12 @@ def logreg() -> Problem:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 10)), torch.rand(128, 1, 28, 28), torch.randint(10, (128,))
 
 
+def deep() -> Problem:
+    """50 times Linear 8-8, with ReLU in between: little but Python, which takes (ratio - 1) * gradient / 99 for each module; N = 4."""
+    layers = [layer for _ in range(50) for layer in (nn.Linear(8, 8), nn.ReLU())]
+    return nn.Sequential(*layers[:-1]), torch.rand(4, 8), torch.randint(8, (4,))
+
+
 def mlp() -> Problem:
     """784-512-512-10 with ReLU; N = 128."""
     layers = [nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 10)]
@@ -139,6 +145,7 @@ def gpt2() -> Problem:
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {
     "logreg": logreg,
+    "deep": deep,
     "mlp": mlp,
     "3c3d": c3d3,
     "All-CNN-C": all_cnn_c,

@@ -43,6 +43,9 @@ parameters.
 only. Its row under `extended` is what hooks cost at least: a plain model with a forward hook for each module, which keeps the input of a layer, and
 a hook on the node of each output in the backward pass, which does nothing.
 
+A small net costs Python, not arithmetic: *logreg* and *deep* show it. Between large products, as in *mlp*, the same Python takes two to four times as
+long, since what it needs has left the cache.
+
 **How to read it.** *Refused* says that the quantity is undefined for the model, or that the library has no rule for it; *not run*, that it would
 take more time or memory than this table is worth; *failed*, that the library raised another error. The notes at the end give the reasons. An empty
 cell was not measured, or is something that the library does not offer.

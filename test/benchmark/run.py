@@ -67,6 +67,7 @@ def main() -> None:
     arguments.add_argument("--against", default="", help=f"with commas between them: {', '.join(list(LIBRARIES)[1:])}")
     arguments.add_argument("--python", default=sys.executable, help="interpreter of the environment that has the others (make bench creates one)")
     arguments.add_argument("--output", type=Path, default=RESULTS, help="file of results; runs on other devices or numbers of threads stay in it")
+    arguments.add_argument("--title", help="name of the run on the page, where those of several machines stand side by side")
     arguments.add_argument("--keep", action="store_true", help="measure only what --against names, into a run that the file has")
     arguments.add_argument("--quick", action="store_true", help="one round of the smallest problem, to see that all works")
     options = arguments.parse_args()
@@ -77,7 +78,7 @@ def main() -> None:
         arguments.error(f"--against does not know {', '.join(unknown)}; it knows {', '.join(list(LIBRARIES)[1:])}")
     runs = json.loads(options.output.read_text()) if options.output.exists() else {}
     for threads in map(int, options.threads.split(",")):
-        title = f"{options.device}, {threads} thread{'s' * (threads > 1)}"
+        title = options.title or f"{options.device}, {threads} thread{'s' * (threads > 1)}"
         new = {
             "machine": machine(options.device),
             "date": str(date.today()),
