@@ -341,6 +341,26 @@ def factor_of_entries(loss: nn.Module) -> Tensor:
     return diagonal / (probs * (1 - probs))
 
 
+@pytest.mark.parametrize("rule", [CrossEntropyLossDerivatives, MSELossDerivatives, BCELossWithLogitsDerivatives])
+@pytest.mark.parametrize("classes_last", [False, True])
+@pytest.mark.parametrize("shape", [(1, 4), (1, 4, 1), (1, 4, 5), (1, 4, 3, 5), (3, 4), (3, 4, 5), (3, 4, 3, 5)], ids=str)
+def test_draws_do_not_depend_on_the_layout(shape: tuple[int, ...], classes_last: bool, rule: type[NLLLossDerivatives]) -> None:
+    """The closed form draws what the distribution does, which is how existing code compares its numbers."""
+    torch.manual_seed(0)
+    logits = normal(*shape)
+    logits = logits.movedim(1, -1).contiguous().movedim(-1, 1) if classes_last else logits
+    for samples in (1, 3):
+        torch.manual_seed(1)
+        label = rule()._make_distribution(logits).sample(torch.Size([samples]))
+        torch.manual_seed(1)
+        gradients = rule()._compute_sampled_grads_manual(logits, samples)
+        if rule is CrossEntropyLossDerivatives:
+            expected = logits.softmax(1) - F.one_hot(label, 4).movedim(-1, 2)
+        else:
+            expected = 2 * (label - logits) if rule is MSELossDerivatives else logits.sigmoid() - label
+        torch.testing.assert_close(gradients.reshape(expected.shape), expected)
+
+
 @pytest.mark.parametrize("subsampling", [None, [-1, 0, 0]])
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("name", SAMPLED)

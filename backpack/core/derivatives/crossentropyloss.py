@@ -299,6 +299,8 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         Raises:
             LossValueError: If the probabilities are not finite.
         """
+        if len(probs) == 1:  # no copy is made below, and numbers are drawn in the order of memory
+            probs = probs.contiguous()
         flat = probs if probs.dim() == 2 else probs.movedim(1, -1).reshape(-1, probs.shape[1])
         # on a CPU drawing raises by itself, elsewhere it might end the process
         if probs.device.type == "cpu" or flat.isfinite().all():
