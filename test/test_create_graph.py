@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import CASES
 from oracle import Oracle, Problem
+from table import every_second
 from test_extensions import QUANTITIES, Expect, close, collect, ggn, kronecker, run
 from torch import Tensor
 
@@ -98,7 +99,7 @@ def test_connected(case: str) -> None:
     assert {name for name in check(case) if "MC" not in name and name != "KFAC"} == set()
 
 
-@pytest.mark.parametrize("case", sorted(CASES.keys() - OTHER_GRADIENT))
+@pytest.mark.parametrize("case", every_second(sorted(CASES.keys() - OTHER_GRADIENT)))
 def test_derivatives_of_quantities(case: str) -> None:
     """What can be differentiated is right, what cannot says so."""
     check(case)

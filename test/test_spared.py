@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from cases import CASES
-from table import Case
+from table import Case, every_second
 from test_extensions import QUANTITIES, close, collect, oracle_of, run
 from torch import Tensor, nn
 from torch.autograd.graph import Node
@@ -33,7 +33,7 @@ def gradients(case: Case, batch: int) -> list[Tensor | None]:
     return [param.grad for param in problem.model.parameters()]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 @pytest.mark.parametrize("active", ACTIVE, ids="-".join)
 @pytest.mark.usefixtures("everywhere")
 def test_every_case(case: str, active: tuple[str, ...]) -> None:
