@@ -44,7 +44,7 @@ class Writer(nn.Module):
 def draw(model: Writer, x: torch.Tensor, samples: int) -> torch.Tensor:
     """Draw labels ``[samples, N, LENGTH]`` as the extensions do."""
     with torch.no_grad():
-        return torch.distributions.Categorical(logits=model(x).movedim(1, -1).contiguous()).sample(torch.Size([samples]))
+        return torch.distributions.Categorical(probs=model(x).softmax(1).movedim(1, -1)).sample(torch.Size([samples]))
 
 
 def columns_of(model: Writer, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
