@@ -153,6 +153,27 @@ class WrongJacobian(LinearDerivatives):
         return super()._bias_jac_mat_prod(module, g_inp, g_out, mat) * 2
 
 
+class ScaledBias(LinearDerivatives):
+    """Products with the bias agree with each other, but it is not added as it is."""
+
+    def _bias_jac_mat_prod(self, module: Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
+        return super()._bias_jac_mat_prod(module, g_inp, g_out, mat) * 2
+
+    def _bias_jac_t_mat_prod(self, module: Module, g_inp: Any, g_out: Any, mat: Tensor, **options: Any) -> Tensor:
+        return super()._bias_jac_t_mat_prod(module, g_inp, g_out, mat, **options) * 2
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, 2 * self.bias)
+
+
+def test_bias_that_is_not_added_as_it_is() -> None:
+    register(Doubled, ScaledBias)
+    with pytest.raises(AssertionError, match="rows of the bias of ScaledBias"):
+        check_rule(Doubled(3, 2), torch.randn(4, 3))
+
+
 @pytest.mark.parametrize(
     ("rule", "says"),
     [

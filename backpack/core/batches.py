@@ -55,7 +55,7 @@ def sample_axis(call: ModuleCall, index: int) -> int:
     Returns:
         The axis.
     """
-    if index and _least_axes(type(call.module)) and isinstance(call.module, nn.RNNBase):
+    if index and _least_axes(call.kind) and issubclass(call.kind, nn.RNNBase):
         return 1  # states of all layers
     return 0 if index else _batch_axis(call)
 
@@ -69,7 +69,7 @@ def known_axis(call: ModuleCall) -> int | None:
     Returns:
         The axis, for recurrent layers and attention; ``None`` for all others.
     """
-    return _batch_axis(call) if _least_axes(type(call.module)) == _SEQUENCE and isinstance(call.inputs[0], Slot) else None
+    return _batch_axis(call) if _least_axes(call.kind) == _SEQUENCE and isinstance(call.inputs[0], Slot) else None
 
 
 def lacks_batch(call: ModuleCall) -> bool:
@@ -81,10 +81,10 @@ def lacks_batch(call: ModuleCall) -> bool:
     Returns:
         Whether torch, or its rule, takes the input for one sample.
     """
-    module, given = call.module, call.inputs[0] if call.inputs else None
+    given = call.inputs[0] if call.inputs else None
     if not isinstance(given, Slot):
         return False
-    least = _least_axes(type(module))
+    least = _least_axes(call.kind)
     if least:
         return len(given.shape) < least
     rule = call.found.rule
@@ -303,7 +303,7 @@ def _nested(call: ModuleCall) -> list[torch.Size]:
 
 
 def _batch_axis(call: ModuleCall) -> int:
-    if _least_axes(type(call.module)) < _SEQUENCE or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
+    if _least_axes(call.kind) < _SEQUENCE or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
         return 0
     return 0 if next(part.batch_first for part in call.as_called.modules() if isinstance(part, (nn.RNNBase, nn.MultiheadAttention))) else 1
 

@@ -19,10 +19,11 @@ from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
+from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.derivatives.records import named_arguments
 from backpack.core.derivatives.registry import find
 from backpack.core.options import Options
-from backpack.core.slots import Slot, same_data, version_of
+from backpack.core.slots import Slot, number_of, places_of, same_data, version_of, versions_of
 from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 from backpack.utils.nested import tensors_in
@@ -38,24 +39,9 @@ _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
 _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
-def _versions(parameters: Mapping[str, Tensor | None], constants: Mapping[str, Tensor | None]) -> list[int | None]:
-    try:
-        versions = [None if t is None else t._version for t in parameters.values()]
-        return versions + [None if t is None else t._version for t in constants.values()] if constants else versions
-    except RuntimeError:  # inference mode does not count
-        return [None if t is None else version_of(t) for t in (*parameters.values(), *constants.values())]
-
-
 def _keeps_nothing(module: Module) -> bool:
     # modules run inside, and the record begins before
     return not module._modules and all([name in _ANY_MODULE or isinstance(v, (int, float, str, NoneType)) for name, v in vars(module).items()])
-
-
-def _places(module: Module) -> list[int]:
-    try:
-        return [p.data_ptr() for p in module._parameters.values() if p is not None]
-    except RuntimeError:  # tensors of a transformation have no data
-        return []
 
 
 class Mark(NamedTuple):
@@ -74,7 +60,8 @@ class ModuleCall:
     ``output`` from this execution. An input or output that the rule does not need is not kept: only its shape and dtype can be read then.
 
     Attributes:
-        found: What is known of the module's class.
+        kind: The module's class.
+        found: What is known of it.
         derivatives: The rule of the module's class, or ``None``.
         order: Position among all calls, in the order of the forward passes.
         root: Whether no other extended module was running.
@@ -115,14 +102,14 @@ class ModuleCall:
             kwargs: Its keyword arguments.
             ruled: Whether the rule of its class may hold.
         """
-        self.found = find(module)
+        self.kind, self.found = type(module), find(module)
         rule = self.found.rule if ruled else None
         self.derivatives: BaseDerivatives | None = rule
         self.recorder, self.order, self.root = recorder, next(_ORDER), not recording.open
         self.outputs: list[Slot] = []
         # losses are often temporary objects, `extend(MSELoss())(...)`: held strongly, if they do not store what they return
         is_loss = self.root and recorder.bare if rule is None else rule.is_loss
-        temporary = is_loss and (type(module).__module__.startswith("torch.nn") or _keeps_nothing(module))
+        temporary = is_loss and (self.kind.__module__.startswith("torch.nn") or _keeps_nothing(module))
         self._module = module if temporary else ref(module)
         if rule is not None:
             self._needs = rule.needs(module)
@@ -137,8 +124,11 @@ class ModuleCall:
         if parameters or constants:
             if constants and rule is not None:
                 self._constants = {name: t if t is None or not t.requires_grad else t.detach() for name, t in constants.items()}
-            self.versions = _versions(parameters, constants)
+            self.versions = versions_of(parameters, constants)
         self.see(module, args, kwargs)
+        if not self.found.ours:
+            self.found = self.found._replace(rule=reading_own(self.found.rule, hidden(module, self)))
+            self.derivatives = self.found.rule if ruled else None
 
     def see(self, module: Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Record the arguments, in the order of the signature; those not given, between given ones, have their default values.
@@ -150,7 +140,7 @@ class ModuleCall:
         """
         keep = "input" in self._keeps
         clone = keep and vars(module).get("inplace") is True
-        named = named_arguments(type(module), len(args), tuple(kwargs)) | kwargs if kwargs else {}
+        named = named_arguments(self.kind, len(args), tuple(kwargs)) | kwargs if kwargs else {}
         self.inputs, self.tensor_inputs, self.keywords = [*args, *named.values()], [], tuple(named)
         for i, arg in enumerate(self.inputs):
             if isinstance(arg, Tensor):
@@ -209,7 +199,7 @@ class ModuleCall:
             output: What the module returned.
         """
         if self.versions:
-            self.places = _places(self.module)
+            self.places = places_of(self.module._parameters)
         keep = "output" in self._keeps
         sources = [slot.edge[0] for slot in self.tensor_inputs if slot.edge is not None]
         tensors = [output] if isinstance(output, Tensor) else tensors_in(output)
@@ -283,8 +273,8 @@ class ModuleCall:
         """
         if self.part is not None:
             self.part.restore(self)
-        slots = self.outputs if name == "output" else self.inputs
-        index = 0 if name == "output" else int(name[5:])
+        number = number_of(name)
+        slots, index = (self.outputs, 0) if number < 0 else (self.inputs, number)
         if index >= len(slots):
             raise AttributeError(f"{self.path} was called without {name}.")
         if not isinstance(slot := slots[index], Slot):
@@ -347,12 +337,12 @@ class ModuleCall:
     @property
     def moved(self) -> bool:
         """Whether a parameter holds other data than in the forward pass (``p.data = ...``), which autograd does not see: it has kept the old ones."""
-        return list(self.places) != _places(self.module)
+        return list(self.places) != places_of(self.module._parameters)
 
     @property
     def _changed(self) -> bool:
         module = self.module
-        return self.moved or list(self.versions) != _versions(module._parameters, self._constants or self._options.constants(module))
+        return self.moved or list(self.versions) != versions_of(module._parameters, self._constants or self._options.constants(module))
 
     def refuse_changed(self) -> None:
         """Refuse to go on if a parameter or a buffer of the module was changed in place since.
@@ -379,12 +369,27 @@ class ModuleCall:
         return f"{self.recorder.path} ({self.recorder.kind})" if self.recorder.path else self.recorder.kind
 
     def __getattr__(self, name: str) -> Any:
-        if name == "output" or (name.startswith("input") and name[5:].isdigit()):
+        number = number_of(name)
+        if number is not None:
             value = self.tensor(name)
             if value is not None:
                 return value
-            slot = self.outputs[0] if name == "output" else self.inputs[int(name[5:])]
+            slot = self.outputs[0] if number < 0 else self.inputs[number]
             return slot.like() if isinstance(slot, Slot) else None
+        return ModuleCall.own(self, name)
+
+    def own(self, name: str) -> Any:
+        """Return what the module had under a name when it was called.
+
+        Args:
+            name: Name of an attribute.
+
+        Returns:
+            Its value.
+
+        Raises:
+            AttributeError: If there was none.
+        """
         if name in self._options:
             return self._options[name]
         if name in self._constants:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
+from functools import lru_cache
 from typing import Any
 from weakref import ref
 
@@ -117,6 +119,19 @@ def same_data(tensor: Tensor) -> Tensor | None:
     return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
 
 
+@lru_cache(maxsize=256)
+def number_of(name: str) -> int | None:
+    """Say which tensor of a call a name stands for.
+
+    Args:
+        name: The name.
+
+    Returns:
+        ``i`` for ``input{i}``, -1 for ``output``; ``None`` for all other names.
+    """
+    return -1 if name == "output" else int(name[5:]) if name.startswith("input") and name[5:].isdigit() else None
+
+
 def version_of(tensor: Tensor) -> int:
     """Count how often a tensor was changed in place.
 
@@ -126,4 +141,39 @@ def version_of(tensor: Tensor) -> int:
     Returns:
         Number of changes; 0 for tensors of inference mode, which do not count.
     """
-    return 0 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0
+
+
+def versions_of(parameters: Mapping[str, Tensor | None], constants: Mapping[str, Tensor | None]) -> list[int | None]:
+    """Count how often tensors of a module were changed in place, once a call in every forward pass.
+
+    Args:
+        parameters: Name to parameter.
+        constants: Name to other tensor.
+
+    Returns:
+        Numbers of changes, in this order.
+    """
+    try:
+        versions = [None if t is None else t._version for t in parameters.values()]
+        return versions + [None if t is None else t._version for t in constants.values()] if constants else versions
+    except RuntimeError:  # inference mode does not count
+        return [None if t is None else version_of(t) for t in (*parameters.values(), *constants.values())]
+
+
+def places_of(parameters: Mapping[str, Tensor | None]) -> list[int]:
+    """Return where the data of parameters are.
+
+    Args:
+        parameters: Name to parameter.
+
+    Returns:
+        Addresses; none in a transformation, whose tensors have no data.
+    """
+    try:
+        return [p.data_ptr() for p in parameters.values() if p is not None]
+    except RuntimeError:
+        return []

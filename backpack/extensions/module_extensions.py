@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.own_names import OwnFirst, hidden
 from backpack.core.flow import Use
 from backpack.core.recording import last_call, reading
 from backpack.core.samples import first_axis
@@ -93,7 +94,10 @@ def _execution(module: Module, derivatives: BaseDerivatives) -> Any:
         The record of its execution; the module, if it has none.
     """
     call = last_call(module)
-    return module if call is None else _Execution(call, derivatives)
+    if call is None:
+        return module
+    record, names = _Execution(call, derivatives), hidden(call.module, call)
+    return OwnFirst(record, names) if names else record
 
 
 def _define(extension: ModuleExtension, params: Names, quantity: Callable[..., Any]) -> None:

@@ -18,6 +18,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossD
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.derivatives.loss_generic import sample_hessians
+from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.columns import unit_columns
 from backpack.utils.errors import ArgumentError, BackpackError, LossValueError, UnsupportedError, require_module
@@ -75,6 +76,7 @@ def check_rule(module: Module, *inputs: Any) -> list[str]:
         torch.manual_seed(0)
         output = tensors_in(module(*(value.clone() if isinstance(value, Tensor) else value for value in given)))[0]
         seen, full = (_Execution(module, given, output, keeps) for keeps in (rule.needs(module), frozenset({"input", "output"})))
+        rule = reading_own(rule, hidden(module, seen))
         if not rule.applies(seen):
             raise UnsupportedError(f"{type(rule).__name__} does not apply to this execution of {module}: the graph takes its place.")
         comparing = _Comparing(f"{type(rule).__name__} of {module}")
@@ -105,6 +107,17 @@ class _Execution:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("input") and name[5:].isdigit():
             raise AttributeError(name)
+        return self.own(name)
+
+    def own(self, name: str) -> Any:
+        """Return an attribute of the module.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            Its value.
+        """
         return getattr(self.module, name)
 
     def __repr__(self) -> str:
@@ -228,10 +241,11 @@ def _compare_module(compare: _Comparing, rule: BaseDerivatives, seen: Any, full:
             like_param = randn(_COLUMNS, *full.module.get_parameter(name).shape, dtype=y.dtype)
             true = _GENERIC.param_jac_mat_prod(name, full, None, None, like_param)
             compare(f"{name}_jac_mat_prod", partial(getattr(rule, f"{name}_jac_mat_prod"), seen, None, None, like_param), true)
-        if name == "weight" and isinstance(rule, AffineDerivatives):
-            true = _GENERIC.param_mjp(name, full, None, None, mat)
-            compare("columns and rows", lambda: AffineDerivatives._weight_jac_t_mat_prod(rule, seen, None, None, mat), true)
-            _compare_views(compare, rule, seen, chosen)
+        if name in {"weight", "bias"} and isinstance(rule, AffineDerivatives):  # what fast ways use, whatever products were written by hand
+            said, true = getattr(AffineDerivatives, f"_{name}_jac_t_mat_prod"), _GENERIC.param_mjp(name, full, None, None, mat)
+            compare("columns and rows" if name == "weight" else "rows of the bias", partial(said, rule, seen, None, None, mat), true)
+            if name == "weight":
+                _compare_views(compare, rule, seen, chosen)
 
 
 def _compare_views(compare: _Comparing, rule: AffineDerivatives, seen: Any, chosen: list[int]) -> None:

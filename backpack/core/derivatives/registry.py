@@ -18,15 +18,16 @@ Rule = TypeVar("Rule", bound=type[BaseDerivatives])
 
 
 class Found(NamedTuple):
-    """What was found for a class of modules, as long as its methods are the same: the rule, and the class that it was registered for.
+    """What was found for a class of modules, as long as its methods are the same: the rule, the class that it was registered for, and whose it is.
 
-    There is no such class where the rule asks the module's own ``forward``.
+    There is no such class where the rule asks the module's own ``forward``; ``ours`` says whether the rule, if there is one, is the library's.
     """
 
     read: Callable[[type[Module]], Any]
     methods: Any
     rule: BaseDerivatives | None
     base: type[Module] | None
+    ours: bool
 
 
 _RULES: dict[type[Module], tuple[BaseDerivatives, dict[str, Any]]] = {}
@@ -136,10 +137,14 @@ def _search(module_class: type[Module], replaced: bool) -> Found:
     now = read(module_class)
     for base, rule, methods in candidates:
         if not replaced and all(getattr_static(module_class, name) is method for name, method in methods.items()):
-            return Found(read, now, rule, base)
+            return Found(read, now, rule, base, _is_ours(rule))
         if rule.any_forward:
-            return Found(read, now, rule, None)
-    return Found(read, now, None, None)
+            return Found(read, now, rule, None, _is_ours(rule))
+    return Found(read, now, None, None, ours=True)
+
+
+def _is_ours(rule: BaseDerivatives) -> bool:
+    return type(rule).__module__.startswith("backpack.")
 
 
 @cache
