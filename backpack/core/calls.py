@@ -23,7 +23,7 @@ from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.derivatives.records import named_arguments
 from backpack.core.derivatives.registry import find
 from backpack.core.options import Options
-from backpack.core.slots import Slot, number_of, places_of, same_data, version_of, versions_of
+from backpack.core.slots import Slot, number_of, places_of, recorded, same_data, shown, version_of, versions_of
 from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 from backpack.utils.nested import tensors_in
@@ -91,6 +91,7 @@ class ModuleCall:
     places: Sequence[int] = ()
     released = stays = False
     _constants: Mapping[str, Tensor | None] = _NONE
+    input0, input1, output = map(recorded, ("input0", "input1", "output"))  # what is read most, found at once
 
     def __init__(self, module: Module, recorder: Any, args: tuple, kwargs: dict[str, Any], ruled: bool) -> None:
         """Begin the record of a call.
@@ -369,14 +370,7 @@ class ModuleCall:
         return f"{self.recorder.path} ({self.recorder.kind})" if self.recorder.path else self.recorder.kind
 
     def __getattr__(self, name: str) -> Any:
-        number = number_of(name)
-        if number is not None:
-            value = self.tensor(name)
-            if value is not None:
-                return value
-            slot = self.outputs[0] if number < 0 else self.inputs[number]
-            return slot.like() if isinstance(slot, Slot) else None
-        return ModuleCall.own(self, name)
+        return ModuleCall.own(self, name) if number_of(name) is None else shown(self, name)
 
     def own(self, name: str) -> Any:
         """Return what the module had under a name when it was called.

@@ -19,7 +19,6 @@ from backpack.core.calls import RANDOM, ModuleCall
 from backpack.core.connect import Connection
 from backpack.core.crossings import SPLIT, Gap, Way
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
-from backpack.core.derivatives.maxpoolnd import MaxPoolNDDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, cast, is_apart, reshaped
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
@@ -83,13 +82,13 @@ class Carry:
     def _at_unit(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
         call, turn = unit.call, unit.arrangement
         self._refuse_released(call)
-        edge, slot = (node, unit.nr), call.outputs[0]
+        edge, below, slot = (node, unit.nr), unit.below, call.outputs[0]
         grad = grads[unit.nr]
         if grad is None:
             grad = torch.zeros((), dtype=slot.dtype, device=slot.device).expand(slot.shape)
-        if call.derivatives is RANDOM and unit.below is not None:
+        if call.derivatives is RANDOM and below is not None:
             call.slope = unit.slope(node)
-        elif isinstance(call.derivatives, MaxPoolNDDerivatives):
+        elif call.derivatives.reads_maxima:
             call.maxima = saved_maxima(unit.inside)
         call.scratch = {}
         view = call if turn is None else BatchFirst(call, turn)
@@ -105,7 +104,6 @@ class Carry:
                 value = value if turn is None else {s: turn.front(c, 1) for s, c in value.items()}
             use = Use(view, unit.parameters, value, grad, unit.layout)
             self._at_use(flow, unit, use)
-            below = unit.below
             if below is None or not self._wants(flow, below):
                 continue
             over = self._may_overwrite(flow, edge, unit, value)
@@ -369,15 +367,10 @@ class Carry:
         Args:
             what: What stands for the node.
         """
-        units = what.parts if isinstance(what, Composite) else [what] if isinstance(what, Unit) else ()
-        for unit in units:
+        for unit in what.parts:
             for parameter in unit.parameters.values():
                 self._used(parameter)
-        if isinstance(what, Gap):
-            below = [n for n, crossing in zip(what.nexts, what.crossings, strict=True) if crossing is not None]
-        else:
-            below = [what.below] if isinstance(what, Unit) else [edge for edge, _ in what.below]
-        for upstream in below:
+        for upstream in what.upstream:
             if upstream is not None and self._is_leaf(upstream[0]):  # the input itself is a parameter
                 self._used(upstream[0].variable)
 

@@ -87,6 +87,7 @@ class Gap:
 
     Attributes:
         node: The node.
+        parts: The units that stand for it: none.
         outputs: Number of its outputs.
         states: Output number to state of the incoming columns.
         nexts: For each next edge from which something needed is reached: (node, number, shape).
@@ -94,6 +95,7 @@ class Gap:
     """
 
     __slots__ = ("crossings", "nexts", "node", "outputs", "states")
+    parts = ()
 
     def __init__(
         self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None], has_data: Container[Node] = frozenset()
@@ -105,6 +107,11 @@ class Gap:
             found = crossings_of(node, states, tuple(None if n is None else n[2] for n in nexts))
             # what all samples use by turns is split from here on: a scale that each one multiplies with what is its own
             self.crossings = [c if n is None or c is None else c.of_all(n[2], n[0] in has_data) for n, c in zip(nexts, found, strict=True)]
+
+    @property
+    def upstream(self) -> list[tuple[Node, int, torch.Size] | None]:
+        """Where what it hands on goes."""
+        return [n for n, crossing in zip(self.nexts, self.crossings, strict=True) if crossing is not None]
 
     def call(self, columns: dict[int, Tensor]) -> list[Tensor | None]:
         """Call the node.

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _is_tracing
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
@@ -193,7 +195,7 @@ def transformed() -> bool:
     Returns:
         Whether to record nothing.
     """
-    return torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active() or torch._C._is_tracing()
+    return is_dynamo_compiling() or _are_functorch_transforms_active() or _is_tracing()
 
 
 def without_saved_hooks() -> AbstractContextManager:

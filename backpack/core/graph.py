@@ -45,6 +45,19 @@ def operation(node: Node) -> str:
     return name if number else node.name()
 
 
+@cache
+def kind_of(name: str) -> tuple[bool, bool]:
+    """Say what kind of node one is.
+
+    Args:
+        name: Name of its type.
+
+    Returns:
+        Whether it is a derivative of a derivative, and whether it hides a part of the graph.
+    """
+    return "BackwardBackward" in name or "BackwardDataBackward" in name, name == "CheckpointFunctionBackward"
+
+
 def shape_of(edge: Edge) -> torch.Size:
     """Return the shape of the tensor that an edge stands for.
 

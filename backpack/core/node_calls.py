@@ -83,6 +83,11 @@ class Composite(NamedTuple):
     pull: Callable[[list[Tensor]], tuple[Tensor, list[Callable[[slice], Tensor]]]]
     below: list[tuple[Edge, Layout]]
 
+    @property
+    def upstream(self) -> list[Edge]:
+        """Where what it hands on goes."""
+        return [edge for edge, _ in self.below]
+
     def pull_all(self, node: Node, given: list[dict[int, Tensor]]) -> tuple[Tensor | None, list[Callable[[slice], Tensor]], list[slice]]:
         """Carry the columns of several owners at once.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import ref
 
@@ -130,6 +130,35 @@ def number_of(name: str) -> int | None:
         ``i`` for ``input{i}``, -1 for ``output``; ``None`` for all other names.
     """
     return -1 if name == "output" else int(name[5:]) if name.startswith("input") and name[5:].isdigit() else None
+
+
+def shown(call: Any, name: str) -> Any:
+    """Return what a call was given or has returned, as rules read it.
+
+    Args:
+        call: The call.
+        name: ``"output"`` or ``"input{i}"``.
+
+    Returns:
+        Detached tensor; if it was not kept, one of its shape and type without data; for an argument that is no tensor, its value.
+    """
+    value = call.tensor(name)
+    if value is not None:
+        return value
+    slot = call.outputs[0] if name == "output" else call.inputs[number_of(name)]
+    return slot.like() if isinstance(slot, Slot) else None
+
+
+def recorded(name: str) -> property:
+    """Let a tensor of calls be an attribute.
+
+    Args:
+        name: ``"output"`` or ``"input{i}"``.
+
+    Returns:
+        The attribute.
+    """
+    return property(partial(shown, name=name))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -45,6 +45,16 @@ class Unit:
         self.rows: torch.Size | None = None
 
     @property
+    def parts(self) -> tuple[Unit]:
+        """The units of which it consists: itself."""
+        return (self,)
+
+    @property
+    def upstream(self) -> tuple[Edge | None]:
+        """Where what it hands on goes."""
+        return (self.below,)
+
+    @property
     def is_ours(self) -> bool:
         """Whether the rule is one of the library."""
         return type(self.call.derivatives).__module__.startswith("backpack.")

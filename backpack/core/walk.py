@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from backpack.core.batches import batch_of, given_to, is_single, lengths_of, place_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
-from backpack.core.graph import LEAF, operation
+from backpack.core.graph import LEAF, kind_of, operation
 from backpack.core.linear import is_linear
 from backpack.core.loss_nodes import FUNCTIONS, normalizer, title
 from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
@@ -178,16 +178,15 @@ class Walk:
         name = type(node).__name__  # cheaper than node.name(), and the same but for types that torch does not register
         if name == "CppFunction":
             name = node.name()
-        if "BackwardBackward" in name or "BackwardDataBackward" in name:
-            self.double = True
-        if name == "CheckpointFunctionBackward":
-            self.hidden = True
+        double, hidden = kind_of(name)
+        self.double |= double
+        self.hidden |= hidden
         reach = 0
         for upstream in nexts:
             reach |= self.reach[upstream]
         self.reach[node] = reach
         for known in (self.has_data, self.to_loss, self.to_function):
-            if not known.isdisjoint(nexts):
+            if known and not known.isdisjoint(nexts):
                 known.add(node)
         if self.second_order and reach and (NAMES[name] in FUNCTIONS or (NAMES[name] == "Sub" and normalizer(node))):
             self.to_function.add(node)

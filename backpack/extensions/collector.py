@@ -65,6 +65,7 @@ class Collector(Reader):
         self._of_flow = {carried_for(flow, readers, plan): readers for flow, readers in self._of_flow.items()}
         every = (1 << len(plan.walk.parameters)) - 1
         self._concerned = {extension: every & ~plan.walk.bits_of(extension.excluded()) for extension in self._extensions}
+        self._by_all = all(bits == every for bits in self._concerned.values())
         self._bits = {flow: reduce(or_, [self._concerned[ext] for ext in readers]) for flow, readers in self._of_flow.items()}
         needing = [bits for flow, bits in self._bits.items() if flow.needs_gradient(concerning(plan, bits))]
         if needing:
@@ -150,8 +151,11 @@ class Collector(Reader):
         return self._of_flow.get(flow, [])
 
     def _readers(self, flow: Flow, parameter: Parameter) -> list[BackpropExtension]:
+        readers = self._of_flow.get(flow, [])
+        if self._by_all:
+            return readers
         bit = self._plan.walk.bits[id(parameter)]
-        return [extension for extension in self._of_flow.get(flow, ()) if self._concerned[extension] & bit]
+        return [extension for extension in readers if self._concerned[extension] & bit]
 
     # --------------------------------------------------------------------------------------------------------------- uses
     def at_call(self, flow: Flow, use: Use) -> None:

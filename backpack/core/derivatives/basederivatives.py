@@ -44,6 +44,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         any_batch_axis: The rule stays right if the axes in front of the ``feature_axes`` (the last, by default) are permuted, in the recorded
             tensors and the matrices alike, so that any of them may be the sample axis.
         same_jacobian: The Jacobian is the same matrix for every sample.
+        reads_maxima: The products read the positions of maxima, ``maxima``, which autograd may have saved.
     """
 
     keeps: ClassVar[frozenset[str]] = frozenset({"input", "output"})
@@ -53,6 +54,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
     is_loss: ClassVar[bool] = False
     params: ClassVar[tuple[str, ...]] = ()
     same_jacobian: ClassVar[bool] = False
+    reads_maxima: ClassVar[bool] = False
 
     def applies(self, module: Module) -> bool:
         """Tell whether the products hold for this execution of the module.

@@ -64,6 +64,7 @@ class MaxPoolNDDerivatives(FlatDerivatives):
     """Maxima over windows of the last ``N`` axes, which may overlap: an entry that is chosen by several of them gets the sum."""
 
     keeps = frozenset({"input"})
+    reads_maxima = True
 
     def __init__(self, N: int) -> None:
         """Choose the number of pooled axes.
