@@ -20,10 +20,10 @@ from torch.nn import Module
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
 from backpack.core.derivatives.own_names import hidden, reading_own
-from backpack.core.derivatives.records import named_arguments
+from backpack.core.derivatives.records import named_arguments, number_of
 from backpack.core.derivatives.registry import find
 from backpack.core.options import Options
-from backpack.core.slots import Slot, number_of, places_of, recorded, same_data, shown, version_of, versions_of
+from backpack.core.slots import Slot, places_of, recorded, same_data, shown, version_of, versions_of
 from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 from backpack.utils.nested import tensors_in

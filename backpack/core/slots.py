@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import copy
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from backpack.core.derivatives.records import number_of
 from backpack.utils.errors import OverwrittenError
 
 Edge = tuple[Node, int]
@@ -117,19 +118,6 @@ def same_data(tensor: Tensor) -> Tensor | None:
     """
     base = tensor._base
     return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
-
-
-@lru_cache(maxsize=256)
-def number_of(name: str) -> int | None:
-    """Say which tensor of a call a name stands for.
-
-    Args:
-        name: The name.
-
-    Returns:
-        ``i`` for ``input{i}``, -1 for ``output``; ``None`` for all other names.
-    """
-    return -1 if name == "output" else int(name[5:]) if name.startswith("input") and name[5:].isdigit() else None
 
 
 def shown(call: Any, name: str) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.slots import number_of
+from backpack.core.derivatives.records import number_of
 
 _RESERVED = frozenset({"as_called", "keywords", "own"})
 """Of a record, for the library's derivatives, from which users derive theirs."""

@@ -32,6 +32,19 @@ def module_of(record: Any) -> Module:
 
 
 @cache
+def number_of(name: str) -> int | None:
+    """Say which tensor of a record a name stands for.
+
+    Args:
+        name: The name.
+
+    Returns:
+        ``i`` for ``input{i}``, -1 for ``output``; ``None`` for all other names.
+    """
+    return -1 if name == "output" else int(name[5:]) if name.startswith("input") and name[5:].isdigit() else None
+
+
+@cache
 def named_arguments(cls: type[Module], count: int, given: tuple[str, ...]) -> dict[str, Any]:
     """List the arguments behind the positional ones, in the order of the forward method's signature.
 
