@@ -42,7 +42,10 @@ def batch_of(call: ModuleCall) -> int | None:
 
 
 def _first_shape(call: ModuleCall) -> torch.Size:
-    return next((slot.shape for slot in call.tensor_inputs if slot.shape), torch.Size())
+    for slot in call.tensor_inputs:
+        if slot.shape:
+            return slot.shape
+    return torch.Size()
 
 
 def sample_axis(call: ModuleCall, index: int) -> int:
