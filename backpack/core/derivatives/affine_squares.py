@@ -172,8 +172,8 @@ def sum_of_squares(
     """
     vectors = layer.vectors(module)
     if vectors is not None:
-        squares = wide(vectors).square()
-        return torch.addmm(squares.new_empty(()), squares_at_output(mat, signs, notes).t(), squares, beta=0, alpha=scale)
+        squares, factors = wide(vectors).square(), squares_at_output(mat, signs, notes).t()
+        return factors @ squares if scale == 1 else torch.addmm(squares.new_empty(()), factors, squares, beta=0, alpha=scale)
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
         squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 from weakref import ref
 
@@ -73,7 +73,7 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
         super().__init__(savefield, exclude=exclude)
         self._curv_type = curv_type
 
-    @property
+    @cached_property
     def flow(self) -> Flow:
         return MatProdFlow(self._curv_type)
 

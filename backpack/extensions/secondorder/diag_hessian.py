@@ -17,9 +17,7 @@ from backpack.utils.moment import sum_of_squared_columns
 class HessianExtension(SecondOrderBackpropExtension):
     """A quantity of the Hessian's diagonal blocks, read off signed square roots of its terms."""
 
-    @property
-    def flow(self) -> Flow:
-        return SignedSqrtFlow()
+    flow: Flow = SignedSqrtFlow()
 
 
 class DiagHessian(SubsamplingExtension, HessianExtension):

@@ -10,6 +10,7 @@ exact block.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any
 
 from torch.nn import Parameter
@@ -92,7 +93,7 @@ class HBP(SecondOrderBackpropExtension):
         self._curv_type, self._loss_hessian_strategy = curv_type, loss_hessian_strategy
         self._backprop_strategy, self._ea_strategy = backprop_strategy, ea_strategy
 
-    @property
+    @cached_property
     def flow(self) -> Flow:
         if self._averages:
             return AverageFlow(self._curv_type)
