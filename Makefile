@@ -27,7 +27,7 @@ fuzz: $(VENV)/test.done  ## compare random models with the oracle for FUZZ_MINUT
 	PYTHONPATH=.:test $(BIN)/python test/fuzz.py
 
 bench: $(VENV)/examples.done $(AGAINST)/done  ## measure what each quantity costs, here and elsewhere, and write docs/benchmarks.md (on a quiet machine)
-	$(BIN)/python test/benchmark/run.py --against torch.func,opacus,backpack,curvlinops,by_hand --python $(AGAINST)/bin/python $(BENCH)
+	$(BIN)/python test/benchmark/run.py --against torch.func,opacus,backpack,curvlinops,by_hand,hooks_only --python $(AGAINST)/bin/python $(BENCH)
 	$(BIN)/python test/benchmark/report.py
 
 lint: $(VENV)/lint.done  ## check style and formatting

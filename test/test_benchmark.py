@@ -5,6 +5,7 @@ import subprocess
 import sys
 from copy import deepcopy
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ BENCHMARK = ROOT / "test" / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
 
 import by_hand  # noqa: E402
+import hooks_only  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
 import with_backpack  # noqa: E402
@@ -167,20 +169,34 @@ BY_HAND = [
 ]
 
 
+HOOKS_ONLY = [(problem, quantity) for problem, names in hooks_only.QUANTITIES.items() for quantity in names]
+
+
+def compare(other: ModuleType, problem: str, quantity: str, samples: int) -> None:
+    torch.manual_seed(0)
+    model, x, y = PROBLEMS[problem]()
+    models, results = (model.double(), deepcopy(model)), []
+    for library, copy in zip((with_backpack, other), models, strict=True):
+        step = library.step(quantity, copy, nn.CrossEntropyLoss(), x[:samples].double(), y[:samples])
+        torch.manual_seed(1)
+        results.append(step())
+    for ours, theirs, p, q in zip(*results, *(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(theirs, ours, rtol=1e-9, atol=1e-13)
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-13)
+
+
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize(("problem", "quantity"), BY_HAND)
 def test_by_hand_is_the_same(problem: str, quantity: str, samples: int) -> None:
     """What is written by hand has our results, and sets the same gradients; with one seed both draw the same labels."""
-    torch.manual_seed(0)
-    model, x, y = PROBLEMS[problem]()
-    models, results = (model.double(), deepcopy(model)), []
-    for library, copy in zip((with_backpack, by_hand), models, strict=True):
-        step = library.step(quantity, copy, nn.CrossEntropyLoss(), x[:samples].double(), y[:samples])
-        torch.manual_seed(1)
-        results.append(step())
-    for ours, by_hands, p, q in zip(*results, *(m.parameters() for m in models), strict=True):
-        torch.testing.assert_close(by_hands, ours, rtol=1e-9, atol=1e-13)
-        torch.testing.assert_close(q.grad, p.grad, rtol=1e-9, atol=1e-13)
+    compare(by_hand, problem, quantity, samples)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize(("problem", "quantity"), HOOKS_ONLY)
+def test_hooks_alone_are_the_same(problem: str, quantity: str, samples: int) -> None:
+    """So have hooks that check nothing."""
+    compare(hooks_only, problem, quantity, samples)
 
 
 @pytest.mark.parametrize("problem", [name for name in PROBLEMS if name != "GPT-2"])

@@ -36,6 +36,7 @@ LIBRARIES = {
     "backpack": ("with_released", "backpack-for-pytorch"),
     "curvlinops": ("with_curvlinops", "curvlinops-for-pytorch"),
     "by_hand": ("by_hand", "torch"),
+    "hooks_only": ("hooks_only", "torch"),
 }
 """Name to the file that uses it and the distribution that has its version."""
 EXACT = {"DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR", "DiagHessian", "BatchDiagHessian"}

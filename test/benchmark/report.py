@@ -17,8 +17,9 @@ from matplotlib.patches import Patch
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 ORDER = """extended BatchGrad BatchL2Grad SumGradSquared Variance DiagGGNMC DiagGGNExact BatchDiagGGNMC BatchDiagGGNExact DiagHessian BatchDiagHessian
     SqrtGGNMC SqrtGGNExact KFAC KFLR KFRA HBP GGNMP HMP PCHMP""".split()
-LABELS = {"ours": "**this package**", "backpack": "BackPACK", "by_hand": "*by hand*"}
-COLOURS = {"ours": "#1b6ca8", "backpack": "#e08214", "torch.func": "#7a7a7a", "opacus": "#5aae61", "curvlinops": "#9970ab", "by_hand": "#d7191c"}
+LABELS = {"ours": "**this package**", "backpack": "BackPACK", "by_hand": "*by hand*", "hooks_only": "*hooks alone*"}
+COLOURS = {"ours": "#1b6ca8", "backpack": "#e08214", "torch.func": "#7a7a7a", "opacus": "#5aae61", "curvlinops": "#9970ab"}
+COLOURS |= {"by_hand": "#d7191c", "hooks_only": "#c2a5cf"}
 FLOOR = "by_hand"
 """Drawn as a mark across the bars of the others."""
 INTRODUCTION = """# Benchmarks
@@ -41,7 +42,9 @@ parameters.
 *By hand* is the floor: the least code that an expert would write for exactly this network and this quantity, with PyTorch alone, `.grad` included
 (`test/benchmark/by_hand.py`; a test compares its results with ours). The pictures show it as a red mark across the bars. It is written for some cells
 only. Its row under `extended` is what hooks cost at least: a plain model with a forward hook for each module, which keeps the input of a layer, and
-a hook on the node of each output in the backward pass, which does nothing.
+a hook on the node of each output in the backward pass, which does nothing. *Hooks alone* is the least that any library with hooks does in a net of
+Linear layers, with hooks that compute and without a single check (`test/benchmark/hooks_only.py`): what lies between it and ours is the price of
+knowing that the numbers are right.
 
 A small net costs Python, not arithmetic: *logreg* and *deep* show it. Between large products, as in *mlp*, the same Python takes two to four times as
 long, since what it needs has left the cache.
@@ -160,7 +163,9 @@ def page(runs: dict[str, Run], pictures: dict[str, str]) -> str:
     notes, lines = Notes(), [INTRODUCTION]
     for title, run in runs.items():
         versions = ", ".join(
-            f"{LABELS.get(name, name)} {version}" for name, version in run["versions"].items() if name not in ("ours", "torch.func", FLOOR)
+            f"{LABELS.get(name, name)} {version}"
+            for name, version in run["versions"].items()
+            if name not in ("ours", "torch.func", "hooks_only", FLOOR)
         )
         lines += [f"## {title}", "", f"{run['machine']}; {versions}; {run['date']}; `{run['command']}`", "", f"![{title}]({pictures[title]})", ""]
         lines += ["### Time, in gradients", "", *table(run, "ratio", notes)]

@@ -1,4 +1,4 @@
-"""What each quantity costs, in gradients: ``python test/benchmark/run.py [--against torch.func,opacus,backpack,curvlinops,by_hand --python PYTHON]``.
+"""What each quantity costs, in gradients: ``python test/benchmark/run.py [--against torch.func,opacus,backpack,by_hand --python PYTHON]``.
 
 Each library is measured by ``measure.py`` in an interpreter of its own; the results go to one file, from which ``report.py`` makes page and pictures.
 With ``--keep`` the file's other cells stay: ``--against by_hand --keep`` measures the floor again, and nothing else.
@@ -22,7 +22,7 @@ from problems import PROBLEMS
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RESULTS = ROOT / "docs" / "_static" / "benchmarks.json"
-OWN = ("ours", "by_hand")
+OWN = ("ours", "by_hand", "hooks_only")
 """What this checkout has, measured by the interpreter that runs this file."""
 
 
