@@ -205,12 +205,16 @@ class MatProdFlow(ChainFlow):
         rule, call = call.derivatives, call.without_graph()
         residual = self._residual(call, grad) if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call) else None
 
+        shape, own = call.inputs[0].shape, bool(call.versions)
+
         def product(mat: Tensor) -> Tensor:
-            call.refuse_changed()
+            if own:
+                call.refuse_changed()
             # an operation in place on a view acts on the view's base: the module that made the view, Flatten say, is not called then
-            columns = mat.reshape(mat.shape[0], *call.inputs[0].shape)
+            columns = mat if mat.shape[1:] == shape else mat.reshape(mat.shape[0], *shape)
             out = rule._jac_t_mat_prod(call, None, (grad,), value(rule._jac_mat_prod(call, None, (grad,), columns)))
-            return (out if residual is None else out + residual(columns)).reshape(mat.shape)
+            out = out if residual is None else out + residual(columns)
+            return out if columns is mat else out.reshape(mat.shape)
 
         return product
 

@@ -68,6 +68,9 @@ class ReLUDerivatives(PiecewiseLinearDerivatives):
         at = in_order_of(mat, subsample(self._recorded(module), subsampling=subsampling))
         return compute(_where_positive, mat.shape, mat, at.expand_as(mat), out)
 
+    def _jac_mat_prod(self, module: ReLU, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return self._jac_t_mat_prod(module, g_inp, g_out, mat)  # the matrix is diagonal
+
 
 @register(LeakyReLU)
 class LeakyReLUDerivatives(OverwritableDerivatives):
