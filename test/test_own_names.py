@@ -7,12 +7,13 @@ import torch
 from test_extensions import close
 from test_silent_errors import build, check
 from torch import Tensor, nn
-from torch.nn import Linear, Module, MSELoss, Parameter, Sequential
+from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Parameter, Sequential
 
 from backpack import backpack, check_rule, extend, extensions
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.registry import register
@@ -93,6 +94,24 @@ class ScaledDerivatives(LinearDerivatives):
         return module.order * super()._jac_t_mat_prod(module, g_inp, g_out, mat, subsampling=subsampling)
 
 
+class Doubled(CrossEntropyLoss):
+    """A loss whose options have such names, too."""
+
+    def __init__(self) -> None:
+        super().__init__(label_smoothing=0.1)
+        self.order, self.module, self.is_loss = 2.0, nn.Identity(), False
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.order * super().forward(self.module(x), y)
+
+
+@register(Doubled)
+class DoubledDerivatives(CrossEntropyLossDerivatives):
+    def _hessian_weight(self, module: Module) -> Tensor:
+        assert module.is_loss is False
+        return module.order * super()._hessian_weight(module)
+
+
 class SamplesInside(Module):
     """Samples lie on axis 1 inside."""
 
@@ -170,6 +189,11 @@ def test_derivatives_of_a_module_extension() -> None:
         single = nn.functional.mse_loss(model(x)[n], y[n]) / 3
         for p, grad in zip(model.parameters(), torch.autograd.grad(single, list(model.parameters())), strict=True):
             close(p.grad_batch[n], grad)
+
+
+def test_loss() -> None:
+    check(lambda: build(lambda: Sequential(Linear(3, 4), nn.Tanh(), Linear(4, 3)), (3,), Doubled))
+    assert "sqrt_hessian" in check_rule(Doubled(), torch.randn(4, 3), torch.tensor([0, 2, 1, 1]))
 
 
 def test_class_of_the_rule_is_the_users() -> None:

@@ -99,7 +99,7 @@ class _Execution:
     keywords = ()
 
     def __init__(self, module: Module, inputs: list[Any], output: Tensor, keeps: frozenset[str]) -> None:
-        self.module, self.inputs = module, inputs
+        self.module, self.as_called, self.inputs = module, module, inputs
         for i, value in enumerate(inputs):
             setattr(self, f"input{i}", value if "input" in keeps or not isinstance(value, Tensor) else value.to("meta"))
         self.output = output if "output" in keeps else output.to("meta")
