@@ -1,7 +1,8 @@
 """What each quantity costs, in gradients: ``python test/benchmark/run.py [--against torch.func,opacus,backpack,by_hand --python PYTHON]``.
 
 Each library is measured by ``measure.py`` in an interpreter of its own; the results go to one file, from which ``report.py`` makes page and pictures.
-With ``--keep`` the file's other cells stay: ``--against by_hand --keep`` measures the floor again, and nothing else.
+With ``--keep`` the file's other cells stay: ``--against by_hand --keep`` measures the floor again, and nothing else,
+``--against ours --keep`` what has changed here.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 from argparse import Namespace
 from datetime import date
 from pathlib import Path
+from shlex import join
 
 import torch
 from measure import LIBRARIES, parser
@@ -74,15 +76,19 @@ def main() -> None:
     if options.quick:
         options.problems, options.rounds = ["logreg"], 1
     others = [name for name in options.against.split(",") if name]
-    if unknown := set(others) - (LIBRARIES.keys() - {"ours"}):
+    if unknown := set(others) - (LIBRARIES.keys() - (set() if options.keep else {"ours"})):
         arguments.error(f"--against does not know {', '.join(unknown)}; it knows {', '.join(list(LIBRARIES)[1:])}")
+    said = ["--problems", *options.problems] if options.problems != list(PROBLEMS) else []
+    said += ["--against", options.against] if others else []
+    said += ["--title", options.title] if options.title else []
     runs = json.loads(options.output.read_text()) if options.output.exists() else {}
     for threads in map(int, options.threads.split(",")):
         title = options.title or f"{options.device}, {threads} thread{'s' * (threads > 1)}"
         new = {
             "machine": machine(options.device),
             "date": str(date.today()),
-            "command": f"test/benchmark/run.py --threads {threads} --device {options.device} --rounds {options.rounds} --seconds {options.seconds:g}",
+            "command": f"test/benchmark/run.py --threads {threads} --device {options.device} --rounds {options.rounds} --seconds {options.seconds:g}"
+            f" {join(said)}".rstrip(),
             "problems": {name: PROBLEMS[name].__doc__ for name in options.problems},
             "versions": {"Python": platform.python_version(), "torch": torch.__version__},
             "cells": {},

@@ -75,6 +75,7 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
 
     @cached_property
     def flow(self) -> Flow:
+        """The product with the curvature matrix of what is behind."""
         return MatProdFlow(self._curv_type)
 
     def rule_at(self, samples: int) -> Rule:

@@ -95,6 +95,7 @@ class HBP(SecondOrderBackpropExtension):
 
     @cached_property
     def flow(self) -> Flow:
+        """The square root of the loss's Hessian, or its average over samples."""
         if self._averages:
             return AverageFlow(self._curv_type)
         sampled = self._loss_hessian_strategy == LossHessianStrategy.SAMPLING
