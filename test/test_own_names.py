@@ -18,8 +18,9 @@ from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.core.recording import last_call
-from backpack.extensions import DiagGGNExact
-from backpack.extensions.module_extensions import BatchGradBase
+from backpack.extensions import GGNMP, DiagGGNExact
+from backpack.extensions.module_extensions import BatchGradBase, GGNMPBase
+from backpack.hessianfree.ggnvp import ggn_vector_product_from_plist
 from backpack.utils.errors import OverwrittenError
 from backpack.utils.subsampling import subsample
 
@@ -69,7 +70,7 @@ class Scaled(Linear):
 
     def __init__(self, *sizes: int) -> None:
         super().__init__(*sizes, bias=False)
-        self.order, self.released = 2.5, True
+        self.order, self.released, self.inputs = 2.5, True, sizes[0]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.order * super().forward(x)
@@ -189,6 +190,22 @@ def test_derivatives_of_a_module_extension() -> None:
         single = nn.functional.mse_loss(model(x)[n], y[n]) / 3
         for p, grad in zip(model.parameters(), torch.autograd.grad(single, list(model.parameters())), strict=True):
             close(p.grad_batch[n], grad)
+
+
+@pytest.mark.parametrize("by_module_extension", [False, True])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_products(samples: int, by_module_extension: bool) -> None:
+    model, lossfunc = extend(Sequential(Scaled(3, 4), nn.Tanh(), Scaled(4, 2)).double()), extend(MSELoss())
+    x, y = torch.rand(samples, 3, dtype=torch.float64), torch.rand(samples, 2, dtype=torch.float64)
+    out = model(x)
+    loss, extension = lossfunc(out, y), GGNMP()
+    if by_module_extension:
+        extension.set_module_extension(Scaled, GGNMPBase(ScaledDerivatives(), ["weight"]))
+    with backpack(extension):
+        loss.backward(retain_graph=True)
+    for p in model.parameters():
+        v = torch.randn_like(p)
+        close(p.ggnmp(v), ggn_vector_product_from_plist(loss, out, [p], [v])[0])
 
 
 def test_loss() -> None:

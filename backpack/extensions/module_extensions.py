@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.own_names import OwnFirst, hidden
+from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.flow import Use
 from backpack.core.recording import last_call, reading
 from backpack.core.samples import first_axis
@@ -94,10 +94,12 @@ def _execution(module: Module, derivatives: BaseDerivatives) -> Any:
         The record of its execution; the module, if it has none.
     """
     call = last_call(module)
-    if call is None:
-        return module
-    record, names = _Execution(call, derivatives), hidden(call.module, call)
-    return OwnFirst(record, names) if names else record
+    return module if call is None else _Execution(call, reading_own(derivatives, hidden(call.module, call)))
+
+
+def _rule(at: Any, derivatives: BaseDerivatives) -> BaseDerivatives:
+    # derivatives as they read a record
+    return at.derivatives if isinstance(at, _Execution) else derivatives
 
 
 def _define(extension: ModuleExtension, params: Names, quantity: Callable[..., Any]) -> None:
@@ -134,7 +136,7 @@ class _OfGradients(FirstOrderModuleExtension):
     def _quantity(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, _: Any) -> Tensor:
         at, chosen = _execution(module, self.derivatives), ext.get_subsampling()
         grad = subsample(g_out[0], subsampling=chosen)
-        return self._reduce(self.derivatives.param_mjp(name, at, g_inp, g_out, grad, sum_batch=False, subsampling=chosen))
+        return self._reduce(_rule(at, self.derivatives).param_mjp(name, at, g_inp, g_out, grad, sum_batch=False, subsampling=chosen))
 
     @abstractmethod
     def _reduce(self, gradients: Tensor) -> Tensor:
@@ -234,19 +236,19 @@ class MatToJacMat(ModuleExtension):
         chosen, at = extension.get_subsampling(), _execution(module, self.derivatives)
         if self.derivatives.is_loss:
             return self._start(extension, at, g_out, chosen)
-        product = partial(self.derivatives.jac_t_mat_prod, at, g_inp, g_out, subsampling=chosen)
+        product = partial(_rule(at, self.derivatives).jac_t_mat_prod, at, g_inp, g_out, subsampling=chosen)
         return [product(columns) for columns in bpQuantities] if isinstance(bpQuantities, list) else product(bpQuantities)
 
     def _start(self, extension: Any, at: Any, g_out: Grads, chosen: list[int] | None) -> Tensor:
         if extension.get_loss_hessian_strategy() == LossHessianStrategy.SAMPLING:
-            mat = self.derivatives._sqrt_hessian_sampled(at, None, g_out, mc_samples=extension.get_num_mc_samples(), subsampling=chosen)
+            mat = _rule(at, self.derivatives)._sqrt_hessian_sampled(at, None, g_out, mc_samples=extension.get_num_mc_samples(), subsampling=chosen)
         else:
-            mat = self.derivatives._sqrt_hessian(at, None, g_out, subsampling=chosen)
+            mat = _rule(at, self.derivatives)._sqrt_hessian(at, None, g_out, subsampling=chosen)
         return scaled(mat, at, g_out[0], chosen)
 
     def _columns(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, columns: Tensor) -> Tensor:
         at = _execution(module, self.derivatives)
-        return self.derivatives.param_mjp(name, at, g_inp, g_out, columns, sum_batch=False, subsampling=ext.get_subsampling())
+        return _rule(at, self.derivatives).param_mjp(name, at, g_inp, g_out, columns, sum_batch=False, subsampling=ext.get_subsampling())
 
 
 class SqrtGGNBaseModule(MatToJacMat):

@@ -64,7 +64,8 @@ def _reading_own(cls: type[BaseDerivatives], names: frozenset[str]) -> type[Base
         value = super(derived, self).__getattribute__(name)
         return partial(_call, value, names) if callable(value) and not isinstance(value, type) else value
 
-    derived = type(cls.__name__, (cls,), {"__getattribute__": read, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    own = {name: vars(cls)[name] for name in ("keeps", "needs") if name in vars(cls)}  # what the class says itself
+    derived = type(cls.__name__, (cls,), own | {"__getattribute__": read, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
     return derived
 
 
