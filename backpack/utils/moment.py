@@ -34,12 +34,12 @@ def second_moment(rows: Tensor, scale: float = 1.0) -> Tensor:
         ``[G, K, K]``, ``scale rows^T rows``.
     """
     groups, count, size = rows.shape
-    result = empty((groups, size, size), rows)
     if size <= _BLOCK or count < _ROWS or count * size <= _ENTRIES or rows.device.type != "cpu":  # elsewhere a launch costs more than a block
         if groups == 1:
-            result[0].addmm_(rows[0].t(), rows[0], beta=0, alpha=scale)
-            return result
-        return result.baddbmm_(rows.mT, rows, beta=0, alpha=scale)
+            only = rows.squeeze(0)
+            return empty((size, size), rows).addmm_(only.t(), only, beta=0, alpha=scale).unsqueeze(0)
+        return empty((groups, size, size), rows).baddbmm_(rows.mT, rows, beta=0, alpha=scale)
+    result = empty((groups, size, size), rows)
     for group in range(groups):
         given, total = rows[group], result[group]
         for start in range(0, size, _BLOCK):

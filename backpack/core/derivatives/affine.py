@@ -209,6 +209,9 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         Returns:
             ``[[G, K, K]]``, a tensor that the caller may change.
         """
+        vectors = self.vectors(module)
+        if vectors is not None:
+            return second_moment(wide(vectors).unsqueeze(0), scale)
         return second_moment(wide(self.columns(module)).permute(1, 0, 3, 2).flatten(1, 2), scale)  # makes no copy in a Linear layer
 
     def _bias_jac_t_mat_prod(

@@ -260,9 +260,9 @@ def _compare_views(compare: _Comparing, rule: AffineDerivatives, seen: Any, chos
     columns = rule.columns(seen)
     for samples in (chosen, slice(1, None)):
         compare(f"columns of {'a slice' if isinstance(samples, slice) else 'chosen samples'}", partial(rule.columns, seen, samples), columns[samples])
-    compare("input_moment", lambda: rule.input_moment(seen, 0.5), einsum("ngkl,ngml->gkm", columns, columns) / 2)
     if rule.vectors(seen) is not None:
         compare("vectors", lambda: rule.vectors(seen)[:, None, :, None], columns)
+    compare("input_moment", lambda: rule.input_moment(seen, 0.5), einsum("ngkl,ngml->gkm", columns, columns) / 2)
     outputs = seen.module.weight.numel() // columns.shape[1] // columns.shape[2]
     counted = torch.arange(outputs, dtype=columns.dtype)[:, None].expand(columns.shape[1], -1, columns.shape[2])  # the number of the output
     weight = rule.weight_from_matrix(seen, counted)

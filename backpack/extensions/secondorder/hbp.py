@@ -182,7 +182,7 @@ class HBP(SecondOrderBackpropExtension):
             return Noted([sides[0]], None)
         if inputs.dim() == 2:
             return Noted([inputs[0], sides[0]], 0)
-        pairs = [[given, output] if state.rule.transposed else [output, given] for output, given in zip(sides, inputs, strict=True)]
+        pairs = [[inputs[i], sides[i]] if state.rule.transposed else [sides[i], inputs[i]] for i in range(len(sides))]
         return Noted(pairs[0] if len(pairs) == 1 else pairs, 0 if state.rule.transposed else 1)
 
     @property
