@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.nn import GRU, Conv1d, L1Loss, Linear, Module, Parameter, ReLU, RMSNorm, Sequential, Sigmoid
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from backpack import backpack, clear, explain, extend, results
 from backpack.core.crossings import crossings_of
@@ -229,6 +230,12 @@ LOOPS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
     "no row by a mask": lambda net, h: at_rows(net, h, torch.arange(len(h)) < 0),
     "one row by an index": lambda net, h: at_rows(net, h, -1),
     "one row by a list, added": lambda net, h: put(h, [0], h[[0]] + net.inner(h[[0]]).sin()),
+    "steps in front, a layer for rows of one sample": lambda net, h: at_rows(
+        net, h * STEPS[:, None], (torch.arange(3)[:, None] < 2) & (torch.arange(len(h)) == len(h) - 1)
+    ).sum(0),
+    "steps in front, a long sequence": lambda net, h: pad_packed_sequence(
+        net.recurrent(pack_padded_sequence(h[:, None] * STEPS, [3, *[1] * 9][: len(h)], batch_first=True))[0]
+    )[0].sum(0),
     "rows twice": lambda net, h: torch.cat([h[:1], h[1:] * 2])[torch.arange(len(h)).flip(0)],
 }
 STEPS = torch.arange(1, 4, **DOUBLE)[:, None]

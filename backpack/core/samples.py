@@ -154,6 +154,8 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
         # any axis will do; one that is certainly not that of features is the better choice
         axis = next((axis for axis in axes if shape[axis] == 1 and (axis < len(shape) - 1 or len(shape) == 1)), 0)
         return Layout(axis, (0,) * shape[axis], 1)
+    if len(shape) > 1 and axes[0] == len(shape) - 1 and known.all() and (labels == labels.flatten()[0]).all():
+        return Layout(0, (int(labels.flatten()[0]),) * shape[0], samples)  # all is of one sample: any axis will do but that of features
     found: Layout | None = None
     for axis in axes:
         rows, seen = (t.movedim(axis, 0).reshape(shape[axis], -1) for t in (labels, known))
