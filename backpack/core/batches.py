@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from inspect import getattr_static
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -164,6 +165,24 @@ def is_single(call: ModuleCall) -> bool:
     return bool(axes) and all(len(shape) <= axis or shape[axis] == 1 for shape, axis in axes)
 
 
+def of_others(calls: Iterable[ModuleCall], is_data: Callable[[Slot], bool]) -> set[ModuleCall]:
+    """Find modules that were called several times, with other data each time.
+
+    Args:
+        calls: Calls of outermost modules.
+        is_data: Says of a tensor whether it depends on no parameter.
+
+    Returns:
+        Their calls with data alone.
+    """
+    found: dict[Any, dict[Any, ModuleCall]] = {}
+    for call in calls:
+        if call.tensor_inputs and all(map(is_data, call.tensor_inputs)):
+            data = tuple((slot.shape, id(slot) if slot.tensor is None else slot.tensor.data_ptr()) for slot in call.tensor_inputs)
+            found.setdefault(call.recorder, {})[data] = call
+    return {call for same in found.values() if len(same) > 1 for call in same.values()}
+
+
 def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -> bool | None:
     """Compare where the samples should lie in a tensor with where they do: in a view of what an outermost module was called with.
 
@@ -175,10 +194,8 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
     Returns:
         Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
     """
-    tensor, found = given.value if given.kept else given.origin(), None
-    for source, axis in ((source, _batch_axis(call)) for call in calls for source in given_to(call)):
-        if tensor is None or source.shape[axis : axis + 1] != (layout.samples,):
-            continue
+    tensor, found = given.tensor, None
+    for source, axis in _sources(calls, layout.samples) if tensor is not None else ():
         owners = _owners(tensor, source, axis)
         if owners is None:
             found = False if _is_sorted(tensor, source, axis) else found
@@ -189,6 +206,50 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
                 return True
         found = False
     return found
+
+
+def _sources(calls: Iterable[ModuleCall], samples: int) -> Iterator[tuple[Tensor, int]]:
+    # what outermost modules were given that has as many rows as there are samples, and the axis of these
+    for call in calls:
+        axis = _batch_axis(call)
+        yield from ((source, axis) for source in given_to(call) if not source.is_nested and source.shape[axis : axis + 1] == (samples,))
+
+
+def has_mini_batch(calls: Iterable[ModuleCall], samples: int) -> bool:
+    """Say whether an outermost module was given a tensor with as many rows as there are samples, and no list, which may be one of samples.
+
+    Args:
+        calls: Calls of outermost modules.
+        samples: Number of samples.
+
+    Returns:
+        Whether one was.
+    """
+    return not any(isinstance(value, list | tuple) for call in calls for value in call.inputs) and any(_sources(calls, samples))
+
+
+def lies_elsewhere(tensor: Tensor, calls: Iterable[ModuleCall], layout: Layout, apart: bool = False) -> bool | None:
+    """Say whether several samples that an outermost module was given lie in a tensor where there should be one; in which order does not matter.
+
+    Args:
+        tensor: The tensor.
+        calls: Calls of outermost modules.
+        layout: Where the samples should lie.
+        apart: Whether the axis on which they should is none of the tensor.
+
+    Returns:
+        Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
+    """
+    for source, axis in _sources(calls, layout.samples):
+        owners = _owners(tensor, source, axis)
+        if owners is None:
+            continue
+        if not apart and tensor.shape[layout.axis : layout.axis + 1] == (len(layout.labels),):
+            owners = owners.movedim(layout.axis, 0)[[index for index, label in enumerate(layout.labels) if label >= 0]].flatten(1)
+            if not layout.of_one:
+                return bool((owners != owners[:, :1]).any())
+        return bool((owners != owners.flatten()[:1]).any())
+    return None
 
 
 def holds_samples(tensor: Tensor, calls: Iterable[ModuleCall], samples: int) -> bool:

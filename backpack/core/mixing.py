@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import holds_samples, place_of
+from backpack.core.batches import has_mini_batch, holds_samples, known_axis, lies_elsewhere, place_of
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.graph import operation, saved_tensors, shape_of
+from backpack.core.crossings import ELEMENTWISE, SPLIT, State
+from backpack.core.graph import operation, saved, saved_tensors, shape_of
+from backpack.core.loss_nodes import FUNCTIONS, title
 from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, is_relative, looked_up
 from backpack.core.refusals import mixing
+from backpack.core.samples import Layout
 from backpack.core.slots import Slot
 from backpack.core.walk import Walk
+from backpack.utils.errors import UnsupportedError
 from backpack.utils.nested import tensors_in
+
+_FACTORS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Addmm": ("mat1", "mat2"), "Baddbmm": ("batch1", "batch2")}
+"""Names of what products of matrices have saved."""
+_TOLD = frozenset("Mul Mv Convolution Embedding".split())
+"""Other operations of which the axes of a result are those of what goes in, but for features."""
+
+_OF_ROWS = ELEMENTWISE | FUNCTIONS.keys() - {"LogSoftmax"}
+_OF_ROWS |= frozenset("Add Sub Rsub Mul Div Sum Mean View UnsafeView ReshapeAlias NllLoss NllLoss2D".split())
+"""Operations on each row, and sums over rows."""
+_OF_ENTRIES = frozenset({"Softmax", "LogSoftmax"})
+"""Operations along an axis, which are those on each row if it is another one."""
 
 
 def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
@@ -36,7 +51,7 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
         return False
     calls, brings = _data_of(walk, samples, upstream)
     given = [slot for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
-    if operation(node) in MATRIX_PRODUCTS and not brings and all(_is_constant(walk, _tensor(slot)) for slot in given):
+    if operation(node) in MATRIX_PRODUCTS and not brings and all(_is_constant(walk, slot.tensor) for slot in given):
         return False
     if brings or (upstream in walk.has_data and operation(node) != "Repeat"):
         return True
@@ -95,7 +110,7 @@ def is_shared(walk: Walk, node: Node, samples: int) -> bool:
         calls, brings = _data_of(walk, samples, node)
         if brings:
             return False
-    tensors = [_tensor(slot) for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
+    tensors = [slot.tensor for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
     if any(tensors_in(value) for call in calls for value in call.inputs if not isinstance(value, Slot)):
         return False
     return all(_is_constant(walk, tensor) or _is_found_inside(walk, tensor) for tensor in tensors)
@@ -148,9 +163,9 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
         return
     for call, slot in ((mark.call, slot) for mark in marks for slot in mark.call.tensor_inputs):
         rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
-        known = _holds_samples(walk, _tensor(slot), samples)
+        known = _holds_samples(walk, slot.tensor, samples)
         if walk.is_data(slot):
-            batched = samples in rows[:2] and rows[0] != 1 and not (_is_constant(walk, _tensor(slot)) or is_relative(_tensor(slot)))
+            batched = samples in rows[:2] and rows[0] != 1 and not (_is_constant(walk, slot.tensor) or is_relative(slot.tensor))
         else:
             batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and slot.edge[0] in _upstream(walk, node)
         if (known or batched) and not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
@@ -161,6 +176,109 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
     if samples in rows or any(_holds_samples(walk, tensor, samples) for tensor in saved_tensors(node)):
         how = f"what {node.name()} computes of data is summed over the {samples} samples"
         raise mixing(walk, node, how + (_unknown_rows(numbers.shape, rows.index(samples)) if samples in rows else ""))
+
+
+def refuse_misplaced(walk: Walk, node: Node, marks: Iterable[Mark], states: Mapping[int, State]) -> None:
+    """Refuse what was taken for samples, but is something else, as far as what the model was given tells.
+
+    The output ``[E, N, C]`` of ``E`` experts has as many rows as there are samples if ``E`` happens to be ``N``, and so has ``[C, N]`` if ``C`` is.
+
+    Args:
+        walk: The graph.
+        node: A node into which something goes that depends on no parameter.
+        marks: What calls left there.
+        states: States of its outputs.
+
+    Raises:
+        _misplaced: If a layer, or a product, was given samples that lie elsewhere than those of its output; or a tensor of
+            unknown origin with as many rows as there are samples, where those of its output lie on another axis.
+    """
+    for nr, layout in states.items():
+        if layout is SPLIT or layout.samples <= 1:
+            continue
+        elsewhere = layout.axis > 0 or (layout.of_one and len(layout.labels) - layout.labels.count(-1) > 1)
+        calls = [mark.call for mark in marks if mark.nr == nr and not mark.base and mark.call.found.rule is not None and not mark.call.is_loss]
+        if calls:
+            given = [_input_of(walk, call, layout) for call in calls if elsewhere or call.inputs[0].shape[:2] == (layout.samples,) * 2]
+        else:
+            given = _factors_of(walk, node, layout, elsewhere)
+        for tensor, apart in given:
+            turned = bool(calls) and apart and not layout.of_one  # no feature is a sample
+            if not turned and not has_mini_batch(walk.outermost, layout.samples):
+                continue
+            if tensor is None or tensor.layout != torch.strided or tensor.is_nested or _is_constant(walk, tensor) or is_relative(tensor):
+                continue
+            found = lies_elsewhere(tensor, walk.outermost, layout, apart)
+            copied = calls and not elsewhere and not tensor.stride(0)
+            rows = [size for axis, size in enumerate(tensor.shape[:-1][:2]) if apart or axis != layout.axis or layout.of_one]
+            if turned or found or (found is None and (elsewhere or copied) and -1 not in layout.labels and layout.samples in rows):
+                raise _misplaced(walk, node, calls, tensor, layout, not (turned or found))
+
+
+def _input_of(walk: Walk, call: ModuleCall, layout: Layout) -> tuple[Tensor | None, bool]:
+    # the first tensor that a layer was given, if it is data; and whether an axis of the output is none of the input
+    slot, rule = next(iter(call.tensor_inputs), None), call.found.rule
+    if slot is None or not walk.is_data(slot) or known_axis(call) == layout.axis:
+        return None, False
+    return slot.tensor, rule.any_batch_axis and layout.axis >= len(slot.shape) - rule.feature_axes(call)
+
+
+def _factors_of(walk: Walk, node: Node, layout: Layout, elsewhere: bool) -> Iterator[tuple[Tensor | None, bool]]:
+    # the factors of a product that are data; and whether an axis of it is none of the factor
+    name, axes = operation(node), len(shape_of((node, 0)))
+    for axis, names in zip((1, 2), _FACTORS.get(name, ()), strict=False):
+        tensor, apart = saved(node, names), layout.axis == axes - axis
+        if tensor is not None and not is_made(walk, tensor) and (elsewhere or not apart):
+            yield tensor, apart
+    for tensor in saved_tensors(node, results=False) if name in _TOLD and elsewhere else ():
+        if not is_made(walk, tensor):
+            yield tensor, tensor.dim() != axes
+
+
+def _misplaced(walk: Walk, node: Node, calls: list[ModuleCall], tensor: Tensor, layout: Layout, unknown: bool) -> UnsupportedError:
+    what, shape = calls[0] if calls else title(node), list(tensor.shape)
+    where = f"be all of sample {max(layout.labels)}" if layout.of_one else f"lie on axis {layout.axis}"
+    why = (
+        f"may have samples elsewhere: where it comes from is not recorded. If the axis of length {layout.samples} there is another one, use a "
+        "mini-batch of another size. Else"
+        if unknown
+        else "has its samples elsewhere, as the input of the model tells:"
+    )
+    return UnsupportedError(
+        f"The {layout.samples} samples are taken from axis 0 of what the model returns. Followed from there, what {what} is given, of shape "
+        f"{shape}, would {where}, but it {why} let the model return its samples on axis 0 ([N, E, C], not the [E, N, C] of experts), or leave these "
+        "parameters out of all extensions: {exclude}.",
+        walk.named(walk.reach[node]),
+    )
+
+
+def refuse_joined(walk: Walk, node: Node, by_rows: set[Node]) -> None:
+    """Refuse the outputs of several calls of a model, one below the other: rows ``i`` of all calls would be taken for one sample.
+
+    Args:
+        walk: The graph.
+        node: A node between the root and the outputs of models.
+        by_rows: Nodes from which nothing but operations on each row lead to the root; what is upstream of such an operation is added.
+
+    Raises:
+        UnsupportedError: If they were called with different data, and what comes behind treats each of the rows alone.
+    """
+    if node not in by_rows:
+        return
+    first = (0, -len(shape_of((node, 0))))
+    if operation(node) in _OF_ROWS or (operation(node) in _OF_ENTRIES and saved(node, "dim") not in first):
+        by_rows.update(upstream for upstream, _ in node.next_functions if upstream is not None)
+    if operation(node) != "Cat" or saved(node, "dim") not in first:
+        return
+    joined = {mark.call for upstream, _ in node.next_functions for mark in walk.marks.get(upstream, ()) if mark.call in walk.apart}
+    if len(joined) > 1:
+        call, rows = next(iter(joined)), [list(call.outputs[0].shape) for call in joined]
+        raise UnsupportedError(
+            f"{call} was called {len(joined)} times, with different data, and what it returned, of shapes {rows}, was joined: whether rows of other "
+            "calls are other samples, or rows i of all calls are sample i, is not known. Call the model once for all samples; or extend a "
+            "module that makes these calls, and returns what it has joined; or call backward for each loss (backpack(..., accumulate=True)).",
+            walk.named(walk.reach[node]),
+        )
 
 
 def _unknown_rows(shape: torch.Size, axis: int) -> str:
@@ -211,7 +329,3 @@ def _holds_samples(walk: Walk, tensor: Tensor | None, samples: int) -> bool:
 
 def _is_constant(walk: Walk, tensor: Tensor | None) -> bool:
     return place_of(tensor) in walk.constant_places  # a view of a buffer, say
-
-
-def _tensor(slot: Slot) -> Tensor | None:
-    return slot.value if slot.kept else slot.origin()

@@ -65,7 +65,11 @@ def single(walk: Walk, node: Node, call: ModuleCall) -> MixedSamplesError | None
     """
     if call.is_loss or next(call.module.parameters(), None) is None or not lacks_batch(call):
         return None
-    return mixing(walk, node, f"{call} got an input of shape {list(call.inputs[0].shape)}, without a batch axis")
+    return MixedSamplesError(
+        f"{call} got an input of shape {list(call.inputs[0].shape)}, without a batch axis: one sample, or several that were mixed. Give it "
+        "inputs with samples on axis 0 (`x[None]` for a single one), or leave these parameters out of all extensions: {exclude}.",
+        walk.named(walk.reach[node]),
+    )
 
 
 def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
@@ -367,8 +371,8 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
     """
     if walk.double and not returns:
         raise UnsupportedError(
-            "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty): the quantities are not "
-            "defined there, also where this is the loss itself (score matching, differential equations). Call backward on such a term outside of the "
+            "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty), of which no quantities are "
+            "computed, also where this is the loss itself (score matching, differential equations). Call backward on such a term outside of the "
             "context, or leave it out with backpack.leave_out(penalty), if it was computed in a forward pass of its own."
         )
     if walk.hidden:

@@ -65,6 +65,11 @@ class Slot:
         tensor = self.origin()
         return tensor if tensor is not None and version_of(tensor) == self.version else None
 
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor that was recorded, detached if it was kept; ``None`` if it was not, and nobody holds it any more."""
+        return self.value if self.kept else self.origin()
+
     def read(self, name: str, call: Any) -> Tensor | None:
         """Return the recorded tensor, detached.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, given_to, is_single, lengths_of, place_of, rows_of
+from backpack.core.batches import batch_of, given_to, is_single, lengths_of, of_others, place_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, kind_of, operation
@@ -24,8 +24,6 @@ from backpack.utils.errors import UnsupportedError
 
 LEFT_OUT = "backpack.left_out"
 """Key in the metadata of a node whose term is left out of all quantities."""
-
-
 GENERIC = GenericDerivatives()
 
 
@@ -126,11 +124,9 @@ class Walk:
                     edges_into[n] = edges_into.get(n, 0) + 1
                     if n not in nexts:
                         stack.append(n)
-        order.reverse()
         self.leaves_out = bool(left_out)
-        if left_out:
-            self._check_left_out(left_out)
-        return order
+        self._check_left_out(left_out)
+        return order[::-1]
 
     def _check_left_out(self, stack: list[Node]) -> None:
         """Refuse a left-out term that depends on activations: its gradient would arrive in one sum with that of the loss.
@@ -327,7 +323,12 @@ class Walk:
     @cached_property
     def single(self) -> bool:
         """Whether the mini-batch is one sample, to which everything belongs."""
-        return bool(self.outermost) and all(map(is_single, self.outermost))
+        return bool(self.outermost) and all(map(is_single, self.outermost)) and not self.apart
+
+    @cached_property
+    def apart(self) -> set[ModuleCall]:
+        """Calls of outermost modules for other samples each, maybe."""
+        return of_others(self.outermost, self.is_data)
 
     @cached_property
     def returns_loss(self) -> bool:

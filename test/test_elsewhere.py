@@ -1,0 +1,267 @@
+"""Another axis that happens to be as long as the mini-batch, and calls for other samples each: exact, or refused, whatever the lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import Linear, Module
+from torch.nn import functional as F
+
+from backpack import backpack, extend
+from backpack.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, Variance
+from backpack.utils.errors import BackpackError, MixedSamplesError, UnsupportedError
+
+EXPERTS = 4
+LENGTHS = [1, 3, EXPERTS, 5]
+Function = Callable[["Net", Tensor], Tensor]
+
+
+class Net(Module):
+    """A function with some layers at hand, of which as many outputs as there are experts."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.trunk, self.last, self.first = Linear(3, 5), Linear(5, EXPERTS), Linear(3, EXPERTS)
+        self.experts = nn.ModuleList(Linear(3, 3) for _ in range(EXPERTS))
+        self.recurrent, self.function = nn.GRU(5, 5), function
+        self.register_buffer("grid", torch.randn(EXPERTS, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+    def stack(self, x: Tensor) -> Tensor:
+        return torch.stack([self.first.weight * k for k in range(1, EXPERTS + 1)])
+
+
+def make(function: Function) -> Net:
+    torch.manual_seed(0)
+    return Net(function).double()
+
+
+def rows_of(model: Module, losses: Tensor) -> dict[str, Tensor]:
+    """Gradients of each summand, by plain autograd."""
+    named = dict(model.named_parameters())
+    grads = [torch.autograd.grad(loss, list(named.values()), retain_graph=True, allow_unused=True) for loss in losses]
+    return {
+        name: torch.stack([torch.zeros_like(p) if grad[i] is None else grad[i] for grad in grads])
+        for i, (name, p) in enumerate(named.items())
+        if any(grad[i] is not None for grad in grads)
+    }
+
+
+def compare(function: Function, losses: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> None:
+    labels = torch.arange(len(x)) % 3
+    expected = rows_of(model := make(function), losses(model(x), labels) / len(x))
+    model = extend(make(function))
+    with backpack(BatchGrad()):
+        (losses(model(x), labels) / len(x)).sum().backward()
+    found = {name: p.grad_batch for name, p in model.named_parameters() if hasattr(p, "grad_batch")}
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def of_mean(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.mean(0), y, reduction="none")
+
+
+def of_turned(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out.T, y, reduction="none")
+
+
+def of_rows(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="none")
+
+
+ELSEWHERE: dict[str, tuple[Function, Callable[[Tensor, Tensor], Tensor]]] = {
+    "experts": (lambda net, x: torch.stack([expert(x) for expert in net.experts]), of_mean),
+    "experts on changed data": (lambda net, x: torch.stack([expert(x * 2 + k) for k, expert in enumerate(net.experts)]), of_mean),
+    "experts, two layers": (lambda net, x: torch.stack([net.last(net.trunk(x + k).tanh()) for k in range(EXPERTS)]), of_mean),
+    "turned": (lambda net, x: net.first(x).T, of_turned),
+    "turned, changed data": (lambda net, x: net.first(x.exp()).T, of_turned),
+    "a second output": (lambda net, x: (net.trunk(x), torch.stack([expert(x) for expert in net.experts]))[1], of_mean),
+}
+"""Outputs without the samples on axis 0; the numbers of samples are told by layers inside, unless there are as many experts."""
+FUNCTIONAL: dict[str, tuple[Function, Callable[[Tensor, Tensor], Tensor]]] = {
+    "linear": (lambda net, x: torch.stack([F.linear(x, weight) for weight in net.stack(x)]), of_mean),
+    "linear, changed data": (lambda net, x: torch.stack([F.linear(x + 1, weight) for weight in net.stack(x)]), of_mean),
+    "linear, turned": (lambda net, x: F.linear(x, net.first.weight, net.first.bias).T, of_turned),
+    "linear, turned, changed data": (lambda net, x: F.linear(2 * x, net.first.weight, net.first.bias).T, of_turned),
+    "einsum": (lambda net, x: torch.einsum("ni,eoi->eno", x, net.stack(x)), of_mean),
+    "einsum, changed data": (lambda net, x: torch.einsum("ni,eoi->eno", x.sin(), net.stack(x)), of_mean),
+    "matmul": (lambda net, x: x @ net.stack(x).mT, of_mean),
+    "bmm": (lambda net, x: torch.bmm(x.expand(EXPERTS, *x.shape), net.stack(x).mT), of_mean),
+    "copies": (lambda net, x: net.first(x.expand(EXPERTS, *x.shape)), of_mean),
+    "copies of changed data": (lambda net, x: net.first((2 * x).expand(EXPERTS, *x.shape)), of_mean),
+    "convolution": (lambda net, x: F.conv1d(x[:, :, None], net.first.weight[:, :, None]).squeeze(2).T, of_turned),
+    "product": (lambda net, x: (x * net.experts[0].weight[:1]).sum(1, keepdim=True).mul(torch.arange(4)).T, of_turned),
+}
+"""The same without layers inside, or with one that is called with all of them."""
+
+
+REFUSED = r"would (lie on axis|be all of sample)|ambiguous|influence one another"
+
+
+@pytest.mark.parametrize("N", LENGTHS)
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_samples_elsewhere(name: str, N: int) -> None:
+    function, losses = ELSEWHERE[name]
+    x = torch.randn(N, 3, dtype=torch.float64)
+    if N != EXPERTS:
+        compare(function, losses, x)
+        return
+    with pytest.raises((UnsupportedError, MixedSamplesError), match=REFUSED):
+        compare(function, losses, x)
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_samples_elsewhere_in_functions(name: str) -> None:
+    function, losses = FUNCTIONAL[name]
+    x = torch.randn(EXPERTS, 3, dtype=torch.float64)
+    with pytest.raises((UnsupportedError, MixedSamplesError), match=REFUSED):
+        compare(function, losses, x)
+
+
+def test_errors_name_the_layer_and_the_way_out() -> None:
+    with pytest.raises(UnsupportedError, match=r"experts.0 \(Linear\) is given, of shape \[4, 3\], would be all of sample 0.*\[N, E, C\].*exclude="):
+        compare(*ELSEWHERE["experts"], torch.randn(EXPERTS, 3, dtype=torch.float64))
+    message = r"experts.0 \(Linear\) is given, .* be all of sample 0, but it may have .* where it comes from is not recorded"
+    with pytest.raises(UnsupportedError, match=message):
+        compare(*ELSEWHERE["experts on changed data"], torch.randn(EXPERTS, 3, dtype=torch.float64))
+
+
+WHERE_THEY_SHOULD_BE: dict[str, Function] = {
+    "rows, one by one": lambda net, x: torch.stack([net.first(row) for row in x]),
+    "rows of one, one by one": lambda net, x: torch.cat([net.first(x[i : i + 1]) for i in range(len(x))]),
+    "steps in front": lambda net, x: net.last(net.recurrent(net.trunk(x.expand(EXPERTS, *x.shape)))[0][-1]),
+    "another order": lambda net, x: net.first(x.flip(0)).flip(0),
+    "rolled": lambda net, x: net.first(x).roll(1, 0).roll(-1, 0),
+    "some rows": lambda net, x: torch.zeros(len(x), EXPERTS, dtype=x.dtype).index_add(0, (rows := torch.arange(0, len(x), 2)), net.first(x[rows])),
+    "a scale from the data": lambda net, x: net.first(x)[torch.arange(len(x))] * x.norm(dim=1, keepdim=True),
+    "rows that are dropped": lambda net, x: torch.where(torch.arange(len(x))[:, None] > 0, net.first(x) * x.exp().sum(1)[:, None], 1.0),
+    "a buffer of as many rows": lambda net, x: net.first(x) + net.first(net.grid).T.mean(0),
+    "products with a buffer": lambda net, x: net.first(x) @ (net.grid @ net.first.weight.T),
+}
+
+
+class Graphs(Net):
+    """Is given a list of samples, each with as many rows as it has nodes."""
+
+    def forward(self, nodes: list[Tensor]) -> Tensor:
+        return torch.stack([self.last(self.trunk(rows).tanh()).mean(0) for rows in nodes])
+
+
+@pytest.mark.parametrize("N", [3, EXPERTS, 5])
+@pytest.mark.parametrize("name", WHERE_THEY_SHOULD_BE)
+def test_samples_where_they_should_be(name: str, N: int) -> None:
+    compare(WHERE_THEY_SHOULD_BE[name], of_rows, torch.randn(N, 3, dtype=torch.float64))
+
+
+def test_samples_with_rows_of_their_own() -> None:
+    """There may be as many as samples."""
+    nodes = [torch.randn(i + 2, 3, dtype=torch.float64) for i in range(3)]
+    expected = rows_of(model := Graphs(lambda net, x: x).double(), F.cross_entropy(model(nodes), torch.arange(3), reduction="none") / 3)
+    extend(model)
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(nodes), torch.arange(3)).backward()
+    for name in ("trunk.weight", "trunk.bias", "last.weight", "last.bias"):
+        torch.testing.assert_close(model.get_parameter(name).grad_batch, expected[name])
+
+
+# --- several calls ------------------------------------------------------------------------------------------------------------------------------
+
+
+def halves(model: Module, x: Tensor) -> Iterator[Tensor]:
+    return (model(part) for part in x.split(3))
+
+
+def one_by_one(model: Module, x: Tensor) -> Iterator[Tensor]:
+    return (model(part) for part in x.split(1))
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "module": extend(nn.CrossEntropyLoss()),
+    "function": F.cross_entropy,
+    "by hand": lambda out, y: (out.softmax(1) - F.one_hot(y, out.shape[1])).square().mean(),
+}
+
+
+@pytest.mark.parametrize("extensions", [(BatchGrad, Variance), (DiagGGNExact,), (BatchGrad, BatchDiagGGNExact)])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("calls", [halves, one_by_one])
+def test_outputs_of_several_calls_below_one_another(calls: Callable, loss: str, extensions: tuple[type, ...]) -> None:
+    """Rows of different calls may be different samples, or not: nothing tells."""
+    model, x, y = extend(nn.Sequential(Linear(4, 6), nn.Tanh(), Linear(6, 3))), torch.randn(6, 4), torch.arange(6) % 3
+    with backpack(*(extension() for extension in extensions)), pytest.raises(BackpackError):
+        LOSSES[loss](torch.cat(list(calls(model, x))), y).backward()
+    assert not any(vars(parameter) for parameter in model.parameters())
+
+
+def test_the_error_says_what_to_do_about_several_calls() -> None:
+    model, x, y = extend(Linear(4, 3)), torch.randn(6, 4), torch.arange(6) % 3
+    message = r"Linear was called 2 times, with different data, .* \[\[3, 3\], \[3, 3\]\], was joined.*Call the model once .* accumulate=True"
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=message):
+        F.cross_entropy(torch.cat(list(halves(model, x))), y).backward()
+
+
+class Joined(Module):
+    """Says that they are different samples."""
+
+    def __init__(self, calls: Callable) -> None:
+        super().__init__()
+        self.model, self.calls = nn.Sequential(Linear(4, 6), nn.Tanh(), Linear(6, 3)), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat(list(self.calls(self.model, x)))
+
+
+@pytest.mark.parametrize("calls", [halves, one_by_one])
+def test_a_module_that_joins_its_calls(calls: Callable) -> None:
+    model, x, y = Joined(calls).double(), torch.randn(6, 4, dtype=torch.float64), torch.arange(6) % 3
+    expected = rows_of(model, F.cross_entropy(model(x), y, reduction="none") / 6)
+    extend(model)
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad_batch, expected[name])
+
+
+def steps(model: nn.GRUCell, x: Tensor) -> Tensor:
+    """What was computed from one another belongs to the same samples."""
+    states = [torch.zeros(len(x), 3, dtype=x.dtype)]
+    for step in x.unbind(1):
+        states.append(model(step, states[-1]))
+    return torch.cat(states[1:])
+
+
+TOGETHER: dict[str, tuple[Callable[[], Module], Callable[[Module, Tensor], Tensor]]] = {
+    "steps": (lambda: nn.GRUCell(2, 3), steps),
+    "the same data": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]), model(x[:, 0])])),
+    "side by side": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]).T, model(x[:, 1]).T]).T.reshape(2 * len(x), 3)),
+    "contrasts": (lambda: Linear(2, 3), lambda model, x: (z := torch.cat([model(x[:, 0]), model(x[:, 1])])) @ z.T),
+}
+
+
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("name", TOGETHER)
+def test_rows_of_several_calls_that_belong_together(name: str, N: int) -> None:
+    """Rows ``i`` of all calls are sample ``i``, for which there is a copy of the model here."""
+    build, outputs = TOGETHER[name]
+    model, x = build().double(), torch.randn(N, 2, 2, dtype=torch.float64)
+    copies = [build().double() for _ in range(N)]
+    for copy in copies:
+        copy.load_state_dict(model.state_dict())
+
+    class Each(Module):
+        def forward(self, *given: Tensor) -> Tensor:
+            return torch.cat([copies[i](*(part[i : i + 1] for part in given)) for i in range(N)])
+
+    outputs(Each(), x).tanh().square().mean().backward()
+    extend(model)
+    with backpack(BatchGrad()):
+        outputs(model, x).tanh().square().mean().backward()
+    for name_, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad_batch, torch.stack([copy.get_parameter(name_).grad for copy in copies]))
