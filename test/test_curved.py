@@ -15,6 +15,7 @@ from torch import Tensor, nn, randn
 from torch.autograd.graph import Node
 from torch.nn import Linear
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack import backpack, explain, extend
 from backpack.core import node_functions
@@ -91,6 +92,10 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp, two axes": lambda h: h[:, :, None].mul(h[:, None]).logsumexp((1, 2))[:, None] + h,
     "norm": lambda h: h / h.norm(dim=1, keepdim=True),
     "norm, order": lambda h: h + torch.linalg.vector_norm(h, 3, dim=1)[:, None],
+    **{
+        f"norm of order {p}, with zeros": lambda h, p=p: (r := h.relu()) / (2 + r.norm(p, 1, keepdim=True)) + r.sin().norm(p, 1)[:, None]
+        for p in (0.5, 1, 1.5, 2, 3)
+    },
     "prod": lambda h: h + h.prod(1, keepdim=True),
     "cumprod": lambda h: h.cumprod(1),
     "cumsum": lambda h: h.cumsum(1),
@@ -158,6 +163,10 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "select_scatter": lambda h: torch.select_scatter(h, h[:, 1].sin(), 1, 0),
     "diagonal_scatter": lambda h: torch.diagonal_scatter(h[:, :, None] * h[:, None], h, 0, 1, 2).sum(2),
     "diag_embed": lambda h: h.sin().diag_embed().sum(1),
+    "copy": lambda h: torch.empty_like(h).copy_(h.sin()),
+    "copy of one column": lambda h: torch.empty_like(h).copy_(h[:, :1].sin()),
+    "assignment of everything": lambda h: operator.setitem(z := torch.zeros_like(h), slice(None), h.sin()) or z,
+    "masked_scatter": lambda h: h.masked_scatter(torch.tensor([True, False, True]), h.cos()[:, [1, 2]]),
     "take": lambda h: h.sin().take(torch.arange(h.numel()).view(h.shape).flip(1)),
     "rot90": lambda h: torch.rot90(h.sin()[:, :, None], 2, (1, 2))[:, :, 0],
     "nansum": lambda h: h.sin().nansum(1, keepdim=True) + h,
@@ -348,22 +357,47 @@ def test_subsampling(name: str) -> None:
         torch.testing.assert_close(value, oracle.diag_h_batch[key][[2, 0, 2]])
 
 
-def test_fully_masked_rows() -> None:
-    """A row of scores without any key has weights zero, and no derivative: that of attention in modules."""
-    x, mask = randn(2, 3, 4, dtype=torch.float64), torch.tensor([[True, False, False]] * 3)
-    mask[1] = False
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(("quantity", "field"), [("KFLR", "kflr"), ("BatchDiagHessian", "diag_h_batch"), ("BatchGrad", "grad_batch")])
+def test_layers_for_rows_of_one_sample(quantity: str, field: str, rows: int) -> None:
+    """Steps lie in front of the samples, and some of one sample go through a layer of their own, as to an expert."""
 
     def make() -> Problem:
         def forward(net: Net, x: Tensor) -> Tensor:
-            h = net.a(x)
-            return net.b(F.scaled_dot_product_attention(h, h.sin(), h.cos(), attn_mask=mask, dropout_p=1e-9)).mean(1)
+            steps = net.a(x).transpose(0, 1)
+            chosen = (torch.arange(3)[:, None] < rows) & (torch.arange(2) == 1)
+            steps = steps.index_put((chosen,), net.norm(net.expert(steps[chosen])).tanh())
+            return net.b(steps.sum(0))
+
+        torch.manual_seed(0)
+        parts = {"a": Linear(4, 2), "expert": Linear(2, 2), "norm": nn.LayerNorm(2), "b": Linear(2, 4)}
+        return classify(Net(forward, **parts).double(), randn(2, 3, 4, dtype=torch.float64))
+
+    problem = make()
+    run(problem, QUANTITIES[quantity].make())
+    QUANTITIES[quantity].check(Oracle(make()), collect(problem, field))
+
+
+@pytest.mark.parametrize("kernel", ["math", "flash"])
+def test_fully_masked_rows(kernel: str) -> None:
+    """A row of scores without any key has weights zero, and no derivative: that of attention in modules, and of the fused kernel."""
+    x, mask = randn(2, 3, 4, dtype=torch.float64), torch.tensor([[True, False, False]] * 3)
+    mask[1] = False
+
+    def make(dropout: float) -> Problem:
+        def forward(net: Net, x: Tensor) -> Tensor:
+            h = net.a(x)[:, None]
+            return net.b(F.scaled_dot_product_attention(h, h.sin(), h.cos(), attn_mask=mask, dropout_p=dropout)[:, 0]).mean(1)
 
         torch.manual_seed(0)
         return classify(Net(forward, a=Linear(4, 2), b=Linear(2, 4)).double(), x)
 
-    problem = make()
+    dropout = 0.0 if kernel == "flash" else 1e-9
+    problem = make(dropout)
+    assert ("ScaledDotProductFlashAttentionForCpu0" in keys(problem.outputs()[0].grad_fn, set())) == (kernel == "flash")
     run(problem, BatchDiagHessian())
-    QUANTITIES["BatchDiagHessian"].check(Oracle(make()), collect(problem, "diag_h_batch"))
+    with sdpa_kernel(SDPBackend.MATH):
+        QUANTITIES["BatchDiagHessian"].check(Oracle(make(dropout)), collect(problem, "diag_h_batch"))
 
 
 @pytest.mark.parametrize("name", ALL)

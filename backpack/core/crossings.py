@@ -17,8 +17,8 @@ from backpack.core.samples import Layout, after_sum, arrangement, decode, label_
 from backpack.utils.columns import blocks
 
 STATIC = LINEAR - frozenset(
-    """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect Scatter ScatterAdd Where MaxUnpool2D MaxUnpool3D
-    Embedding BackwardHookFunctionBackward Nansum PackPaddedSequence""".split()
+    """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect MaskedScatter Scatter ScatterAdd Where
+    MaxUnpool2D MaxUnpool3D Embedding BackwardHookFunctionBackward Nansum PackPaddedSequence""".split()
 )
 """Operations whose way with samples follows from shapes and settings: no sum of products, in which zeros in the data can hide samples."""
 ELEMENTWISE = frozenset(

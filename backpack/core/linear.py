@@ -19,7 +19,7 @@ LINEAR = frozenset(
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D
     UpsampleBilinear2D UpsampleBicubic2D UpsampleTrilinear3D PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout
     BackwardHookFunctionBackward _DDPSinkBackward IndexAdd IndexCopy IndexFill IndexPut ScatterAdd SelectScatter DiagonalScatter DiagEmbed Take Rot90
-    Nansum PackPaddedSequence Deg2Rad Rad2Deg""".split()
+    Nansum PackPaddedSequence Deg2Rad Rad2Deg MaskedScatter torch::autograd::Copy""".split()
 )
 """Operations that are linear."""
 PIECEWISE_LINEAR = MAX_POOLS | frozenset(

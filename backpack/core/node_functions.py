@@ -43,7 +43,9 @@ _ENTRYWISE = {
 # where the argument is clamped: the function is linear beyond, and torch's second derivative not a number
 _CURVED_WITHIN = {"gelu": (-40, 40), "mish": (-inf, 40)}
 # whose first derivative torch takes for zero where they are: so is the second one, which is not finite, and harmless for what is always zero
-_ZERO_AT_ZERO = frozenset({"norm", "linalg_vector_norm", "std"})
+_NORMS = frozenset({"norm", "linalg_vector_norm"})
+_ZERO_AT_ZERO = _NORMS | {"std"}
+_SMOOTH = 2  # the power from which on a norm has a second derivative where an entry is zero; below, this entry's is taken for zero
 # second derivative in terms of the result
 _OF_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
     "Tanh0": lambda y: -2 * y * (1 - y * y),
@@ -228,11 +230,18 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
     flat = getattr(torch.ops.aten, name)(**given | {"keepdim": True}) == 0 if name in _ZERO_AT_ZERO else None
     other = None if flat is None or not flat.any() else torch.arange(1, shape.numel() + 1, device=like.device).reshape(shape)
 
+    power = given.get("p", given.get("ord")) if name in _NORMS else None
+    still = given["self"] == 0 if power is not None and power != 1 and 0 < power < _SMOOTH else None
+
     def function(*values: Tensor) -> Tensor:
         arguments = given | dict(zip(variables, values, strict=True))
         arguments |= {argument: wide(v) for argument, v in arguments.items() if isinstance(v, Tensor)}
         if other is not None:
             arguments["self"] = torch.where(flat, other.to(arguments["self"].dtype), arguments["self"])
+        if still is not None and still.any():
+            fixed = still & ~flat
+            powers = torch.where(fixed, 1.0, arguments["self"]).abs().pow(power).masked_fill(fixed, 0.0)
+            return powers.sum(arguments["dim"], arguments["keepdim"]).pow(1 / power).to(like.dtype)
         return getattr(torch.ops.aten, name)(**arguments).to(like.dtype)
 
     return Blocks(function, [given[argument] for argument in variables], list(variables.values()), axes)
@@ -301,7 +310,9 @@ def _attention(node: Node, active: Collection[int]) -> Blocks:
         scores = (scale * query @ key.mT).flatten(-4, -3)
         if saved(node, "is_causal"):
             scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
-        weights = (scores if bias is None else scores + bias).softmax(-1)
+        scores = scores if bias is None else scores + bias
+        masked = (scores == -torch.inf).all(-1, keepdim=True)  # without a key, the kernel returns zeros
+        weights = scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
         return (weights.unflatten(-3, query.shape[-4:-2]) @ value).flatten(-4, -3)
 
     return _side_by_side(function, [query.unflatten(-3, (key.shape[-3], -1)), key.unsqueeze(-3), value.unsqueeze(-3)], active, 3)
