@@ -12,7 +12,7 @@ from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
 from backpack.core.slots import version_of
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.combining import Combination, MicroBatches, Note, Part
+from backpack.extensions.combining import Combination, MicroBatches, Note, Part, is_marked, mark_of
 from backpack.utils.errors import ArgumentError, UnsupportedError, require_module
 from backpack.utils.numbers import is_number
 
@@ -62,7 +62,7 @@ def part_of(value: Any, note: Note, what: object, union: bool = True) -> Part:
     Raises:
         UnsupportedError: If something about it is not known.
     """
-    if id(value) != note.written:
+    if not is_marked(value, note.mark):
         raise UnsupportedError(
             f"{what} was replaced after it had been written, by an extension hook, say: how what is there scales with the loss, and whether parts "
             "of it make up that of the whole, is not known. Keep it under a name of your own instead, and delete the result if it is not needed."
@@ -151,7 +151,7 @@ def store(parameter: Parameter, field: str, part: Part, note: Note, *done: str) 
         *done: What was done to it.
     """
     setattr(parameter, field, part.value)
-    known = note._replace(samples=part.samples, extra=part.extra, done=note.done.union(done), written=id(part.value))
+    known = note._replace(samples=part.samples, extra=part.extra, done=note.done.union(done), mark=mark_of(part.value))
     owners.carry(parameter, field, known)
 
 

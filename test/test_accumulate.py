@@ -630,6 +630,35 @@ def test_results_that_a_hook_has_replaced(name: str, replace: Callable[[Any], An
     assert torch.equal(value, replace(getattr(parameter, field)))
 
 
+@pytest.mark.parametrize("name", ["BatchGrad", "KFLR"])
+def test_results_that_were_replaced_twice(name: str) -> None:
+    """The second one may lie in memory where the first one was."""
+    problem, extension = CASES["Tanh"].build(N), getattr(extensions, name)()
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    parameter = next(problem.model.parameters())
+    for _ in range(50):
+        with backpack(extension):
+            problem.loss(problem.outputs()).backward()
+        for _ in range(2):
+            value = getattr(parameter, extension.savefield)
+            setattr(parameter, extension.savefield, [2 * part for part in value] if isinstance(value, list) else 2 * value)
+            del value
+        with pytest.raises(UnsupportedError, match="was replaced"):
+            unscale(problem.model, 2.0)
+
+
+def test_factors_that_were_replaced_in_their_list() -> None:
+    problem, extension = CASES["Tanh"].build(N), extensions.KFLR()
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(extension):
+        problem.loss(problem.outputs()).backward()
+    next(problem.model.parameters()).kflr[1] = torch.eye(2)
+    with pytest.raises(UnsupportedError, match="was replaced"):
+        unscale(problem.model, 2.0)
+
+
 @pytest.mark.parametrize("scale", [0.0, -2.0, float("nan"), float("inf"), "2"])
 def test_unscale_refuses_other_factors(scale: object) -> None:
     model = extend(nn.Linear(3, 2))

@@ -20,7 +20,7 @@ from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.slots import version_of
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.extensions.combining import Note, Noted
+from backpack.extensions.combining import Note, Noted, mark_of
 from backpack.extensions.flows import GRADIENT, carried_for
 from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.mapped import answered, ask
@@ -311,7 +311,7 @@ class Collector(Reader):
         chosen = extension.get_subsampling()
         samples = samples if chosen is None else len(chosen)
         version = version_of(parameter) if self._combines else 0
-        owners.carry(parameter, extension.savefield, Note(extension, samples, extra, frozenset(), self._context, self._turn, version, id(value)))
+        owners.carry(parameter, extension.savefield, Note(extension, samples, extra, frozenset(), self._context, self._turn, version, mark_of(value)))
         self._written.append((parameter, extension.savefield))
 
     def _happened(self, event: Any) -> None:

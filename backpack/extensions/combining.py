@@ -16,6 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class Note(NamedTuple):
         context: Number of the context under which it was written.
         turn: Number of the pass that has written it; where passes accumulate, of the last one that it contains.
         version: How often the parameter had been changed in place, where passes accumulate.
-        written: Id of the result, which tells whether it is still there.
+        mark: Tells the result, see ``mark_of``.
     """
 
     extension: Any
@@ -54,7 +55,39 @@ class Note(NamedTuple):
     context: int = 0
     turn: int = 0
     version: int = 0
-    written: int = 0
+    mark: Any = None
+
+
+def mark_of(value: Any) -> Any:
+    """Return what tells a result from others, and does not keep it: no id, which another one may have when the result is gone.
+
+    Args:
+        value: The result.
+
+    Returns:
+        A mark; in lists, one for each entry.
+    """
+    if isinstance(value, list | tuple):
+        return [mark_of(part) for part in value]
+    try:
+        return ref(value)
+    except TypeError:  # a number, say, of a module extension
+        return lambda: value
+
+
+def is_marked(value: Any, mark: Any) -> bool:
+    """Say whether something is the result of which a mark was taken.
+
+    Args:
+        value: A result.
+        mark: The mark.
+
+    Returns:
+        Whether it is.
+    """
+    if isinstance(mark, list):
+        return isinstance(value, list | tuple) and len(value) == len(mark) and all(map(is_marked, value, mark))
+    return mark is not None and mark() is value
 
 
 class Part(NamedTuple):
