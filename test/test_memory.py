@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 from weakref import ref
 
@@ -21,7 +21,9 @@ from backpack import CTX, backpack, clear, disable, extend, leave_out, results, 
 from backpack.core.calls import ModuleCall, recording
 from backpack.core.owners import owners
 from backpack.core.recording import recorder_of
-from backpack.extensions import HMP, KFAC, BatchGrad, DiagGGNExact, DiagGGNMC, SqrtGGNExact, Variance
+from backpack.extensions import HMP, KFAC, KFRA, BatchGrad, DiagGGNExact, DiagGGNMC, SqrtGGNExact, Variance
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.errors import BackpackError
 
 pytestmark = pytest.mark.usefixtures("no_garbage_collector")
 
@@ -278,6 +280,27 @@ def test_failing_steps_leave_memory_flat() -> None:
     failing[0] = False
     step()
     close(problem.model.last.weight.grad_batch, Oracle(build("residual")).grad_batch["last.weight"])
+
+
+REFUSED_STEPS: dict[str, tuple[Callable[[], BackpropExtension], Callable[[Any], Tensor]]] = {
+    "a penalty": (BatchGrad, lambda problem: forward(problem) + problem.model.last.bias.sum()),
+    "two reasons": (BatchGrad, lambda problem: forward(problem) + sum(p.sum() for p in problem.model.parameters())),
+    "a curved loss": (DiagGGNExact, lambda problem: forward(problem).square()),
+    "no loss": (DiagGGNExact, lambda problem: problem.model(problem.x).sum()),
+    "a branch": (KFRA, forward),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_STEPS)
+def test_refused_steps_leave_memory_flat(name: str) -> None:
+    problem, (extension, loss) = extended("residual"), REFUSED_STEPS[name]
+
+    def step() -> None:
+        with backpack(extension()), suppress(BackpackError):
+            loss(problem).backward()
+            raise AssertionError
+
+    assert_flat(step, 50)
 
 
 # --- after a pass -----------------------------------------------------------------------------------------------------------------------------

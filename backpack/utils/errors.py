@@ -17,7 +17,6 @@ class BackpackError(Exception):
 
     Attributes:
         about: Parameters on whose account it is raised, with their names: once they are left out of the extension, it is not raised.
-        parts: The errors that it puts together; itself alone where there is one reason.
     """
 
     code = "error"
@@ -29,10 +28,17 @@ class BackpackError(Exception):
             template: The message, in which ``{names}`` stands for the parameters, and ``{exclude}`` for the argument that leaves them out.
             about: Parameters on whose account it is raised, with their names.
         """
-        self.template, self.about, self.parts = template, dict(about or {}), [self]
+        self.template, self.about, self._reasons = template, dict(about or {}), ()
         names = list(dict.fromkeys(self.about.values()))
         short = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         super().__init__(template.replace("{names}", short).replace("{exclude}", exclusion(*self.about.values())))
+
+    @property
+    def parts(self) -> tuple[BackpackError, ...]:
+        """The errors that it puts together; itself alone where there is one reason."""
+        return self._reasons or (
+            self,
+        )  # not kept: an error that holds itself, and the frames that it has passed, is not freed with the last reference
 
     def __str__(self) -> str:
         """Return the message followed by the code under which the documentation explains it; each reason has its own.
@@ -40,7 +46,7 @@ class BackpackError(Exception):
         Returns:
             The message.
         """
-        if len(self.parts) > 1:
+        if self._reasons:
             return self.args[0]
         return f"{self.args[0] or type(self).__name__} [backpack:{self.code}]"
 
@@ -237,6 +243,7 @@ def merge(errors: Iterable[BackpackError]) -> BackpackError:
         An error of the class of the first one; it shows the argument that leaves out all parameters, if that removes all reasons.
     """
     groups: dict[tuple[type[BackpackError], str], dict[Parameter, str]] = {}
+    errors = [error.with_traceback(None) for error in errors]  # the frames there hold the graph, and who has collected the errors
     for error in (part for whole in errors for part in whole.parts):
         groups.setdefault((type(error), error.template), {}).update(error.about)
     parts = [kind(template, about) for (kind, template), about in groups.items()]
@@ -245,7 +252,7 @@ def merge(errors: Iterable[BackpackError]) -> BackpackError:
     about = {parameter: name for part in parts for parameter, name in part.about.items()}
     way_out = f" All other parameters remain with {exclusion(*about.values())}." if all(part.about for part in parts) else ""
     whole = type(parts[0])("\n".join([f"Refused for {len(parts)} reasons.{way_out}", *(f"- {part}" for part in parts)]), about)
-    whole.parts = parts
+    whole._reasons = tuple(parts)
     return whole
 
 
