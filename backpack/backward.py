@@ -48,8 +48,7 @@ class backpack:  # noqa: N801
 
     Contexts replace, they do not merge: inside a nested one only its own extensions are active.
 
-    ``backward(inputs=[w])`` fills ``.grad`` of ``w`` alone, but quantities are also written on other parameters that the pass comes by on its way to
-    ``w``, unless passes accumulate. It is ``exclude=`` of an extension that leaves parameters out of them.
+    ``backward(inputs=[w])`` writes quantities of ``w`` alone, as it does with ``.grad``; ``exclude=`` of an extension leaves parameters out of it.
 
     Example:
         >>> model, lossfunc = extend(model), extend(torch.nn.CrossEntropyLoss())
@@ -272,7 +271,7 @@ def _with_quantities(request: Request) -> Any:
             plan.whole = not (request.returns or request.inputs or walk.leaves_out)
             with without_autocast(), nullcontext() if request.create_graph else without_saved_hooks():
                 return _run(request, plan, extensions, entry, only)
-    except BackpackError:
+    except BaseException:
         if walk is not None and not any(active.context.accumulate for active in _entered.contexts):
             _remove_stale(walk, set(walk.parameters), extensions, entry)  # results of an earlier pass would look like those of this one
         raise

@@ -457,6 +457,22 @@ def test_inference_mode() -> None:
         extend(Linear(4, 3).double())(problem.x)
 
 
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_backward_without_gradients(context: Callable[[], Any]) -> None:
+    """Also where `.grad` is the sum of per-sample gradients."""
+    model = extend(nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.Tanh(), Flatten(), Linear(192, 3)).double())
+    x, y = torch.randn(5, 2, 8, 8, dtype=torch.float64), torch.arange(5) % 3
+    parameters = list(model.parameters())
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none") / 5
+    expected = [torch.autograd.grad(loss, parameters, retain_graph=True) for loss in losses]
+    loss = nn.functional.cross_entropy(model(x), y)
+    with backpack(BatchGrad()), context():
+        loss.backward()
+    for parameter, *rows in zip(parameters, *expected, strict=True):
+        torch.testing.assert_close(parameter.grad_batch.clone(), torch.stack(rows))
+        torch.testing.assert_close(parameter.grad.clone(), sum(rows))
+
+
 class Table(Module):
     """Returns a view of its parameter."""
 

@@ -524,6 +524,32 @@ def test_buffer_that_is_overwritten_after_the_forward_pass(name: str) -> None:
     assert results(problem.model) == {}
 
 
+def test_statistics_that_torch_overwrites_uncounted() -> None:
+    """A forward pass in training mode between the passes: torch's own gradient is wrong then."""
+    problem = between(lambda: BatchNorm1d(3).eval())()
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    loss = problem.loss(problem.outputs())
+    problem.model[1].train()(torch.randn(5, 3, dtype=torch.float64))
+    with backpack(BatchGrad()), pytest.raises(OverwrittenError, match="num_batches_tracked of 1 was changed in place"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian])
+def test_results_of_earlier_passes_where_torch_refuses(extension: type) -> None:
+    """A graph of which autograd has given the tensors back."""
+    model = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 3)))
+    X, y = torch.randn(5, 3), torch.arange(5) % 3
+    dead = nn.functional.cross_entropy(model(X), y)
+    dead.backward()
+    with backpack(extension()):
+        nn.functional.cross_entropy(model(X), y).backward()
+        assert len(results(model)) == 4  # noqa: PLR2004
+        with pytest.raises(RuntimeError):
+            dead.backward()
+    assert results(model) == {}
+
+
 class Remembers(Module):
     """Keeps its last output as a buffer."""
 

@@ -16,7 +16,6 @@ from backpack.core.plan import Plan
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
 
-
 _NUMBER = torch.zeros(())
 
 

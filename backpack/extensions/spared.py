@@ -101,7 +101,7 @@ def _factor(call: ModuleCall, name: str, parameter: Parameter) -> Tensor:
     Returns:
         A view.
     """
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():  # backward may be called in either
         weight = call.weight if call.module is None and name == "weight" else parameter
         return (parameter if weight.grad_fn is None else weight).view_as(parameter)  # a node may have saved none, for want of a use
 
@@ -167,7 +167,7 @@ def _in_reach(unit: Unit) -> bool:
     if checkpointed(node):  # where what was saved is computed again, and connected to nothing
         return False
     way = {node}
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         behind = unit.call.weight.grad_fn
     while behind is not None and behind not in way:
         way.add(behind)

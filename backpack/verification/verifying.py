@@ -51,7 +51,7 @@ def verify(
 
     Args:
         model: The model.
-        lossfunc: Loss of output and ``y``: a module; for first-order quantities, any function that does not use the model.
+        lossfunc: Loss of output and ``y``: a module, or a function that does not use the model; for first-order quantities, any such function.
         X: What the model is called with: ``model(*X)`` for a tuple, ``model(**X)`` for a dictionary, else ``model(X)``.
         y: What the loss is called with after the output, likewise.
         extensions: Extensions, as they would be given to ``backpack``.
