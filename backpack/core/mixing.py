@@ -13,6 +13,8 @@ from torch.autograd.graph import Node
 from backpack.core.batches import has_mini_batch, holds_samples, known_axis, lies_elsewhere, place_of
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import ELEMENTWISE, SPLIT, State
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.loss_nodes import FUNCTIONS, title
 from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, is_relative, looked_up
@@ -209,18 +211,19 @@ def refuse_misplaced(walk: Walk, node: Node, marks: Iterable[Mark], states: Mapp
             if tensor is None or tensor.layout != torch.strided or tensor.is_nested or _is_constant(walk, tensor) or is_relative(tensor):
                 continue
             found = lies_elsewhere(tensor, walk.outermost, layout, apart)
-            copied = calls and not elsewhere and not tensor.stride(0)
+            unknown = found is None and (elsewhere or (calls and not tensor.stride(0))) and (calls or operation(node) != "Mul")
             rows = [size for axis, size in enumerate(tensor.shape[:-1][:2]) if apart or axis != layout.axis or layout.of_one]
-            if turned or found or (found is None and (elsewhere or copied) and -1 not in layout.labels and layout.samples in rows):
+            if turned or found or (unknown and -1 not in layout.labels and layout.samples in rows):
                 raise _misplaced(walk, node, calls, tensor, layout, not (turned or found))
 
 
 def _input_of(walk: Walk, call: ModuleCall, layout: Layout) -> tuple[Tensor | None, bool]:
-    # the first tensor that a layer was given, if it is data; and whether an axis of the output is none of the input
+    # the first tensor that a layer was given, if it is data; and whether an axis of the output is that of features
     slot, rule = next(iter(call.tensor_inputs), None), call.found.rule
     if slot is None or not walk.is_data(slot) or known_axis(call) == layout.axis:
         return None, False
-    return slot.tensor, rule.any_batch_axis and layout.axis >= len(slot.shape) - rule.feature_axes(call)
+    features = rule.feature_axes(call) if isinstance(rule, (AffineDerivatives, EmbeddingDerivatives)) and rule.any_batch_axis else 0
+    return slot.tensor, layout.axis >= len(call.outputs[0].shape) - features
 
 
 def _factors_of(walk: Walk, node: Node, layout: Layout, elsewhere: bool) -> Iterator[tuple[Tensor | None, bool]]:

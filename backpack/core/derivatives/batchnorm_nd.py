@@ -38,7 +38,7 @@ class BatchNormNdDerivatives(ConstantJacobianDerivatives, ScaleShiftDerivatives)
             batch_norm_raise_error_if_train(module)
         if module.running_mean is None:
             raise MixedSamplesError(f"{module} normalizes with statistics of the whole mini-batch. Use track_running_stats=True, or GroupNorm.")
-        _ = module.num_batches_tracked  # the record of an execution refuses if it has changed: torch does not count changes of the others
+        getattr(module, "num_batches_tracked", None)  # the record of an execution refuses if it has changed: torch counts no change of the others
         scale = (module.running_var + module.eps).rsqrt()
         return self._spread(module, module.running_mean[None])[0], self._spread(module, scale[None])[0]
 
