@@ -201,7 +201,7 @@ def refuse_misplaced(walk: Walk, node: Node, marks: Iterable[Mark], states: Mapp
         elsewhere = layout.axis > 0 or (layout.of_one and len(layout.labels) - layout.labels.count(-1) > 1)
         calls = [mark.call for mark in marks if mark.nr == nr and not mark.base and mark.call.found.rule is not None and not mark.call.is_loss]
         if calls:
-            given = [_input_of(walk, call, layout) for call in calls if elsewhere or call.inputs[0].shape[:2] == (layout.samples,) * 2]
+            given = [_input_of(walk, call, layout, elsewhere) for call in calls]
         else:
             given = _factors_of(walk, node, layout, elsewhere)
         for tensor, apart in given:
@@ -211,16 +211,17 @@ def refuse_misplaced(walk: Walk, node: Node, marks: Iterable[Mark], states: Mapp
             if tensor is None or tensor.layout != torch.strided or tensor.is_nested or _is_constant(walk, tensor) or is_relative(tensor):
                 continue
             found = lies_elsewhere(tensor, walk.outermost, layout, apart)
-            unknown = found is None and (elsewhere or (calls and not tensor.stride(0))) and (calls or operation(node) != "Mul")
+            unknown = found is None and (elsewhere or (calls and tensor.stride()[:1] == (0,))) and (calls or operation(node) != "Mul")
             rows = [size for axis, size in enumerate(tensor.shape[:-1][:2]) if apart or axis != layout.axis or layout.of_one]
             if turned or found or (unknown and -1 not in layout.labels and layout.samples in rows):
                 raise _misplaced(walk, node, calls, tensor, layout, not (turned or found))
 
 
-def _input_of(walk: Walk, call: ModuleCall, layout: Layout) -> tuple[Tensor | None, bool]:
+def _input_of(walk: Walk, call: ModuleCall, layout: Layout, elsewhere: bool) -> tuple[Tensor | None, bool]:
     # the first tensor that a layer was given, if it is data; and whether an axis of the output is that of features
     slot, rule = next(iter(call.tensor_inputs), None), call.found.rule
-    if slot is None or not walk.is_data(slot) or known_axis(call) == layout.axis:
+    told = slot is not None and (elsewhere or slot.shape[:2] == (layout.samples,) * 2)  # else no other axis could be meant
+    if not told or not walk.is_data(slot) or known_axis(call) == layout.axis:
         return None, False
     features = rule.feature_axes(call) if isinstance(rule, (AffineDerivatives, EmbeddingDerivatives)) and rule.any_batch_axis else 0
     return slot.tensor, layout.axis >= len(call.outputs[0].shape) - features
