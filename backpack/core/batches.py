@@ -245,7 +245,8 @@ def lies_elsewhere(tensor: Tensor, calls: Iterable[ModuleCall], layout: Layout, 
         if owners is None:
             continue
         if not apart and tensor.shape[layout.axis : layout.axis + 1] == (len(layout.labels),):
-            owners = owners.movedim(layout.axis, 0)[[index for index, label in enumerate(layout.labels) if label >= 0]].flatten(1)
+            owners = owners.movedim(layout.axis, 0)[[index for index, label in enumerate(layout.labels) if label >= 0]]
+            owners = owners.unsqueeze(1).flatten(1)
             if not layout.of_one:
                 return bool((owners != owners[:, :1]).any())
         return bool((owners != owners.flatten()[:1]).any())
