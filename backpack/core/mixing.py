@@ -180,7 +180,7 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
         raise mixing(walk, node, how + (_unknown_rows(numbers.shape, rows.index(samples)) if samples in rows else ""))
 
 
-def refuse_misplaced(walk: Walk, node: Node, marks: Iterable[Mark], states: Mapping[int, State]) -> None:
+def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> None:
     """Refuse what was taken for samples, but is something else, as far as what the model was given tells.
 
     The output ``[E, N, C]`` of ``E`` experts has as many rows as there are samples if ``E`` happens to be ``N``, and so has ``[C, N]`` if ``C`` is.
@@ -188,7 +188,6 @@ def refuse_misplaced(walk: Walk, node: Node, marks: Iterable[Mark], states: Mapp
     Args:
         walk: The graph.
         node: A node into which something goes that depends on no parameter.
-        marks: What calls left there.
         states: States of its outputs.
 
     Raises:
@@ -196,10 +195,11 @@ def refuse_misplaced(walk: Walk, node: Node, marks: Iterable[Mark], states: Mapp
             unknown origin with as many rows as there are samples, where those of its output lie on another axis.
     """
     for nr, layout in states.items():
-        if layout is SPLIT or layout.samples <= 1:
+        if layout is SPLIT:
             continue
         elsewhere = layout.axis > 0 or (layout.of_one and len(layout.labels) - layout.labels.count(-1) > 1)
-        calls = [mark.call for mark in marks if mark.nr == nr and not mark.base and mark.call.found.rule is not None and not mark.call.is_loss]
+        marks = [mark for mark in walk.marks.get(node, ()) if mark.nr == nr and not mark.base]
+        calls = [mark.call for mark in marks if mark.call.found.rule is not None and not mark.call.is_loss]
         if calls:
             given = [_input_of(walk, call, layout, elsewhere) for call in calls]
         else:

@@ -130,8 +130,6 @@ class Plan(Tracking):
             states.update(dict.fromkeys(states, SPLIT))
         if SPLIT in states.values():
             refuse_summed(self.walk, node, marks, self._samples_at[node])
-        elif self._samples_at[node] > 1:
-            refuse_misplaced(self.walk, node, marks, states)
         if node in self._unsure and any(not mark.base for mark in marks):
             refuse_other_rows(self.walk, node, states.values())
             self._unsure.discard(node)
@@ -205,6 +203,8 @@ class Plan(Tracking):
                 continue  # the rule does not tell the second derivative with respect to the parameters, but the graph does
             if node in self._guessed and layout.samples > 1:
                 self._compare_with_data(node, call, layout, axes)
+            if not needed and layout.samples > 1:
+                refuse_misplaced(self.walk, node, states)
             unit = Unit(mark, piece.inside, own)
             unit.arrangement, unit.layout = arrangement(layout) if free else (None, settle(layout))
             if needed:
@@ -300,6 +300,8 @@ class Plan(Tracking):
         if found is None or (isinstance(found, Composite) and self._need is not Need.COLUMNS):  # what lies between the products is curved
             return False
         samples = self._samples_at[node]
+        if samples > 1 and isinstance(found, Unit) and found.below is None:
+            refuse_misplaced(self.walk, node, states)
         units, below = (found.parts, found.below) if isinstance(found, Composite) else ([found], [(found.below, found.arrives)])
         for edge, state in (*below, *((edge, SPLIT) for unit in units for edge in unit.split.values())):
             if edge is not None:
@@ -362,6 +364,8 @@ class Plan(Tracking):
         if self._second_order:
             refuse_second_order(node, self.walk)
         samples = self._samples_at[node]
+        if samples > 1 and None in nexts:
+            refuse_misplaced(self.walk, node, states)
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue
