@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_derivatives import LAYERS  # with the rows of that file
 from torch import Tensor, nn
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack import check_rule
 from backpack.core.derivatives.activations import SigmoidDerivatives
@@ -135,6 +135,49 @@ class Transposed(LinearDerivatives):
 
     def columns(self, module: Module, subsampling: list[int] | None = None) -> Tensor:
         return 2 * super().columns(module, subsampling)
+
+
+class Scale(Module):
+    """A layer of a user's, whose parameter is called neither weight nor bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+@pytest.mark.parametrize("wrong", [1, 2])
+def test_products_with_parameters_of_any_name(wrong: int) -> None:
+    class ScaleDerivatives(BaseParameterDerivatives):
+        keeps = frozenset({"input"})
+
+        def hessian_is_zero(self, module: Module) -> bool:
+            return True
+
+        def _jac_t_mat_prod(self, module: Module, g_inp: Any, g_out: Any, mat: Tensor, subsampling: list[int] | None = None) -> Tensor:
+            return mat * module.factor
+
+        def _jac_mat_prod(self, module: Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
+            return mat * module.factor
+
+        def _factor_jac_mat_prod(self, module: Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
+            return wrong * mat[:, None] * module.input0
+
+        def _factor_jac_t_mat_prod(
+            self, module: Module, g_inp: Any, g_out: Any, mat: Tensor, sum_batch: bool = True, subsampling: list[int] | None = None
+        ) -> Tensor:
+            products = mat * (module.input0 if subsampling is None else module.input0[subsampling])
+            return products.sum(1) if sum_batch else products
+
+    module = type("Scale", (Scale,), {})()
+    register(type(module), ScaleDerivatives)
+    if wrong == 1:
+        assert "factor_jac_mat_prod" in check_rule(module, torch.randn(4, 3))
+        return
+    with pytest.raises(AssertionError, match="factor_jac_mat_prod of ScaleDerivatives"):
+        check_rule(module, torch.randn(4, 3))
 
 
 class WrongBias(LinearDerivatives):

@@ -143,6 +143,7 @@ WHERE_THEY_SHOULD_BE: dict[str, Function] = {
     "a scale from the data": lambda net, x: net.first(x)[torch.arange(len(x))] * x.norm(dim=1, keepdim=True),
     "rows that are dropped": lambda net, x: torch.where(torch.arange(len(x))[:, None] > 0, net.first(x) * x.exp().sum(1)[:, None], 1.0),
     "a buffer of as many rows": lambda net, x: net.first(x) + net.first(net.grid).T.mean(0),
+    "steps in front, a gate": lambda net, x: net.last((net.trunk(x).expand(EXPERTS, -1, -1).sin() * x.exp()[:, :1]).sum(0)),
     "products with a buffer": lambda net, x: net.first(x) @ (net.grid @ net.first.weight.T),
 }
 
@@ -171,6 +172,108 @@ def test_samples_with_rows_of_their_own() -> None:
         torch.testing.assert_close(model.get_parameter(name).grad_batch, expected[name])
 
 
+@pytest.mark.parametrize("N", [3, 4])
+@pytest.mark.parametrize("module", [True, False])
+@pytest.mark.parametrize("change", [lambda tokens: tokens, lambda tokens: tokens + 1])
+def test_tokens_with_steps_in_front(change: Callable[[Tensor], Tensor], module: bool, N: int) -> None:
+    """There may be as many as samples."""
+
+    class Model(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(7, 5), Linear(5, 2)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            tokens = change(tokens.T)
+            states = self.table(tokens) if module else F.embedding(tokens, self.table.weight)
+            return self.layer(states.sin().mean(0))
+
+    model, tokens, y = Model().double(), torch.randint(6, (N, 4)), torch.arange(N) % 2
+    expected = rows_of(model, F.cross_entropy(model(tokens), y, reduction="none") / N)
+    extend(model)
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(tokens), y).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad_batch, expected[name])
+
+
+@pytest.mark.parametrize("N", [1, 2, 4])
+@pytest.mark.parametrize("given", ["list", "pairs", "dictionaries"])
+def test_lists_of_samples_to_a_model_that_returns_its_loss(given: str, N: int) -> None:
+    """The rows of a sample are its positions, as many as they may be."""
+
+    class Tagger(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(3, 4)
+
+        def forward(self, samples: list) -> Tensor:
+            pairs = [(sample, torch.zeros(4, dtype=torch.long)) if given == "list" else sample for sample in samples]
+            pairs = [tuple(pair.values()) if isinstance(pair, dict) else pair for pair in pairs]
+            return torch.stack([F.cross_entropy(self.layer(rows), labels) for rows, labels in pairs]).mean()
+
+    model, samples = extend(Tagger()), [torch.randn(4, 3) for _ in range(N)]
+    if given != "list":
+        samples = [(rows, torch.arange(4)) for rows in samples]
+    if given == "dictionaries":
+        samples = [{"rows": rows, "labels": labels} for rows, labels in samples]
+    with backpack(BatchGrad()), pytest.raises(BackpackError):
+        model(samples).backward()
+    assert not hasattr(model.layer.weight, "grad_batch")
+
+
+def test_arguments_in_a_tuple_to_a_model_that_returns_its_loss() -> None:
+    class Model(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(3, 4)
+
+        def forward(self, given: tuple[Tensor, Tensor]) -> Tensor:
+            return F.cross_entropy(self.layer(given[0]), given[1])
+
+    model, x, y = extend(Model().double()), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 4
+    expected = rows_of(model.layer, F.cross_entropy(model.layer(x), y, reduction="none") / 5)
+    with backpack(BatchGrad()):
+        model((x, y)).backward()
+    torch.testing.assert_close(model.layer.weight.grad_batch, expected["weight"])
+
+
+@pytest.mark.parametrize("N", [3, 4])
+@pytest.mark.parametrize("change", [torch.exp, torch.clone])
+def test_loops_over_samples_in_a_model_that_returns_its_loss(change: Callable[[Tensor], Tensor], N: int) -> None:
+    class Tagger(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(3, 4)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.stack([F.cross_entropy(self.layer(change(rows)), labels) for rows, labels in zip(x, y, strict=True)]).mean()
+
+    model = extend(Tagger())
+    with backpack(BatchGrad()), pytest.raises(BackpackError):
+        model(torch.randn(N, 4, 3), torch.zeros(N, 4, dtype=torch.long)).backward()
+    assert not hasattr(model.layer.weight, "grad_batch")
+
+
+@pytest.mark.parametrize("kind", ["sparse", "mkldnn"])
+def test_tensors_without_memory_of_their_own(kind: str) -> None:
+    """An adjacency, say, or one that the model does not use."""
+
+    class Model(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(3, 4)
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            return self.layer(x)
+
+    model, x, y = extend(Model()), torch.randn(4, 3), torch.arange(4)
+    other = torch.eye(4).to_sparse() if kind == "sparse" else torch.eye(4).to_mkldnn()
+    with backpack(BatchGrad()):
+        (F.cross_entropy(model(x, other), y) + F.cross_entropy(model(2 * x, other), y)).backward()
+    torch.testing.assert_close(model.layer.weight.grad_batch.sum(0), model.layer.weight.grad)
+
+
 # --- several calls ------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +286,12 @@ def one_by_one(model: Module, x: Tensor) -> Iterator[Tensor]:
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "weights": lambda out, y: torch.linspace(1, 2, len(y)) @ F.cross_entropy(out, y, reduction="none"),
+    "chosen": lambda out, y: F.cross_entropy(out, y, reduction="none")[y > 0].mean(),
+    "gathered": lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).mean(),
+    "indexed": lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean(),
+    "largest": lambda out, y: F.cross_entropy(out, y, reduction="none").topk(4).values.mean(),
+    "norms": lambda out, y: (out - F.one_hot(y, out.shape[1])).norm(dim=1).mean(),
     "module": extend(nn.CrossEntropyLoss()),
     "function": F.cross_entropy,
     "by hand": lambda out, y: (out.softmax(1) - F.one_hot(y, out.shape[1])).square().mean(),
@@ -198,6 +307,28 @@ def test_outputs_of_several_calls_below_one_another(calls: Callable, loss: str, 
     with backpack(*(extension() for extension in extensions)), pytest.raises(BackpackError):
         LOSSES[loss](torch.cat(list(calls(model, x))), y).backward()
     assert not any(vars(parameter) for parameter in model.parameters())
+
+
+def assigned(outs: list[Tensor]) -> Tensor:
+    joined = torch.zeros(6, 3)
+    joined[:3], joined[3:] = outs
+    return joined
+
+
+JOINS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "copies": lambda outs: torch.cat([out.clone() * 1 for out in outs]),
+    "stacked": lambda outs: torch.stack(outs).flatten(0, 1),
+    "assigned": assigned,
+    "index_copy": lambda outs: torch.zeros(6, 3).index_copy(0, torch.arange(3), outs[0]).index_copy(0, torch.arange(3, 6), outs[1]),
+    "padded": lambda outs: F.pad(outs[0], (0, 0, 0, 3)) + F.pad(outs[1], (0, 0, 3, 0)),
+}
+
+
+@pytest.mark.parametrize("join", JOINS)
+def test_ways_to_put_outputs_below_one_another(join: str) -> None:
+    model, x, y = extend(Linear(4, 3)), torch.randn(6, 4), torch.arange(6) % 3
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="was called 2 times"):
+        F.cross_entropy(JOINS[join](list(halves(model, x))), y).backward()
 
 
 def test_the_error_says_what_to_do_about_several_calls() -> None:
@@ -241,6 +372,8 @@ TOGETHER: dict[str, tuple[Callable[[], Module], Callable[[Module, Tensor], Tenso
     "steps": (lambda: nn.GRUCell(2, 3), steps),
     "the same data": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]), model(x[:, 0])])),
     "side by side": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]).T, model(x[:, 1]).T]).T.reshape(2 * len(x), 3)),
+    "mean of two views": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]), model(x[:, 1])]).view(2, len(x), 3).mean(0)),
+    "parts": (lambda: Linear(2, 3), lambda model, x: torch.mul(*torch.cat([model(x[:, 0]), model(x[:, 1])]).chunk(2))),
     "contrasts": (lambda: Linear(2, 3), lambda model, x: (z := torch.cat([model(x[:, 0]), model(x[:, 1])])) @ z.T),
 }
 

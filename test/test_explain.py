@@ -345,6 +345,19 @@ def test_reasons_behind_others_are_told_at_once(quantity: str) -> None:
     assert refused == expected - {"factor"}  # the penalty is no part of it
 
 
+@pytest.mark.parametrize("finish", [lambda g: g.sum().item(), lambda g: None, lambda g: {"g": g}, lambda g: g[g > 0], lambda g: g.numpy()])
+def test_results_of_users_that_need_numbers(finish: Callable[[Tensor], object]) -> None:
+    """Their sizes are not known; all else is."""
+
+    class Own(BatchGrad):
+        def finish(self, state: Any, parameter: Parameter) -> object:
+            return finish(super().finish(state, parameter))
+
+    explanation = explain(Linear(3, 2), CrossEntropyLoss(), torch.randn(4, 3), torch.arange(4) % 2, [Own()])
+    assert [row.parameter for row in explanation.rows] == ["weight", "bias"]
+    assert not explanation.refused
+
+
 def test_what_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Were a quantity not written, one error would name all parameters, and nothing would stay."""
     model, lossfunc = extend(Sequential(Linear(4, 3), Linear(3, 3))), extend(MSELoss())

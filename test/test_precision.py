@@ -276,6 +276,24 @@ NARROW = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_that_would_stop_growing_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(UnsupportedError, match="stop growing"):
+        backpack(extensions.DiagGGNExact(), accumulate=True, dtype=dtype)
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 600), (torch.float16, 5000)])
+@pytest.mark.parametrize("offsets", [True, False])
+def test_large_bags(dtype: torch.dtype, size: int, offsets: bool) -> None:
+    """The mean of more entries than can be counted in half precision: here all entries of a bag are the same."""
+    layer, index = extend(nn.EmbeddingBag(3, 2, mode="mean").to(dtype)), torch.tensor([[0], [2]]).expand(2, size)
+    given = (index.reshape(-1), torch.tensor([0, size])) if offsets else (index,)
+    out = layer(*given)
+    with backpack(extensions.DiagGGNExact()):
+        extend(nn.MSELoss(reduction="sum"))(out, out.detach() + 1).backward()
+    torch.testing.assert_close(layer.weight.diag_ggn_exact.double(), torch.tensor([[2.0, 2], [0, 0], [2, 2]]).double(), rtol=0.05, atol=0)
+
+
 @pytest.mark.parametrize("how", ["bfloat16", "float16", "autocast", "grad_dtype", "accumulated"])
 @pytest.mark.parametrize("case", NARROW)
 def test_variance_much_smaller_than_the_mean(case: str, how: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from oracle import Oracle, Problem, Term
@@ -14,9 +16,11 @@ from torch.nn import AvgPool2d, BatchNorm1d, Conv2d, CrossEntropyLoss, Flatten, 
 
 from backpack import backpack, extend, leave_out, results
 from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.kinds import LinearMapDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.custom_module.permute import Permute
+from backpack.custom_module.slicing import Slicing
 from backpack.extensions import (
     GGNMP,
     KFRA,
@@ -548,6 +552,78 @@ def test_results_of_earlier_passes_where_torch_refuses(extension: type) -> None:
         with pytest.raises(RuntimeError):
             dead.backward()
     assert results(model) == {}
+
+
+LISTS: dict[str, Callable[[int], Any]] = {
+    "a tensor": lambda k: (slice(None), torch.arange(3) + k),
+    "an array": lambda k: (slice(None), np.arange(3) + k),
+    "a list": lambda k: (slice(None), [k, k + 1, k + 2]),
+    "a long list": lambda k: (slice(None), [(i + k) % 5 for i in range(60)]),
+    "a slice": lambda k: (slice(None), slice(k, k + 3)),
+}
+
+
+@pytest.mark.parametrize("twice", [True, False])
+@pytest.mark.parametrize("what", LISTS)
+def test_indices_that_change_between_calls(what: str, twice: bool) -> None:
+    """Another attribute in the next call, or by the time of the backward pass."""
+
+    class Twice(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.index, self.tanh = Linear(3, 5), Slicing(LISTS[what](0)), Tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.tanh(self.layer(x))
+            self.index.slice_info = LISTS[what](0)
+            first = self.index(h)
+            self.index.slice_info = LISTS[what](2)
+            return self.index(h) * (1 + first.detach()) + first if twice else first
+
+    problem, oracle = build(Twice, (3,)), Oracle(build(Twice, (3,)))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        problem.loss(problem.outputs()).backward()
+    for name, param in problem.model.named_parameters():
+        close(param.grad_batch, oracle.grad_batch[name])
+        close(param.diag_ggn_exact, oracle.diag_ggn_batch(oracle.hessian_exact)[name].sum(0))
+
+
+@pytest.mark.parametrize("change", [lambda cfg, b: cfg.update(power=b), lambda cfg, b: {"power": b}])
+def test_dictionaries_that_change_between_calls(change: Callable[[dict, int], dict | None]) -> None:
+    class Power(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cfg = {"power": 2}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x ** self.cfg["power"]
+
+    class PowerDerivatives(ElementwiseDerivatives):
+        keeps = frozenset({"input"})
+
+        def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+            return module.cfg["power"] * module.input0 ** (module.cfg["power"] - 1)
+
+    register(Power, PowerDerivatives)
+    model = Sequential(Linear(3, 4), Power(), Linear(4, 3)).double()
+    x, y = torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 3
+    named = dict(model.named_parameters())
+    losses = nn.functional.cross_entropy(model(x), y, reduction="none") / 5
+    expected = [torch.autograd.grad(loss, list(named.values()), retain_graph=True) for loss in losses]
+    extend(model)
+    loss = nn.functional.cross_entropy(model(x), y)
+    model[1].cfg = change(model[1].cfg, 3) or model[1].cfg
+    with backpack(BatchGrad(), DiagGGNExact()):
+        loss.backward()
+    found = model[0].bias.diag_ggn_exact
+    for parameter, *rows in zip(named.values(), *expected, strict=True):
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(rows))
+    model[1].cfg = {"power": 2}
+    with backpack(DiagGGNExact()):
+        nn.functional.cross_entropy(model(x), y).backward()
+    torch.testing.assert_close(found, model[0].bias.diag_ggn_exact)
 
 
 class Remembers(Module):

@@ -118,6 +118,17 @@ def test_two_kfacs_to_mat() -> None:
     assert torch.equal(kroneckers.two_kfacs_to_mat(A, B), dense([A, B]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_inverses_in_half_precision(dtype: torch.dtype) -> None:
+    factors = [rand(3, 5), rand(2)]
+    factors = [(factors[0] @ factors[0].T + torch.eye(3)).to(dtype), (factors[1] + 1).to(dtype), torch.zeros(2, dtype=dtype)]
+    found, expected = (kroneckers.inv_kfacs([F.to(kind) for F in factors]) for kind in (dtype, torch.float64))
+    for F, true in zip(found[:2], expected, strict=False):
+        assert F.dtype == dtype
+        torch.testing.assert_close(F.double(), true, rtol=0.02, atol=0.02)
+    assert found[2].isfinite().all()
+
+
 @pytest.mark.parametrize("shift", [None, 0.1, [0.3, 0.1, 2.0], (0.1, 0.2, 0.3)], ids=str)
 def test_inverse_kronecker_products(shift: float | list[float] | None) -> None:
     factors = [A @ A.T + 0.1 * torch.eye(len(A)) for A in (rand(3, 5), rand(1, 2))] + [rand(2) + 1]

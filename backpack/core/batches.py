@@ -177,8 +177,9 @@ def of_others(calls: Iterable[ModuleCall], is_data: Callable[[Slot], bool]) -> s
     """
     found: dict[Any, dict[Any, ModuleCall]] = {}
     for call in calls:
-        if call.tensor_inputs and all(map(is_data, call.tensor_inputs)):
-            data = tuple((slot.shape, id(slot) if slot.tensor is None else slot.tensor.data_ptr()) for slot in call.tensor_inputs)
+        given = given_to(call)
+        if given and all(map(is_data, call.tensor_inputs)) and not any(tensor.requires_grad for tensor in given if tensor.grad_fn is not None):
+            data = tuple((tensor.shape, tensor.data_ptr(), tensor.stride()) if place_of(tensor) else id(tensor) for tensor in given)
             found.setdefault(call.recorder, {})[data] = call
     return {call for same in found.values() if len(same) > 1 for call in same.values()}
 
@@ -226,6 +227,23 @@ def has_mini_batch(calls: Iterable[ModuleCall], samples: int) -> bool:
         Whether one was.
     """
     return not any(isinstance(value, list | tuple) for call in calls for value in call.inputs) and any(_sources(calls, samples))
+
+
+def lists_samples(call: ModuleCall) -> bool:
+    """Say whether a module may have been called with a list of samples: with a list of one, or one in which entries are alike.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        Whether it may. Two tensors of different shapes or types are arguments, of all samples each.
+    """
+    lists = [[_kind(entry) for entry in value] for value in call.inputs if isinstance(value, list | tuple) and tensors_in(value)]
+    return any(len(set(kinds)) < max(2, len(kinds)) for kinds in lists)
+
+
+def _kind(entry: Any) -> Any:
+    return tuple((tensor.dtype, tensor.dim()) for tensor in tensors_in(entry))
 
 
 def lies_elsewhere(tensor: Tensor, calls: Iterable[ModuleCall], layout: Layout, apart: bool = False) -> bool | None:

@@ -12,11 +12,11 @@ from torch.autograd.graph import Node
 
 from backpack.core.batches import has_mini_batch, holds_samples, known_axis, lies_elsewhere, place_of
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import ELEMENTWISE, SPLIT, State
+from backpack.core.crossings import SPLIT, State
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
-from backpack.core.loss_nodes import FUNCTIONS, title
+from backpack.core.loss_nodes import title
 from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, is_relative, looked_up
 from backpack.core.refusals import mixing
 from backpack.core.samples import Layout
@@ -27,14 +27,8 @@ from backpack.utils.nested import tensors_in
 
 _FACTORS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Addmm": ("mat1", "mat2"), "Baddbmm": ("batch1", "batch2")}
 """Names of what products of matrices have saved."""
-_TOLD = frozenset("Mul Mv Convolution Embedding".split())
+_TOLD = frozenset("Mul Mv Convolution Embedding Gather".split())
 """Other operations of which the axes of a result are those of what goes in, but for features."""
-
-_OF_ROWS = ELEMENTWISE | FUNCTIONS.keys() - {"LogSoftmax"}
-_OF_ROWS |= frozenset("Add Sub Rsub Mul Div Sum Mean View UnsafeView ReshapeAlias NllLoss NllLoss2D".split())
-"""Operations on each row, and sums over rows."""
-_OF_ENTRIES = frozenset({"Softmax", "LogSoftmax"})
-"""Operations along an axis, which are those on each row if it is another one."""
 
 
 def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
@@ -206,15 +200,22 @@ def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> Non
             given = _factors_of(walk, node, layout, elsewhere)
         for tensor, apart in given:
             turned = bool(calls) and apart and not layout.of_one  # no feature is a sample
-            if not turned and not has_mini_batch(walk.outermost, layout.samples):
+            if not turned and not (_repeats(walk, layout.samples) and has_mini_batch(walk.outermost, layout.samples)):
                 continue
             if tensor is None or tensor.layout != torch.strided or tensor.is_nested or _is_constant(walk, tensor) or is_relative(tensor):
                 continue
             found = lies_elsewhere(tensor, walk.outermost, layout, apart)
-            unknown = found is None and (elsewhere or (calls and tensor.stride()[:1] == (0,))) and (calls or operation(node) != "Mul")
-            rows = [size for axis, size in enumerate(tensor.shape[:-1][:2]) if apart or axis != layout.axis or layout.of_one]
-            if turned or found or (unknown and -1 not in layout.labels and layout.samples in rows):
+            copied = not apart and tensor.stride()[layout.axis : layout.axis + 1] == (0,)
+            unknown = found is None and (elsewhere or copied) and (calls or operation(node) != "Mul")
+            axes = tensor.shape[:-1][:2] if tensor.is_floating_point() else tensor.shape[:2]
+            rows = [size for axis, size in enumerate(axes) if apart or axis != layout.axis or layout.of_one]
+            if turned or found or (unknown and (calls or -1 not in layout.labels) and layout.samples in rows):
                 raise _misplaced(walk, node, calls, tensor, layout, not (turned or found))
+
+
+def _repeats(walk: Walk, samples: int) -> bool:
+    # whether another axis of what an outermost module returns is as long as the mini-batch
+    return any(slot.shape.count(samples) > 1 for call in walk.outermost for slot in call.outputs)
 
 
 def _input_of(walk: Walk, call: ModuleCall, layout: Layout, elsewhere: bool) -> tuple[Tensor | None, bool]:
@@ -232,11 +233,12 @@ def _factors_of(walk: Walk, node: Node, layout: Layout, elsewhere: bool) -> Iter
     name, axes = operation(node), len(shape_of((node, 0)))
     for axis, names in zip((1, 2), _FACTORS.get(name, ()), strict=False):
         tensor, apart = saved(node, names), layout.axis == axes - axis
-        if tensor is not None and not is_made(walk, tensor) and (elsewhere or not apart):
+        # samples that are mixed by a matrix that was computed from them are refused elsewhere
+        if tensor is not None and not is_made(walk, tensor) and (elsewhere or not apart or node.next_functions[-2][0] not in walk.has_data):
             yield tensor, apart
-    for tensor in saved_tensors(node, results=False) if name in _TOLD and elsewhere else ():
+    for tensor in saved_tensors(node, results=False) if name in _TOLD and (elsewhere or name in ("Mul", "Gather")) else ():
         if not is_made(walk, tensor):
-            yield tensor, tensor.dim() != axes
+            yield tensor[(None,) * (axes - tensor.dim())] if name == "Mul" else tensor, False
 
 
 def _misplaced(walk: Walk, node: Node, calls: list[ModuleCall], tensor: Tensor, layout: Layout, unknown: bool) -> UnsupportedError:
@@ -254,35 +256,6 @@ def _misplaced(walk: Walk, node: Node, calls: list[ModuleCall], tensor: Tensor, 
         "parameters out of all extensions: {exclude}.",
         walk.named(walk.reach[node]),
     )
-
-
-def refuse_joined(walk: Walk, node: Node, by_rows: set[Node]) -> None:
-    """Refuse the outputs of several calls of a model, one below the other: rows ``i`` of all calls would be taken for one sample.
-
-    Args:
-        walk: The graph.
-        node: A node between the root and the outputs of models.
-        by_rows: Nodes from which nothing but operations on each row lead to the root; what is upstream of such an operation is added.
-
-    Raises:
-        UnsupportedError: If they were called with different data, and what comes behind treats each of the rows alone.
-    """
-    if node not in by_rows:
-        return
-    first = (0, -len(shape_of((node, 0))))
-    if operation(node) in _OF_ROWS or (operation(node) in _OF_ENTRIES and saved(node, "dim") not in first):
-        by_rows.update(upstream for upstream, _ in node.next_functions if upstream is not None)
-    if operation(node) != "Cat" or saved(node, "dim") not in first:
-        return
-    joined = {mark.call for upstream, _ in node.next_functions for mark in walk.marks.get(upstream, ()) if mark.call in walk.apart}
-    if len(joined) > 1:
-        call, rows = next(iter(joined)), [list(call.outputs[0].shape) for call in joined]
-        raise UnsupportedError(
-            f"{call} was called {len(joined)} times, with different data, and what it returned, of shapes {rows}, was joined: whether rows of other "
-            "calls are other samples, or rows i of all calls are sample i, is not known. Call the model once for all samples; or extend a "
-            "module that makes these calls, and returns what it has joined; or call backward for each loss (backpack(..., accumulate=True)).",
-            walk.named(walk.reach[node]),
-        )
 
 
 def _unknown_rows(shape: torch.Size, axis: int) -> str:

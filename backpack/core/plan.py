@@ -17,9 +17,10 @@ from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.affine import is_bilinear
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import operation, sequence_number, shape_of
+from backpack.core.joining import refuse_joined
 from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_as_loss
-from backpack.core.mixing import mixed_by, mixes, refuse_joined, refuse_misplaced, refuse_summed
+from backpack.core.mixing import mixed_by, mixes, refuse_misplaced, refuse_summed
 from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
 from backpack.core.refusals import (
@@ -83,7 +84,7 @@ class Plan(Tracking):
             merge: If parameters are refused, one error about all of them.
         """
         self._above.update(roots)
-        self._by_rows = set(roots)
+        refuse_joined(self.walk)
         for node in self.walk.order:
             if node in self._covered or not self.walk.reach.get(node, 0) & ~self._refused:
                 continue
@@ -142,8 +143,6 @@ class Plan(Tracking):
         Args:
             node: The node.
         """
-        if self.walk.apart:
-            refuse_joined(self.walk, node, self._by_rows)
         if self._second_order or any(upstream in self.walk.leaves for upstream, _ in node.next_functions):
             refuse_compiled(self.walk, node)
         curved = self._curved.get(node) or (self._second_order and self._curved_at(node))

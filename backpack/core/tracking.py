@@ -10,7 +10,7 @@ from torch import Size
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import agrees_with_data, turns
+from backpack.core.batches import agrees_with_data, lists_samples, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import operation, shape_of
@@ -159,15 +159,17 @@ class Tracking:
             layout: Where the samples are taken to lie, in input and output.
             axes: Number of axes on which they may.
         """
-        given = call.inputs[0]
+        given, agrees = call.inputs[0], None
+        lists = any(map(lists_samples, self.walk.outermost))
         if given.edge is None or not self.walk.reach[given.edge[0]]:
             agrees = agrees_with_data([outer for outer in self.walk.outermost if outer.module._modules], given, layout)
-            if agrees:
+            if agrees and not lists:
                 self._told |= self._guessed[node]
             elif agrees is False:
                 self._note(other_rows(self.walk, node, f"{call} with a tensor of shape {list(given.shape)}", layout.samples, layout.axis))
         chosen = -1 in layout.labels and len(layout.labels) != layout.samples  # by a mask, which may have chosen any
-        if chosen or call.outputs[0].shape[:axes].count(layout.samples) > 1 or len(self.walk.batches - {0, 1}) > 1:
+        each = not agrees and [other.recorder for other in self.walk.calls].count(call.recorder) == layout.samples  # once a sample, it seems
+        if lists or each or chosen or call.outputs[0].shape[:axes].count(layout.samples) > 1 or len(self.walk.batches - {0, 1}) > 1:
             self._doubt(node, call.outputs[0].shape, layout.samples)
 
     def _curved_at(self, node: Node) -> Node | None:
