@@ -9,6 +9,7 @@ from operator import itemgetter
 from types import EllipsisType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -17,18 +18,29 @@ _TORCH = frozenset(vars(Module())) - {"training"}
 """Attributes that every module has for torch's own purposes."""
 _KINDS = (int, float, str, type(None), torch.dtype, torch.device, slice, EllipsisType, Enum, Number)
 _SEQUENCES = (tuple, list, torch.Size)
-_LONGEST = 32
+_LONGEST = 1024
 """Length from which on a sequence is data rather than an option: it would be compared in every forward pass."""
 
 
 def _is_plain(value: Any) -> bool:
     # a class of tuples of somebody else's need not have a length, nor be equal to itself
+    if isinstance(value, _KINDS) or type(value) is np.ndarray:
+        return True
+    if type(value) is dict:
+        return len(value) <= _LONGEST and all(map(_is_plain, (*value, *value.values())))
     sequence = type(value) in _SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields"))
-    return isinstance(value, _KINDS) or (sequence and len(value) <= _LONGEST and all(map(_is_plain, value)))
+    return sequence and len(value) <= _LONGEST and all(_is_plain(entry) or _is_constant(entry) for entry in value)
+
+
+def _is_constant(value: Any) -> bool:
+    # indices, say: told from others by identity, as comparing tensors, and arrays, fails
+    return type(value) is Tensor and not value.requires_grad
 
 
 def _fixed(value: Any) -> Any:
-    return [_fixed(entry) for entry in value] if isinstance(value, list) else value
+    if type(value) is dict:
+        return {name: _fixed(entry) for name, entry in value.items()}
+    return type(value)(map(_fixed, value)) if type(value) in (list, tuple) else value
 
 
 class Options(dict[str, Any]):
