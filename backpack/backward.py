@@ -90,7 +90,8 @@ class backpack:  # noqa: N801
                 by negative indices.
 
         Raises:
-            UnsupportedError: If an extension is to accumulate whose results for parts of a mini-batch do not make up that of the whole.
+            UnsupportedError: If an extension is to accumulate whose results for parts of a mini-batch do not make up that of the whole, or results in
+                half precision.
             ArgumentError: If something is not an instance of an extension, two of them save to the same field, or one to a
                 field of the parameters' own, or the memory is not positive.
             ArgumentTypeError: If the extension hook is not callable, the type is none of floating-point numbers, or the memory is no amount.
@@ -114,7 +115,7 @@ class backpack:  # noqa: N801
                 raise ArgumentError(f"Two active extensions save to {ext.savefield!r}, so that one would overwrite the other. Use two contexts.")
         if extension_hook is not None and not callable(extension_hook):
             raise ArgumentTypeError(f"extension_hook must be a function of a module, got {extension_hook!r}.")
-        require_type(dtype)
+        require_type(dtype, adds=accumulate)
         for ext in exts if accumulate else ():
             combination_of(ext, ext.savefield)
         self.exts, self.accumulate, self.dtype = exts, accumulate, dtype

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from backpack.utils.errors import ArgumentError, ShapeError
 from backpack.utils.numbers import is_number
+from backpack.utils.precision import wide
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
 
 Shift = float | Iterable[float] | None
@@ -259,6 +260,9 @@ def inv_kfacs(factors: Factors, shift: Shift = None) -> list[Tensor] | list[list
 
 
 def _invert(factor: Tensor, shift: float) -> Tensor:
+    if factor.dtype != wide(factor).dtype:
+        largest = torch.finfo(factor.dtype).max
+        return _invert(wide(factor), shift).clamp(-largest, largest).to(factor.dtype)
     if is_vector(factor):
         return (1 / (factor + shift)).clamp(-MAX_INVERSE_EIGENVALUE, MAX_INVERSE_EIGENVALUE)
     if factor.shape[0] != factor.shape[1]:

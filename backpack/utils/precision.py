@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack.utils.errors import ArgumentTypeError
+from backpack.utils.errors import ArgumentTypeError, UnsupportedError
 
 _WIDE = (torch.float32, torch.float64)
 _UNCHANGED = nullcontext()
@@ -83,14 +83,21 @@ def without_autocast() -> AbstractContextManager:
     return stack
 
 
-def require_type(dtype: object) -> None:
+def require_type(dtype: object, adds: bool = False) -> None:
     """Refuse what is no type of floating-point numbers.
 
     Args:
         dtype: What was given as one; ``None`` is allowed.
+        adds: Whether many numbers are to be added in it.
 
     Raises:
         ArgumentTypeError: If it is something else.
+        UnsupportedError: If sums in it would stop growing.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ArgumentTypeError(f"dtype must be a type of floating-point numbers, torch.float64, say, got {dtype!r}.")
+    if adds and dtype is not None and dtype.itemsize < torch.float32.itemsize:
+        raise UnsupportedError(
+            f"Passes that accumulate add results in the type in which these are kept, and in {dtype} sums would stop growing before long. Keep them "
+            "in torch.float32 at least, and convert what they have become."
+        )

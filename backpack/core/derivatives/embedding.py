@@ -216,8 +216,9 @@ class EmbeddingBagDerivatives(LookupDerivatives):
             used = indices != module.padding_idx
             factors = used if factors is None else factors * used
         if module.mode == "mean":
-            used = (torch.ones_like(samples) if factors is None else factors).to(module.weight.dtype)
-            factors = used / used.new_zeros(bags).index_add_(0, samples, used).clamp(min=1)[samples]
+            used = torch.ones_like(samples) if factors is None else factors.long()  # a count in half precision would stop at 256
+            counts = used.new_zeros(bags).index_add_(0, samples, used).clamp(min=1)
+            factors = (used.double() / counts[samples]).to(module.weight.dtype)
         if subsampling is None:
             return Lookups(samples, indices, factors)
         chosen = torch.as_tensor(subsampling, dtype=torch.long, device=samples.device)
