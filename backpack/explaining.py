@@ -298,8 +298,13 @@ class _Study:
             number = plan.batches[parameter] if samples is None else len(samples)
             widths = {0: 1} if flow.is_gradient else {Source(start.call.order): width(flow, plan, node) for node, start in plan.losses.items()}
             state = {source: empty(columns, number, *parameter.shape) for source, columns in widths.items()}
-        result = extension.finish(state, parameter)
-        return list(_flat(result.value if isinstance(result, Noted) else result))
+        try:
+            result = extension.finish(state, parameter)
+            return list(_flat(result.value if isinstance(result, Noted) else result))
+        except Exception:  # noqa: BLE001 (a user's function, which has never seen tensors without numbers)
+            if type(extension).__module__.startswith("backpack."):
+                raise
+            return []
 
     def quantity(self, unit: float) -> Quantity:
         """Say what becomes of the extension.
@@ -318,7 +323,7 @@ class _Study:
 def _flat(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    else:
+    elif isinstance(value, (list, tuple)):
         for part in value:
             yield from _flat(part)
 

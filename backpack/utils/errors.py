@@ -7,6 +7,7 @@ which the documentation explains the refusal; it ends each message.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from json import dumps
 from warnings import warn
 
 from torch.nn import Module, Parameter
@@ -227,7 +228,7 @@ def exclusion(*names: str) -> str:
     Returns:
         Code, for messages; and what to write instead where other parameters have these names, too.
     """
-    code = f"`exclude={list(dict.fromkeys(names))}`".replace("'", '"')
+    code = f"`exclude={dumps(list(dict.fromkeys(names)), ensure_ascii=False)}`"
     if all(names.count(name) == getattr(name, "bearers", names.count(name)) for name in names):
         return code
     return f"{code} (which leaves out what is called so in other models, too: to keep that, give the parameters instead, the keys of `error.about`)"

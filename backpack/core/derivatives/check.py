@@ -237,10 +237,10 @@ def _compare_module(compare: _Comparing, rule: BaseDerivatives, seen: Any, full:
                 title = f"param_mjp({name!r}, sum_batch={sum_batch}{'' if samples is None else ', subsampling'})"
                 true = _GENERIC.param_mjp(name, full, None, None, given, sum_batch, samples)
                 compare(title, partial(rule.param_mjp, name, seen, None, None, given, sum_batch, samples), true)
-        if name in {"weight", "bias"}:
+        if hasattr(rule, f"_{name}_jac_mat_prod"):
             like_param = randn(_COLUMNS, *full.module.get_parameter(name).shape, dtype=y.dtype)
             true = _GENERIC.param_jac_mat_prod(name, full, None, None, like_param)
-            compare(f"{name}_jac_mat_prod", partial(getattr(rule, f"{name}_jac_mat_prod"), seen, None, None, like_param), true)
+            compare(f"{name}_jac_mat_prod", partial(getattr(rule, f"_{name}_jac_mat_prod"), seen, None, None, like_param), true)
         if name in {"weight", "bias"} and isinstance(rule, AffineDerivatives):  # what fast ways use, whatever products were written by hand
             said, true = getattr(AffineDerivatives, f"_{name}_jac_t_mat_prod"), _GENERIC.param_mjp(name, full, None, None, mat)
             compare("columns and rows" if name == "weight" else "rows of the bias", partial(said, rule, seen, None, None, mat), true)
