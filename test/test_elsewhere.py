@@ -374,6 +374,7 @@ TOGETHER: dict[str, tuple[Callable[[], Module], Callable[[Module, Tensor], Tenso
     "side by side": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]).T, model(x[:, 1]).T]).T.reshape(2 * len(x), 3)),
     "mean of two views": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]), model(x[:, 1])]).view(2, len(x), 3).mean(0)),
     "parts": (lambda: Linear(2, 3), lambda model, x: torch.mul(*torch.cat([model(x[:, 0]), model(x[:, 1])]).chunk(2))),
+    "stacked": (lambda: Linear(2, 3), lambda model, x: torch.stack([model(x[:, 0]), model(x[:, 1])])),
     "contrasts": (lambda: Linear(2, 3), lambda model, x: (z := torch.cat([model(x[:, 0]), model(x[:, 1])])) @ z.T),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from inspect import getattr_static
 from typing import Any
@@ -216,8 +216,8 @@ def _sources(calls: Iterable[ModuleCall], samples: int) -> Iterator[tuple[Tensor
         yield from ((source, axis) for source in given_to(call) if not source.is_nested and source.shape[axis : axis + 1] == (samples,))
 
 
-def has_mini_batch(calls: Iterable[ModuleCall], samples: int) -> bool:
-    """Say whether an outermost module was given a tensor with as many rows as there are samples, and no list, which may be one of samples.
+def has_mini_batch(calls: Collection[ModuleCall], samples: int) -> bool:
+    """Say whether an outermost module was given a tensor with as many rows as there are samples, and none a list that may be one of samples.
 
     Args:
         calls: Calls of outermost modules.
@@ -226,7 +226,7 @@ def has_mini_batch(calls: Iterable[ModuleCall], samples: int) -> bool:
     Returns:
         Whether one was.
     """
-    return not any(isinstance(value, list | tuple) for call in calls for value in call.inputs) and any(_sources(calls, samples))
+    return not any(map(lists_samples, calls)) and any(_sources(calls, samples))
 
 
 def lists_samples(call: ModuleCall) -> bool:

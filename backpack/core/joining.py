@@ -48,7 +48,8 @@ def refuse_joined(walk: Walk) -> None:
         if not upstream:
             continue
         calls, intact = frozenset().union(*(rows.calls for rows in upstream)), all(rows.intact for rows in upstream) and _keeps_rows(node, found)
-        here = len(calls) > 1 and shape_of((node, 0))[:1] == (sum(call.outputs[0].shape[0] for call in calls if call.outputs[0].shape),)
+        shape, shapes = shape_of((node, 0)), [call.outputs[0].shape for call in calls if call.outputs[0].shape]
+        here = len(calls) > 1 and len(shape) <= max(map(len, shapes), default=0) and shape[:1] == (sum(given[0] for given in shapes),)
         found[node] = _Rows(calls, intact, here or any(rows.joined for rows in upstream))
     for root in walk.roots:
         if root in found and found[root].intact and found[root].joined:
