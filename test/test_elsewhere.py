@@ -95,7 +95,6 @@ FUNCTIONAL: dict[str, tuple[Function, Callable[[Tensor, Tensor], Tensor]]] = {
     "matmul": (lambda net, x: x @ net.stack(x).mT, of_mean),
     "bmm": (lambda net, x: torch.bmm(x.expand(EXPERTS, *x.shape), net.stack(x).mT), of_mean),
     "copies": (lambda net, x: net.first(x.expand(EXPERTS, *x.shape)), of_mean),
-    "copies of changed data": (lambda net, x: net.first((2 * x).expand(EXPERTS, *x.shape)), of_mean),
     "convolution": (lambda net, x: F.conv1d(x[:, :, None], net.first.weight[:, :, None]).squeeze(2).T, of_turned),
     "product": (lambda net, x: (x * net.experts[0].weight[:1]).sum(1, keepdim=True).mul(torch.arange(4)).T, of_turned),
 }
@@ -238,6 +237,32 @@ def test_arguments_in_a_tuple_to_a_model_that_returns_its_loss() -> None:
     torch.testing.assert_close(model.layer.weight.grad_batch, expected["weight"])
 
 
+LISTS: dict[str, Callable[[Tensor, Tensor], tuple]] = {
+    "targets": lambda x, y: (x, [y, y]),
+    "states": lambda x, y: (x, y, (torch.zeros(1, 5, 2), torch.zeros(1, 5, 2))),
+    "a mini-batch": lambda x, y: ([x, y[:, None].double()],),
+}
+
+
+@pytest.mark.parametrize("given", LISTS)
+def test_lists_of_other_things(given: str) -> None:
+    """The first layer is given what has the samples."""
+
+    class Model(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Linear(3, 4)
+
+        def forward(self, x: Tensor | list[Tensor], *others: object) -> Tensor:
+            return self.layer(x[0] if isinstance(x, list) else x).square().mean()
+
+    model, x, y = extend(Model().double()), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 4
+    expected = rows_of(model.layer, model.layer(x).square().mean(1) / 5)
+    with backpack(BatchGrad()):
+        model(*LISTS[given](x, y)).backward()
+    torch.testing.assert_close(model.layer.weight.grad_batch, expected["weight"])
+
+
 @pytest.mark.parametrize("N", [3, 4])
 @pytest.mark.parametrize("change", [torch.exp, torch.clone])
 def test_loops_over_samples_in_a_model_that_returns_its_loss(change: Callable[[Tensor], Tensor], N: int) -> None:
@@ -290,7 +315,6 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chosen": lambda out, y: F.cross_entropy(out, y, reduction="none")[y > 0].mean(),
     "gathered": lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).mean(),
     "indexed": lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean(),
-    "largest": lambda out, y: F.cross_entropy(out, y, reduction="none").topk(4).values.mean(),
     "norms": lambda out, y: (out - F.one_hot(y, out.shape[1])).norm(dim=1).mean(),
     "module": extend(nn.CrossEntropyLoss()),
     "function": F.cross_entropy,
@@ -320,7 +344,6 @@ JOINS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "stacked": lambda outs: torch.stack(outs).flatten(0, 1),
     "assigned": assigned,
     "index_copy": lambda outs: torch.zeros(6, 3).index_copy(0, torch.arange(3), outs[0]).index_copy(0, torch.arange(3, 6), outs[1]),
-    "padded": lambda outs: F.pad(outs[0], (0, 0, 0, 3)) + F.pad(outs[1], (0, 0, 3, 0)),
 }
 
 
@@ -336,6 +359,18 @@ def test_the_error_says_what_to_do_about_several_calls() -> None:
     message = r"Linear was called 2 times, with different data, .* \[\[3, 3\], \[3, 3\]\], was joined.*Call the model once .* accumulate=True"
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=message):
         F.cross_entropy(torch.cat(list(halves(model, x))), y).backward()
+
+
+def test_another_model_on_what_was_joined() -> None:
+    """It tells the samples."""
+    encoder, head, y = Linear(4, 3).double(), Linear(3, 2).double(), torch.arange(6) % 2
+    x = torch.randn(6, 4, dtype=torch.float64)
+    expected = rows_of(head, F.cross_entropy(head(encoder(x)), y, reduction="none") / 6)
+    for module in (encoder, head):
+        extend(module)
+    with backpack(BatchGrad(exclude=[encoder])):
+        F.cross_entropy(head(torch.cat([encoder(x[:3]), encoder(x[3:])])), y).backward()
+    torch.testing.assert_close(head.weight.grad_batch, expected["weight"])
 
 
 class Joined(Module):
@@ -375,6 +410,10 @@ TOGETHER: dict[str, tuple[Callable[[], Module], Callable[[Module, Tensor], Tenso
     "mean of two views": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]), model(x[:, 1])]).view(2, len(x), 3).mean(0)),
     "parts": (lambda: Linear(2, 3), lambda model, x: torch.mul(*torch.cat([model(x[:, 0]), model(x[:, 1])]).chunk(2))),
     "stacked": (lambda: Linear(2, 3), lambda model, x: torch.stack([model(x[:, 0]), model(x[:, 1])])),
+    "steps on axis 1": (lambda: Linear(2, 3), lambda model, x: torch.stack([model(x[:, 0]), model(x[:, 1])], 1).flatten(0, 1)),
+    "steps side by side": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]), model(x[:, 1])], 1).view(-1, 3)),
+    "a difference, repeated": (lambda: Linear(2, 3), lambda model, x: (model(x[:, 0]) - model(x[:, 1])).repeat_interleave(2, 0)),
+    "the larger one": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]), model(x[:, 1])]).view(2, len(x), 3).amax(0)),
     "contrasts": (lambda: Linear(2, 3), lambda model, x: (z := torch.cat([model(x[:, 0]), model(x[:, 1])])) @ z.T),
 }
 

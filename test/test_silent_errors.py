@@ -590,6 +590,17 @@ def test_indices_that_change_between_calls(what: str, twice: bool) -> None:
         close(param.diag_ggn_exact, oracle.diag_ggn_batch(oracle.hessian_exact)[name].sum(0))
 
 
+def test_containers_that_hold_themselves() -> None:
+    """Are no options."""
+    model = extend(Sequential(Linear(3, 4), Tanh()))
+    model[1].tree, model[1].chain = {}, []
+    model[1].tree["parent"] = model[1].tree
+    model[1].chain.append(model[1].chain)
+    with backpack(BatchGrad()):
+        model(torch.randn(2, 3)).sum().backward()
+    assert model[0].weight.grad_batch.shape == (2, 4, 3)
+
+
 @pytest.mark.parametrize("change", [lambda cfg, b: cfg.update(power=b), lambda cfg, b: {"power": b}])
 def test_dictionaries_that_change_between_calls(change: Callable[[dict, int], dict | None]) -> None:
     class Power(Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from inspect import getattr_static
 from typing import Any
@@ -177,10 +177,12 @@ def of_others(calls: Iterable[ModuleCall], is_data: Callable[[Slot], bool]) -> s
     """
     found: dict[Any, dict[Any, ModuleCall]] = {}
     for call in calls:
-        given = given_to(call)
-        if given and all(map(is_data, call.tensor_inputs)) and not any(tensor.requires_grad for tensor in given if tensor.grad_fn is not None):
-            data = tuple((tensor.shape, tensor.data_ptr(), tensor.stride()) if place_of(tensor) else id(tensor) for tensor in given)
-            found.setdefault(call.recorder, {})[data] = call
+        nested = [tensor for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(value)]
+        if all(map(is_data, call.tensor_inputs)) and not any(tensor.grad_fn is not None for tensor in nested):
+            slot = next(iter(call.tensor_inputs), None)  # the mini-batch; what is not held any more was another one
+            tensor, version = (next(iter(nested), None), 0) if slot is None else (slot.tensor, slot.version)
+            memory = (tensor.shape, tensor.data_ptr(), tensor.stride(), version) if place_of(tensor) else id(slot if tensor is None else tensor)
+            found.setdefault(call.recorder, {})[memory] = call
     return {call for same in found.values() if len(same) > 1 for call in same.values()}
 
 
@@ -196,8 +198,8 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
         Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
     """
     tensor, found = given.tensor, None
-    for source, axis in _sources(calls, layout.samples) if tensor is not None else ():
-        owners = _owners(tensor, source, axis)
+    for source, axis in mini_batches(calls, layout.samples) if tensor is not None else ():
+        owners = owners_in(tensor, source, axis)
         if owners is None:
             found = False if _is_sorted(tensor, source, axis) else found
             continue
@@ -209,24 +211,19 @@ def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -
     return found
 
 
-def _sources(calls: Iterable[ModuleCall], samples: int) -> Iterator[tuple[Tensor, int]]:
-    # what outermost modules were given that has as many rows as there are samples, and the axis of these
-    for call in calls:
-        axis = _batch_axis(call)
-        yield from ((source, axis) for source in given_to(call) if not source.is_nested and source.shape[axis : axis + 1] == (samples,))
-
-
-def has_mini_batch(calls: Collection[ModuleCall], samples: int) -> bool:
-    """Say whether an outermost module was given a tensor with as many rows as there are samples, and none a list that may be one of samples.
+def mini_batches(calls: Iterable[ModuleCall], samples: int) -> Iterator[tuple[Tensor, int]]:
+    """Go through what outermost modules were given that has as many rows as there are samples.
 
     Args:
         calls: Calls of outermost modules.
         samples: Number of samples.
 
-    Returns:
-        Whether one was.
+    Yields:
+        A tensor, not one of what may be a list of samples, and the axis of its rows.
     """
-    return not any(map(lists_samples, calls)) and any(_sources(calls, samples))
+    for call in calls:
+        axis, given = _batch_axis(call), given_to(call) if not lists_samples(call) else [slot.origin() for slot in call.tensor_inputs]
+        yield from ((t, axis) for t in given if t is not None and not t.is_nested and t.shape[axis : axis + 1] == (samples,))
 
 
 def lists_samples(call: ModuleCall) -> bool:
@@ -243,32 +240,7 @@ def lists_samples(call: ModuleCall) -> bool:
 
 
 def _kind(entry: Any) -> Any:
-    return tuple((tensor.dtype, tensor.dim()) for tensor in tensors_in(entry))
-
-
-def lies_elsewhere(tensor: Tensor, calls: Iterable[ModuleCall], layout: Layout, apart: bool = False) -> bool | None:
-    """Say whether several samples that an outermost module was given lie in a tensor where there should be one; in which order does not matter.
-
-    Args:
-        tensor: The tensor.
-        calls: Calls of outermost modules.
-        layout: Where the samples should lie.
-        apart: Whether the axis on which they should is none of the tensor.
-
-    Returns:
-        Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
-    """
-    for source, axis in _sources(calls, layout.samples):
-        owners = _owners(tensor, source, axis)
-        if owners is None:
-            continue
-        if not apart and tensor.shape[layout.axis : layout.axis + 1] == (len(layout.labels),):
-            owners = owners.movedim(layout.axis, 0)[[index for index, label in enumerate(layout.labels) if label >= 0]]
-            owners = owners.unsqueeze(1).flatten(1)
-            if not layout.of_one:
-                return bool((owners != owners[:, :1]).any())
-        return bool((owners != owners.flatten()[:1]).any())
-    return None
+    return tuple((tensor.dtype, tensor.dim(), tensor.shape[1:]) for tensor in tensors_in(entry) if not tensor.is_nested)
 
 
 def holds_samples(tensor: Tensor, calls: Iterable[ModuleCall], samples: int) -> bool:
@@ -287,7 +259,7 @@ def holds_samples(tensor: Tensor, calls: Iterable[ModuleCall], samples: int) -> 
     for call in calls:
         axis = _batch_axis(call)
         source = next((t for t in given_to(call) if not t.is_nested and t.shape[axis : axis + 1] == (samples,)), None)
-        owners = None if source is None else _owners(tensor, source, axis)
+        owners = None if source is None else owners_in(tensor, source, axis)
         if owners is not None and (owners != owners.flatten()[0]).any():
             return True
         if source is not None and owners is None and tensor.dtype == source.dtype == torch.long and tensor.numel() == source.numel():
@@ -295,7 +267,7 @@ def holds_samples(tensor: Tensor, calls: Iterable[ModuleCall], samples: int) -> 
     return False
 
 
-def _owners(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
+def owners_in(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
     """Find out from which samples the entries of a tensor are.
 
     Args:

@@ -9,23 +9,25 @@ from torch.autograd.graph import Node
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.graph import has_saved, operation, saved, shape_of
-from backpack.core.linear import LINEAR, PIECEWISE_LINEAR, PRODUCTS
+from backpack.core.linear import PRODUCTS
 from backpack.core.loss_nodes import FUNCTIONS
+from backpack.core.node_functions import is_known
 from backpack.core.walk import Walk
 from backpack.utils.errors import UnsupportedError
 
-_KNOWN = LINEAR | PIECEWISE_LINEAR | ELEMENTWISE | PRODUCTS | FUNCTIONS.keys()
-_KNOWN |= frozenset("Div NllLoss NllLoss2D MultiMarginLoss Softmax Logsumexp Norm LinalgVectorNorm Prod Var Std torch::autograd::CopySlices".split())
+_OF_ROWS = FUNCTIONS.keys() | frozenset("NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss NativeLayerNorm NativeGroupNorm".split())
 _ENTRYWISE = ELEMENTWISE | {"Mul", "Div", "Addcmul"}
 _VIEWS = frozenset("View UnsafeView ReshapeAlias".split())
+_FILLS = frozenset({"torch::autograd::CopySlices", "IndexCopy"})
 _TAKES = frozenset("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Slice Select Narrow IndexSelect Gather Flip Roll".split())
-_TAKES |= {"Softmax", "LogSoftmax", "Logsumexp", "Norm", "LinalgVectorNorm", "Prod", "Var", "Std", "Cumsum"}
+_TAKES |= frozenset("Softmax LogSoftmax Logsumexp Norm LinalgVectorNorm Prod Var Std Cumsum Cumprod Max Min Amax Amin Sort Topk Median".split())
+_TAKES |= {"Kthvalue", "Cummax", "Cummin", "Mode"}
 """Operations along an axis, which compare rows, or tell them apart, if it is that of rows."""
 
 
 class _Rows(NamedTuple):
     calls: frozenset[ModuleCall]
-    intact: bool
+    stacked: bool
     joined: bool
 
 
@@ -38,25 +40,24 @@ def refuse_joined(walk: Walk) -> None:
     Raises:
         UnsupportedError: If models were called with other data each time, and what they returned was joined.
     """
-    found: dict[Node, _Rows] = {}
+    found: dict[Node, _Rows | None] = {}  # None where rows of different calls have been compared, or united
     for node in reversed(walk.order if walk.apart else ()):
-        calls = frozenset(mark.call for mark in walk.marks.get(node, ()) if mark.call in walk.apart)
-        if calls:
-            found[node] = _Rows(calls, True, False)
+        roots = [mark.call for mark in walk.marks.get(node, ()) if mark.call.root and not mark.call.is_loss]
+        if not walk.reach.get(node) or roots:  # another model tells the samples
+            if calls := frozenset(roots) & walk.apart:
+                found[node] = _Rows(calls, False, False)
             continue
-        upstream = [found[n] for n, _ in node.next_functions if n in found]
-        if not upstream:
-            continue
-        calls, intact = frozenset().union(*(rows.calls for rows in upstream)), all(rows.intact for rows in upstream) and _keeps_rows(node, found)
-        shape, shapes = shape_of((node, 0)), [call.outputs[0].shape for call in calls if call.outputs[0].shape]
-        here = len(calls) > 1 and len(shape) <= max(map(len, shapes), default=0) and shape[:1] == (sum(given[0] for given in shapes),)
-        found[node] = _Rows(calls, intact, here or any(rows.joined for rows in upstream))
+        given = [found[n] for n, _ in node.next_functions if n in found]
+        upstream = [rows for rows in given if rows is not None]
+        if given:
+            alone = len(upstream) == len(given) or (upstream and shape_of((node, 0)).numel() == 1)  # losses may be added, whatever they are of
+            found[node] = _unite(node, upstream) if alone and _keeps_rows(node, found) else None
     for root in walk.roots:
-        if root in found and found[root].intact and found[root].joined:
-            calls = found[root].calls
-            call = next(iter(calls))
+        rows = found.get(root)
+        if rows is not None and rows.joined:
+            calls = sorted(rows.calls, key=lambda call: call.order)
             raise UnsupportedError(
-                f"{call} was called {len(calls)} times, with different data, and what it returned, of shapes "
+                f"{calls[0]} was called {len(calls)} times, with different data, and what it returned, of shapes "
                 f"{[list(call.outputs[0].shape) for call in calls]}, was joined: whether rows of other calls are other samples, or rows i of all "
                 "calls are sample i, is not known. Call the model once for all samples; or extend a module that makes these calls, and returns "
                 "what it has joined; or call backward for each loss (backpack(..., accumulate=True)).",
@@ -64,7 +65,33 @@ def refuse_joined(walk: Walk) -> None:
             )
 
 
-def _keeps_rows(node: Node, found: dict[Node, _Rows]) -> bool:
+def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
+    """Put rows together.
+
+    Args:
+        node: A node that treats each row alone, or puts rows below one another.
+        upstream: What is known of its inputs.
+
+    Returns:
+        What is known of its output; ``None`` where rows of different calls have been united, so that they belong to one sample.
+    """
+    name, shape = operation(node) or node.name(), shape_of((node, 0))
+    calls, joined = frozenset().union(*(rows.calls for rows in upstream)), [rows for rows in upstream if rows.joined]
+    below = len(calls) > 1 and shape[:1] == (sum(call.outputs[0].shape[:1].numel() for call in calls),)
+    if name in ("Cat", "Stack"):
+        if saved(node, "dim") not in (0, -len(shape)):
+            return joined[0] if joined else upstream[0] if len(calls) == 1 else None
+        return _Rows(calls, name == "Stack" or any(rows.stacked for rows in upstream), bool(joined) or (name == "Cat" and len(calls) > 1))
+    if name in _FILLS:
+        return _Rows(calls, False, bool(joined) or below)
+    if name in _VIEWS and upstream[0].stacked:
+        return _Rows(calls, not below, bool(joined) or below)
+    if len(upstream) == 1 or len(calls) == 1:
+        return upstream[0]
+    return _Rows(frozenset().union(*(rows.calls for rows in joined)), False, True) if joined else None
+
+
+def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
     """Say whether a node treats each row alone, or puts rows below one another.
 
     Args:
@@ -77,12 +104,15 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows]) -> bool:
     name, shape = operation(node) or node.name(), shape_of((node, 0))
     edges = [(place, edge) for place, edge in enumerate(node.next_functions) if edge[0] in found]
     given = shape_of(edges[0][1])
-    if name not in _KNOWN:
+    if not (name in _OF_ROWS or name in _FILLS or is_known(node)):
         return False
     if name in _VIEWS:
         return not given or not shape or shape[0] >= given[0]
-    if name in ("T", "Transpose", "Permute", "Mt", "Movedim"):
-        return len(given) == len(shape) > 0 and given[0] == shape[0] and name == "Permute" and saved(node, "dims")[0] == 0
+    if name in ("T", "Mt"):
+        return False
+    if name in ("Transpose", "Permute"):
+        moved = saved(node, "dims")[:1] != (0,) if name == "Permute" else {saved(node, "dim0"), saved(node, "dim1")} & {0, -len(shape)}
+        return not moved
     if name == "Index":
         rows = saved(node, "indices")[0]
         return rows is None or rows.dtype.itemsize == 1 or len(saved(node, "indices")) > 1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import has_mini_batch, holds_samples, known_axis, lies_elsewhere, place_of
+from backpack.core.batches import holds_samples, known_axis, mini_batches, owners_in, place_of
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -200,17 +200,42 @@ def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> Non
             given = _factors_of(walk, node, layout, elsewhere)
         for tensor, apart in given:
             turned = bool(calls) and apart and not layout.of_one  # no feature is a sample
-            if not turned and not (_repeats(walk, layout.samples) and has_mini_batch(walk.outermost, layout.samples)):
+            if not turned and not (_repeats(walk, layout.samples) and any(mini_batches(walk.outermost, layout.samples))):
                 continue
             if tensor is None or tensor.layout != torch.strided or tensor.is_nested or _is_constant(walk, tensor) or is_relative(tensor):
                 continue
-            found = lies_elsewhere(tensor, walk.outermost, layout, apart)
-            copied = not apart and tensor.stride()[layout.axis : layout.axis + 1] == (0,)
+            found = _lies_elsewhere(tensor, walk.outermost, layout, apart)
+            copied = not calls and not apart and tensor.stride()[layout.axis : layout.axis + 1] == (0,)
             unknown = found is None and (elsewhere or copied) and (calls or operation(node) != "Mul")
             axes = tensor.shape[:-1][:2] if tensor.is_floating_point() else tensor.shape[:2]
             rows = [size for axis, size in enumerate(axes) if apart or axis != layout.axis or layout.of_one]
             if turned or found or (unknown and (calls or -1 not in layout.labels) and layout.samples in rows):
                 raise _misplaced(walk, node, calls, tensor, layout, not (turned or found))
+
+
+def _lies_elsewhere(tensor: Tensor, calls: Iterable[ModuleCall], layout: Layout, apart: bool = False) -> bool | None:
+    """Say whether several samples that an outermost module was given lie in a tensor where there should be one; in which order does not matter.
+
+    Args:
+        tensor: The tensor.
+        calls: Calls of outermost modules.
+        layout: Where the samples should lie.
+        apart: Whether the axis on which they should is none of the tensor.
+
+    Returns:
+        Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
+    """
+    for source, axis in mini_batches(calls, layout.samples):
+        owners = owners_in(tensor, source, axis)
+        if owners is None:
+            continue
+        if not apart and tensor.shape[layout.axis : layout.axis + 1] == (len(layout.labels),):
+            owners = owners.movedim(layout.axis, 0)[[index for index, label in enumerate(layout.labels) if label >= 0]]
+            owners = owners.unsqueeze(1).flatten(1)
+            if not layout.of_one:
+                return bool((owners != owners[:, :1]).any())
+        return bool((owners != owners.flatten()[:1]).any())
+    return None
 
 
 def _repeats(walk: Walk, samples: int) -> bool:

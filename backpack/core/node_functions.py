@@ -45,7 +45,7 @@ _CURVED_WITHIN = {"gelu": (-40, 40), "mish": (-inf, 40)}
 # whose first derivative torch takes for zero where they are: so is the second one, which is not finite, and harmless for what is always zero
 _NORMS = frozenset({"norm", "linalg_vector_norm"})
 _ZERO_AT_ZERO = _NORMS | {"std"}
-_SMOOTH = 2  # the power from which on a norm has a second derivative where an entry is zero; below, this entry's is taken for zero
+_SMOOTH = 3  # the power from which on torch knows the second derivative of norms where an entry is zero: that of this entry is zero, or taken for it
 # second derivative in terms of the result
 _OF_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
     "Tanh0": lambda y: -2 * y * (1 - y * y),
@@ -231,7 +231,7 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
     other = None if flat is None or not flat.any() else torch.arange(1, shape.numel() + 1, device=like.device).reshape(shape)
 
     power = given.get("p", given.get("ord")) if name in _NORMS else None
-    still = given["self"] == 0 if power is not None and power != 1 and 0 < power < _SMOOTH else None
+    still = given["self"] == 0 if power is not None and power not in (1, 2) and 0 < power < _SMOOTH else None
 
     def function(*values: Tensor) -> Tensor:
         arguments = given | dict(zip(variables, values, strict=True))

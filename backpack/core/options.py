@@ -19,17 +19,26 @@ _TORCH = frozenset(vars(Module())) - {"training"}
 _KINDS = (int, float, str, type(None), torch.dtype, torch.device, slice, EllipsisType, Enum, Number)
 _SEQUENCES = (tuple, list, torch.Size)
 _LONGEST = 1024
-"""Length from which on a sequence is data rather than an option: it would be compared in every forward pass."""
+"""Number of entries from which on a container is data rather than an option: it would be compared in every forward pass."""
 
 
 def _is_plain(value: Any) -> bool:
-    # a class of tuples of somebody else's need not have a length, nor be equal to itself
-    if isinstance(value, _KINDS) or type(value) is np.ndarray:
-        return True
-    if type(value) is dict:
-        return len(value) <= _LONGEST and all(map(_is_plain, (*value, *value.values())))
-    sequence = type(value) in _SEQUENCES or (isinstance(value, tuple) and hasattr(value, "_fields"))
-    return sequence and len(value) <= _LONGEST and all(_is_plain(entry) or _is_constant(entry) for entry in value)
+    entries, left = [value], _LONGEST
+    for entry in entries:  # those of containers come behind
+        # a class of tuples of somebody else's need not have a length, nor be equal to itself
+        if type(entry) is dict:
+            more = [*entry, *entry.values()]
+        elif type(entry) in _SEQUENCES or (isinstance(entry, tuple) and hasattr(entry, "_fields")):
+            more = entry
+        elif isinstance(entry, _KINDS) or type(entry) is np.ndarray or (entry is not value and _is_constant(entry)):
+            continue
+        else:
+            return False
+        left -= len(more) + 1
+        if left < 0:
+            return False
+        entries += more
+    return True
 
 
 def _is_constant(value: Any) -> bool:

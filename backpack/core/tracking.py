@@ -160,16 +160,16 @@ class Tracking:
             axes: Number of axes on which they may.
         """
         given, agrees = call.inputs[0], None
-        lists = any(map(lists_samples, self.walk.outermost))
         if given.edge is None or not self.walk.reach[given.edge[0]]:
             agrees = agrees_with_data([outer for outer in self.walk.outermost if outer.module._modules], given, layout)
-            if agrees and not lists:
+            if agrees:
                 self._told |= self._guessed[node]
             elif agrees is False:
                 self._note(other_rows(self.walk, node, f"{call} with a tensor of shape {list(given.shape)}", layout.samples, layout.axis))
         chosen = -1 in layout.labels and len(layout.labels) != layout.samples  # by a mask, which may have chosen any
-        each = not agrees and [other.recorder for other in self.walk.calls].count(call.recorder) == layout.samples  # once a sample, it seems
-        if lists or each or chosen or call.outputs[0].shape[:axes].count(layout.samples) > 1 or len(self.walk.batches - {0, 1}) > 1:
+        others = [other for other in self.walk.calls if other.recorder is call.recorder and all(map(self.walk.is_data, other.tensor_inputs))]
+        each = len(others) == layout.samples or any(map(lists_samples, self.walk.outermost))  # called once a sample, it seems
+        if (each and not agrees) or chosen or call.outputs[0].shape[:axes].count(layout.samples) > 1 or len(self.walk.batches - {0, 1}) > 1:
             self._doubt(node, call.outputs[0].shape, layout.samples)
 
     def _curved_at(self, node: Node) -> Node | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial, reduce
 from operator import and_, or_
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -311,7 +312,8 @@ class Collector(Reader):
         chosen = extension.get_subsampling()
         samples = samples if chosen is None else len(chosen)
         version = version_of(parameter) if self._combines else 0
-        owners.carry(parameter, extension.savefield, Note(extension, samples, extra, frozenset(), self._context, self._turn, version, mark_of(value)))
+        mark = ref(value) if isinstance(value, Tensor) else mark_of(value)
+        owners.carry(parameter, extension.savefield, Note(extension, samples, extra, frozenset(), self._context, self._turn, version, mark))
         self._written.append((parameter, extension.savefield))
 
     def _happened(self, event: Any) -> None:
