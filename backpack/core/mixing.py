@@ -192,6 +192,8 @@ def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> Non
         if layout is SPLIT:
             continue
         elsewhere = layout.axis > 0 or (layout.of_one and len(layout.labels) - layout.labels.count(-1) > 1)
+        if not elsewhere and not _repeats(walk, layout.samples):
+            continue
         marks = [mark for mark in walk.marks.get(node, ()) if mark.nr == nr and not mark.base]
         calls = [mark.call for mark in marks if mark.call.found.rule is not None and not mark.call.is_loss]
         if calls:

@@ -328,7 +328,7 @@ class Walk:
     @cached_property
     def apart(self) -> set[ModuleCall]:
         """Calls of outermost modules for other samples each, maybe."""
-        return of_others(self.outermost, self.is_data)
+        return of_others(self.outermost, self.is_data) if len(self.outermost) > 1 else set()
 
     @cached_property
     def returns_loss(self) -> bool:
