@@ -124,6 +124,23 @@ def test_samples_elsewhere_in_functions(name: str) -> None:
         compare(function, losses, x)
 
 
+@pytest.mark.parametrize("zero", [True, False])
+def test_products_of_what_is_zero(zero: bool) -> None:
+    """Nothing tells of which samples the rows are, and all gradients are zero; else the samples mix."""
+    net = make(lambda net, x: F.linear(x, net.stack(x)[0]) @ F.linear(x.sin(), net.stack(x)[0]).T)
+    if zero:
+        nn.init.zeros_(net.first.weight)
+    extend(net)
+    with backpack(BatchGrad()):
+        loss = F.cross_entropy(net(torch.randn(3, 3, dtype=torch.float64)), torch.arange(3))
+        if zero:
+            loss.backward()
+            assert not net.first.weight.grad_batch.any()
+            return
+        with pytest.raises(MixedSamplesError):
+            loss.backward()
+
+
 def test_errors_name_the_layer_and_the_way_out() -> None:
     with pytest.raises(UnsupportedError, match=r"experts.0 \(Linear\) is given, of shape \[4, 3\], would be all of sample 0.*\[N, E, C\].*exclude="):
         compare(*ELSEWHERE["experts"], torch.randn(EXPERTS, 3, dtype=torch.float64))

@@ -236,7 +236,7 @@ def _lies_elsewhere(tensor: Tensor, calls: Iterable[ModuleCall], layout: Layout,
             owners = owners.unsqueeze(1).flatten(1)
             if not layout.of_one:
                 return bool((owners != owners[:, :1]).any())
-        return bool((owners != owners.flatten()[:1]).any())
+        return owners.numel() > 0 and bool((owners != owners.flatten()[0]).any())
     return None
 
 
