@@ -239,12 +239,25 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
         if other is not None:
             arguments["self"] = torch.where(flat, other.to(arguments["self"].dtype), arguments["self"])
         if still is not None and still.any():
-            fixed = still & ~flat
-            powers = torch.where(fixed, 1.0, arguments["self"]).abs().pow(power).masked_fill(fixed, 0.0)
+            powers = _powers_of_others(arguments["self"], still & ~flat, power)
             return powers.sum(arguments["dim"], arguments["keepdim"]).pow(1 / power).to(like.dtype)
         return getattr(torch.ops.aten, name)(**arguments).to(like.dtype)
 
     return Blocks(function, [given[argument] for argument in variables], list(variables.values()), axes)
+
+
+def _powers_of_others(values: Tensor, fixed: Tensor, power: float) -> Tensor:
+    """Take powers of absolute values; in some places, where they have no finite derivatives, zeros that have none.
+
+    Args:
+        values: Any numbers.
+        fixed: Where these places are.
+        power: The power.
+
+    Returns:
+        The shape of the values.
+    """
+    return torch.where(fixed, 1.0, values).abs().pow(power).masked_fill(fixed, 0.0)
 
 
 def _both_sides(node: Node, given: dict[str, Tensor | None]) -> dict[str, Tensor]:
