@@ -56,6 +56,26 @@ def test_norms_where_positions_cancel(name: str, level: float) -> None:
     assert ((squares.double().sqrt() - exact.norm(dim=1)).abs() <= bound).all()
 
 
+@pytest.mark.parametrize("bag", [True, False])
+def test_variance_of_tables_where_samples_agree(bag: bool) -> None:
+    """The gradients of samples that look up a row are nearly the same: their mean is a thousand times their deviation. Row 2 is nobody's."""
+    torch.manual_seed(0)
+    table = nn.EmbeddingBag(4, 2, mode="sum") if bag else nn.Embedding(4, 2)
+    index = torch.tensor([[0, 0, 1], [0, 1, 0], [0, 3, 0], [0, 0, 3]]).repeat(100, 1)[:399]
+    factors = 1000 + torch.randn(len(index), 2)
+
+    def layer(dtype: torch.dtype, extension: extensions.BatchGrad | extensions.Variance) -> nn.Parameter:
+        net = extend(deepcopy(table).to(dtype))
+        out = net(index)
+        with backpack(extension):
+            ((out if bag else out.sum(1)) * factors.to(dtype)).sum().backward()
+        return net.weight
+
+    exact = layer(torch.float64, extensions.BatchGrad()).grad_batch.var(0, correction=0)
+    assert (exact[0] < 10).all()
+    torch.testing.assert_close(layer(torch.float32, extensions.Variance()).variance.double(), exact, rtol=1e-4, atol=0)
+
+
 FAR: dict[str, Callable[[], nn.Module]] = {
     "GELU": nn.GELU,
     "GELU, tanh": lambda: nn.GELU("tanh"),

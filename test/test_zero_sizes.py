@@ -52,3 +52,32 @@ def test_quantities(net: str, name: str) -> None:
             assert torch.Size([len(part) for part in parts]).numel() == parameter.numel()
         elif name in ("SumGradSquared", "Variance", "DiagGGNExact", "DiagGGNMC", "DiagHessian"):
             assert value.shape == parameter.shape
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_table_without_features(name: str) -> None:
+    model, extension = extend(nn.Sequential(nn.Embedding(5, 0), nn.Flatten(), nn.Linear(0, 2))), getattr(extensions, name)()
+    with backpack(extension):
+        extend(nn.CrossEntropyLoss())(model(torch.tensor([[1, 2], [3, 4], [0, 1]])), torch.zeros(N, dtype=torch.int64)).backward()
+    value = getattr(model[0].weight, extension.savefield)
+    if name in ("GGNMP", "HMP"):
+        value = value(torch.rand(2, 5, 0))
+    shapes = {"BatchL2Grad": [N], "SqrtGGNExact": [2, N, 5, 0], "GGNMP": [2, 5, 0], "HMP": [2, 5, 0]}
+    if name in ("KFAC", "KFLR"):
+        assert sorted(len(factor) for factor in value) == [0, 5]
+    else:
+        assert list(value.shape) == shapes.get(name, [N, 5, 0] if name.startswith("Batch") else [5, 0])
+        assert not value.any()
+
+
+@pytest.mark.parametrize("name", ["KFRA", "KFLR"])
+@pytest.mark.parametrize("layers", [(3, 0), (3, 0, 2)])
+def test_factors_without_outputs(layers: tuple[int, ...], name: str) -> None:
+    sizes, extension = (4, *layers), getattr(extensions, name)()
+    model = extend(nn.Sequential(*(part for i, o in zip(sizes, sizes[1:], strict=False) for part in (nn.Linear(i, o), nn.Tanh()))))
+    x = torch.rand(N, 4)
+    with backpack(extension):
+        extend(nn.MSELoss(reduction="sum"))(model(x), torch.zeros(N, layers[-1])).backward()
+    output, input0 = getattr(model[0].weight, extension.savefield)
+    torch.testing.assert_close(output, torch.zeros(3, 3))
+    torch.testing.assert_close(input0, x.T @ x / N)

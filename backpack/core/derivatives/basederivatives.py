@@ -113,7 +113,8 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         num_samples = 1 if self.same_jacobian else module.output.shape[0]
 
         def jac_t(columns: Tensor) -> Tensor:  # [V, N, D_out] -> [V, N, D_in]
-            product = self._jac_t_mat_prod(module, g_inp, g_out, columns.reshape(-1, num_samples, *module.output.shape[1:]), subsampling=samples)
+            shaped = columns.reshape(columns.shape[0], num_samples, *module.output.shape[1:])
+            product = self._jac_t_mat_prod(module, g_inp, g_out, shaped, subsampling=samples)
             return product.reshape(columns.shape[0], num_samples, module.input0.shape[1:].numel())
 
         jac_t_mat = jac_t(mat.T.unsqueeze(1).expand(-1, num_samples, -1))

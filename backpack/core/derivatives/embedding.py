@@ -34,7 +34,7 @@ def add_at(rows: Tensor, places: Tensor, count: int) -> Tensor:
     if columns > 1:
         places = torch.arange(columns, device=places.device)[:, None] * count + places
     # what autograd uses: one pass over the rows, in parallel, where index_add_ takes one step a row
-    added = torch.ops.aten.embedding_dense_backward(rows.reshape(-1, features), places.reshape(-1), columns * count, -1, False)
+    added = torch.ops.aten.embedding_dense_backward(rows.flatten(0, 1), places.flatten(), columns * count, -1, False)
     return added.reshape(columns, count, features)
 
 

@@ -69,15 +69,16 @@ def _rounds_gradient(mat: Tensor, parameter: Parameter) -> bool:
 @faster(Variance, LookupDerivatives, "weight")
 def _lookup(extension: Variance, use: Use, name: str) -> Noted:
     sums, _, rows = use.call.derivatives.sums_per_sample(use.call, use.value[0])
-    found, places = torch.unique(rows, return_inverse=True)
-    gradient, squares = (add_at(part, places, len(found))[0] for part in (sums, sums.square()))
-    shape = use.call.weight.shape
+    found, places, counts = torch.unique(rows, return_inverse=True, return_counts=True)
+    gradient, shape, samples = add_at(sums, places, len(found))[0], use.call.weight.shape, max(use.layout.samples, 1)
+    mean = gradient / samples
+    deviations = add_at((sums - mean[places]).square(), places, len(found))[0]
+    others = (samples - counts).unsqueeze(1)  # the gradients of samples that have not looked up a row are zero there
 
     def spread(part: Tensor) -> Tensor:
         return part.new_zeros(shape).index_copy_(0, found, part)
 
-    samples = max(use.layout.samples, 1)
-    return Noted(spread(_variance(squares.div_(samples), gradient, samples)), lambda: spread(gradient))
+    return Noted(spread((deviations + others * mean.square()) / samples), lambda: spread(gradient))
 
 
 def _variance(squares: Tensor, gradient: Tensor, samples: int) -> Tensor:
