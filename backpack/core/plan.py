@@ -71,7 +71,7 @@ class Plan(Tracking):
         self._passed: set[Node] = set()
         self.concerned = (1 << len(walk.parameters)) - 1
         if not walk.marks:
-            raise unrecorded(self.walk, next(node for node, bits in walk.reach.items() if bits))
+            raise unrecorded(self.walk, next(node for node in walk.order if walk.reach[node]))
         self._follow(roots)
 
     def _follow(self, roots: list[Node]) -> None:

@@ -83,7 +83,7 @@ def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
         The error.
     """
     return NotRecordedError(
-        "No forward pass of an extended module was recorded for {names}. It ran before extend(), "
+        "No forward pass of an extended module was recorded for {names}. It ran before extend(), or after CTX.remove_hooks(), which undoes that, "
         "under disable(), under no_grad(), with tensors in place of the module's parameters (torch.func.functional_call), or compiled: run it again "
         f"after extend(). {_NOT_COMPILED}",
         walk.named(walk.reach[node]),
