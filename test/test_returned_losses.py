@@ -511,3 +511,43 @@ def test_recurrent_layer_in_front(batch_first: bool) -> None:
         model(weights, x, y).backward()
     for parameter, gradients in zip(model.parameters(), expected, strict=True):
         close(parameter.grad_batch, gradients)
+
+
+class Shift(nn.Module):
+    """A parameter is added behind the layer, and the samples are counted by nobody."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.layer, self.shift, self.first = nn.Linear(4, 3), nn.Parameter(torch.randn(3)), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return (self.shift + h if self.first else h + self.shift).logsumexp(1).mean()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_reasons_are_the_same_in_any_order(first: bool) -> None:
+    """Whether some module has samples is known when the whole graph was seen."""
+    model = extend(Shift(first))
+    with pytest.raises(BackpackError) as caught, backpack(BatchGrad()):
+        model(torch.randn(2, 4)).backward()
+    assert str(caught.value).startswith("shift: used outside of everything that has samples")
+
+
+def test_a_doubt_comes_before_what_follows_from_a_wrong_guess() -> None:
+    """As many positions as samples, time first: attention would mix the samples if rows were these."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.attention = nn.Linear(4, 4), nn.MultiheadAttention(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x.transpose(0, 1))
+            return self.layer(self.attention(h, h, h, need_weights=False)[0]).square().mean()
+
+    model = extend(Encoder())
+    with pytest.raises(BackpackError) as caught, backpack(BatchGrad()):
+        model(torch.randn(3, 3, 4)).backward()
+    first = caught.value.parts[0]
+    assert "so that samples can only be told from the modules inside" in str(first)

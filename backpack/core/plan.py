@@ -93,14 +93,12 @@ class Plan(Tracking):
             except BackpackError as error:
                 error.about = error.about or self.walk.named(self.walk.reach[node])
                 self._note(error)
-        for start, doubt in self._doubts.items():
-            if start not in self._told:
-                self._note(doubt)
+        doubts = [doubt for start, doubt in self._doubts.items() if start not in self._told]  # first: what follows may be due to a wrong guess
         if len(self.losses) == 1:
             for start in self.losses.values():
                 refuse_one_row(self.walk, start.call, start.below, start.layout)
-        if self._refusals:
-            raise merge(self._refusals)
+        if doubts or self._refusals:
+            raise merge([*doubts, *self._refusals])
         if len(self.losses) > 1:
             for position, node in enumerate(sorted(self.losses, key=sequence_number)):
                 self.losses[node].call.order = position - len(self.losses)  # in front of all other calls

@@ -98,7 +98,7 @@ class Walk:
             roots: Nodes of the root tensors.
 
         Returns:
-            The nodes, consumers before producers.
+            The nodes, consumers before producers, leaves last.
         """
         order, stack, edges_into, reach = [], list(roots), self.consumers, self.reach
         nexts: dict[Node, list[Node]] = {}
@@ -126,7 +126,7 @@ class Walk:
                         stack.append(n)
         self.leaves_out = bool(left_out)
         self._check_left_out(left_out)
-        return order[::-1]
+        return sorted(reversed(order), key=self.leaves.__contains__)
 
     def _check_left_out(self, stack: list[Node]) -> None:
         """Refuse a left-out term that depends on activations: its gradient would arrive in one sum with that of the loss.
