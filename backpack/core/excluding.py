@@ -77,7 +77,7 @@ class Excluding:
         Raises:
             ArgumentError: If a name is that of no parameter or module.
         """
-        return find_excluded(self._entries(), type(self).__name__)
+        return find_excluded(self._entries(), type(self).__name__) if self._exclude else frozenset()
 
     def leaving_out(self: _Self, parameters: Iterable[Parameter]) -> _Self:
         """Make a copy that leaves out more.

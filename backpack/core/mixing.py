@@ -242,7 +242,7 @@ def _lies_elsewhere(tensor: Tensor, calls: Iterable[ModuleCall], layout: Layout,
 
 def _repeats(walk: Walk, samples: int) -> bool:
     # whether another axis of what an outermost module returns is as long as the mini-batch
-    return any(slot.shape.count(samples) > 1 for call in walk.outermost for slot in call.outputs)
+    return any([slot.shape.count(samples) > 1 for call in walk.outermost for slot in call.outputs])
 
 
 def _input_of(walk: Walk, call: ModuleCall, layout: Layout, elsewhere: bool) -> tuple[Tensor | None, bool]:

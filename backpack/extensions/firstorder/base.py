@@ -38,9 +38,7 @@ class FirstOrderBackpropExtension(BackpropExtension):
 class GradientExtension(FirstOrderBackpropExtension):
     """One of the library's own first-order quantities: a function of the per-sample gradients of a parameter."""
 
-    @property
-    def flow(self) -> Flow:
-        return GRADIENT
+    flow: Flow = GRADIENT
 
     def forms_gradients(self, rows: Size, entries: int) -> bool:
         return self._subsampling is None
