@@ -377,6 +377,52 @@ def test_ggn_vector_product_of_several_outputs() -> None:
         ggn_vector_product_from_plist(CrossEntropyLoss()(outputs[0], y), outputs, params, v)
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_ggn_vector_product_where_an_output_is_computed_from_another(used: bool) -> None:
+    """Autograd's gradient with respect to one contains that of the other: refused, and exact for copies."""
+    first, second = Linear(3, 2).double(), Linear(2, 4).double()
+    params, X = [*first.parameters(), *second.parameters()], rand(5, 3)
+    v = [rand(*param.shape) for param in params]
+
+    def forward(*params: Tensor) -> tuple[Tensor, Tensor]:
+        code = (X @ params[0].T + params[1]).tanh()
+        return code, code @ params[2].T + params[3]
+
+    def loss(code: Tensor, rebuilt: Tensor) -> Tensor:
+        return rebuilt.square().square().sum() + ((code * rebuilt[:, :2]).exp().sum() if used else 0)
+
+    outputs = forward(*params)
+    with pytest.raises(ArgumentError, match=r"(?s)Output 1 of shape \[5, 4\] was computed from output 0 of shape \[5, 2\].*clone"):
+        ggn_vector_product_from_plist(loss(*outputs), outputs, params, v)
+    with pytest.raises(ArgumentError, match="Output 1 .* was computed from output 0"):
+        ggn_vector_product_from_plist(outputs[1].square().sum(), [outputs[1], outputs[1]], params, v)
+    given = [part.clone() for part in outputs][0 if used else 1 :]
+    result = ggn_vector_product_from_plist(loss(*given) if used else loss(rand(5, 2), *given), given, params, v)
+    point = tuple(param.detach() for param in params)
+    made, tangents = torch.autograd.functional.jvp(forward, point, tuple(v))
+    curved = torch.autograd.functional.hvp(loss, made, tangents)[1]
+    assert curved[0].any() == used
+    for part, other in zip(result, torch.autograd.functional.vjp(forward, point, curved)[1], strict=True):
+        torch.testing.assert_close(part, other)
+
+
+def test_outputs_that_are_no_floating_point_numbers_have_no_derivative() -> None:
+    x = rand(3).requires_grad_()
+    product, none = R_op((x.square(), torch.arange(2)), x, torch.ones(3).double())
+    torch.testing.assert_close(product, 2 * x.detach())
+    assert torch.equal(none, torch.zeros(2))
+
+
+def test_ggn_vector_product_of_an_output_without_a_graph() -> None:
+    """It is a constant."""
+    layer, X, constant = Linear(3, 2).double(), rand(4, 3), rand(4, 2)
+    params, v, output = list(layer.parameters()), [rand(2, 3), rand(2)], layer(X)
+    result, expected = (ggn_vector_product_from_plist((output * constant).square().sum(), given, params, v) for given in ([constant, output], output))
+    torch.testing.assert_close(result, expected)
+    with pytest.raises(ArgumentError, match="No output has a graph"):
+        ggn_vector_product_from_plist((output * constant).square().sum(), constant, params, v)
+
+
 def test_ggn_vector_product_from_plist_accepts_bare_vector_and_unused_parameters() -> None:
     model = Linear(3, 2).double()
     X, y, v, other = rand(4, 3), rand(4, 2), rand(2, 3), rand(5).requires_grad_()

@@ -81,3 +81,13 @@ def test_factors_without_outputs(layers: tuple[int, ...], name: str) -> None:
     output, input0 = getattr(model[0].weight, extension.savefield)
     torch.testing.assert_close(output, torch.zeros(3, 3))
     torch.testing.assert_close(input0, x.T @ x / N)
+
+
+def test_no_columns() -> None:
+    """Products with no vector, also through functions that torch cannot differentiate for an empty batch."""
+    model, x = extend(nn.Sequential(nn.Conv2d(1, 4, 2), nn.PixelShuffle(2), nn.Flatten(), nn.Linear(16, 3))), torch.randn(N, 1, 3, 3)
+    with backpack(extensions.GGNMP(), extensions.HMP()):
+        extend(nn.CrossEntropyLoss())(model(x), torch.zeros(N, dtype=torch.int64)).backward()
+    for parameter in model.parameters():
+        for product in (parameter.ggnmp, parameter.hmp):
+            assert product(torch.zeros(0, *parameter.shape)).shape == (0, *parameter.shape)

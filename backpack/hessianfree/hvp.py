@@ -22,7 +22,8 @@ def hessian_vector_product(
 
     Args:
         f: Scalar.
-        params: Tensors that ``f`` depends on: a tensor or an iterable of tensors.
+        params: Tensors that ``f`` depends on: a tensor or an iterable of tensors. Where one is computed from another one, derivatives are total, as
+            autograd's are.
         v: Vectors, of the shapes of ``params``.
         grad_params: The gradients of ``f`` with respect to ``params``, made with ``create_graph=True``, if they are already there. They are
             computed again if one of them is ``None`` or has no graph, or a custom function took part.

@@ -34,7 +34,8 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
     outputs, xs, vs = as_list(ys), as_list(xs), as_list(vs)
     check_shapes("vs", vs, "xs", xs)
     generator = torch.Generator().manual_seed(0)  # any numbers do, but in zeros nothing would be missed
-    ws = [torch.rand(y.shape, generator=generator).to(y).requires_grad_() for y in outputs]
+    floats = [y if y.is_floating_point() or y.is_complex() else y.float() for y in outputs]
+    ws = [torch.rand(y.shape, generator=generator).to(y).requires_grad_() for y in floats]
     gs = pull_back(outputs, xs, ws, retain_graph=retain_graph, detach=False)
     refuse_missing_terms([*gs, *outputs])
     refuse_biased_norms([*gs, *outputs])

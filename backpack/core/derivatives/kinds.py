@@ -75,6 +75,8 @@ class LinearMapDerivatives(ConstantJacobianDerivatives):
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
         columns, features = mat.flatten(0, 1), module.input0.shape[1:]
+        if not len(columns):  # not all functions of torch can be differentiated then
+            return mat.new_zeros(*mat.shape[:2], *features)
         # it is the same for all samples and at all points: if one sample runs forward, all columns can run backward
         single = self.has_batching_rule(module)
         _, pull_back = vjp(partial(self._checked_map, module), mat.new_zeros(()).expand(1 if single else columns.shape[0], *features))
