@@ -237,6 +237,10 @@ LOOPS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
         net.recurrent(pack_padded_sequence(h[:, None] * STEPS, [3, *[1] * 9][: len(h)], batch_first=True))[0]
     )[0].sum(0),
     "rows twice": lambda net, h: torch.cat([h[:1], h[1:] * 2])[torch.arange(len(h)).flip(0)],
+    "constants added to rows": lambda net, h: net.inner(h).index_add(0, torch.tensor([0, 0]), STEPS[:2].expand(2, 4)).sin(),
+    "constants added to entries": lambda net, h: net.inner(h).scatter_add(1, torch.tensor([[3, 3]] * len(h)), STEPS[:1].expand(len(h), 2)).sin(),
+    "constants added in place": lambda net, h: net.inner(h).index_add_(1, torch.tensor([2]), STEPS[:1].expand(len(h), 1)).sin(),
+    "a derivative that is zero": lambda net, h: net.inner(h).sgn() + h,
 }
 STEPS = torch.arange(1, 4, **DOUBLE)[:, None]
 

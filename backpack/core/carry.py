@@ -84,7 +84,7 @@ class Carry:
         self._refuse_released(call)
         edge, below, slot = (node, unit.nr), unit.below, call.outputs[0]
         grad = grads[unit.nr]
-        if grad is None:
+        if grad is None or grad._is_zerotensor():
             grad = torch.zeros((), dtype=slot.dtype, device=slot.device).expand(slot.shape)
         if call.derivatives is RANDOM and below is not None:
             call.slope = unit.slope(node)

@@ -192,7 +192,7 @@ def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) 
     """
     name, full = operation(node), shape_of((node, 0))
     rows = _rows(node) if name in _SELECTS or name in _ADDS else None
-    if rows is None or layout.samples < 2 or not full.numel():
+    if rows is None or layout.samples < 2 or not full or not full.numel():
         return None
     dim, index = rows[0] % len(full), rows[1]
     crossings: list[Crossing | None] = []
@@ -224,6 +224,8 @@ def _rows(node: Node) -> tuple[int, Tensor] | None:
         dim, index = dims[0]
         return (dim, index.nonzero()[:, 0] if index.dtype in (torch.bool, torch.uint8) else index) if len(dims) == 1 and index.dim() == 1 else None
     dim, index = saved(node, "dim"), saved(node, "index")
+    if index is None:  # nothing was added but constants
+        return None
     if index.dim() > 1:
         others = [axis for axis in range(index.dim()) if axis != dim % index.dim()]
         if any(not index.shape[axis] or (index.shape[axis] > 1 and index.stride(axis)) for axis in others):

@@ -162,6 +162,11 @@ def outputs_of(node: Node) -> int:
     return len(node._input_metadata)
 
 
+def _in_memory(tensor: Tensor) -> Tensor:
+    # derivatives may be sparse, or zeros without memory (that of sgn, say)
+    return tensor.to_dense() if tensor.is_sparse else tensor.clone() if tensor._is_zerotensor() else tensor
+
+
 def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
     """Apply the Jacobian that a graph node stands for, transposed, to columns.
 
@@ -182,7 +187,7 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
     count = columns[given[0]].shape[0]
     if count == 1 and not custom and name not in _STRIDED:  # the usual case, and every microsecond counts in a recurrent network
         out = node(*[None if c is None else c[0] for c in columns])
-        return [None if t is None else t.to_dense()[None] if t.is_sparse else t[None] for t in (out if isinstance(out, tuple) else (out,))]
+        return [None if t is None else _in_memory(t)[None] for t in (out if isinstance(out, tuple) else (out,))]
 
     def one(*parts: Tensor) -> tuple:
         full = _zeros(node) if custom and len(given) < len(columns) else [None] * len(columns)
@@ -192,7 +197,7 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
             out = apply(*full)
         out = out if isinstance(out, tuple) else (out,)
         if not custom:
-            return tuple(t.to_dense() if t is not None and t.is_sparse else t for t in out)
+            return tuple(None if t is None else _in_memory(t) for t in out)
         # a custom function returns something for every argument, but edges lead to tensors only
         needed = iter([gradient for gradient, wanted in zip(out, node.needs_input_grad, strict=False) if wanted])
         return tuple(None if upstream is None else next(needed) for upstream, _ in node.next_functions)
