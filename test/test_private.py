@@ -12,8 +12,9 @@ from torch.autograd import Variable, grad
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
+from backpack.core import graph
 from backpack.core.checkpoints import checkpointed
-from backpack.core.graph import _TRUSTED, _trust, call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, shape_of
+from backpack.core.graph import _trust, call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, shape_of
 from backpack.extensions import BatchGrad
 
 
@@ -54,26 +55,67 @@ def test_raw_saved_tensors_show_checkpoints() -> None:
     assert not checkpointed(torch.tanh(x).grad_fn)
 
 
+COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "different": lambda columns: columns,
+    "first and last are zero": lambda columns: columns * torch.tensor([0.0, 1, 1, 1, 0]).double().reshape(-1, 1, 1),
+    "first and last are the same": lambda columns: columns[[0, 1, 2, 3, 0]],
+    "of different sizes": lambda columns: columns * torch.tensor([1.0, 1e-9, 1e9, 1, 1]).double().reshape(-1, 1, 1),
+    "nearly the same": lambda columns: columns[:1] + 1e-5 * columns,
+    "all the same": lambda columns: columns[:1].expand_as(columns),
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("kind", COLUMNS)
 @pytest.mark.parametrize("function", [lambda x: torch.cdist(x, x.detach() + 1), lambda x: x.exp().cumsum(1), lambda x: x.softmax(1)])
-def test_batching_rules_are_not_taken_on_trust(function: Callable[[Tensor], Tensor]) -> None:
-    """That of cdist computes the first column only."""
+def test_batching_rules_are_not_taken_on_trust(function: Callable[[Tensor], Tensor], kind: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of cdist computes the first column only; this is found out, even if it is not known."""
+    monkeypatch.setattr(graph, "_TRUSTED", set())
+    if not known:
+        monkeypatch.setattr(graph, "_ALONE", frozenset())
+    torch.manual_seed(0)
     node = function(torch.rand(3, 4, dtype=torch.float64, requires_grad=True)).grad_fn
-    columns = torch.rand(5, *shape_of((node, 0)), dtype=torch.float64)
+    columns = COLUMNS[kind](torch.rand(5, *shape_of((node, 0)), dtype=torch.float64))
     expected = [node(column) for column in columns]
     expected = torch.stack([e[0] if isinstance(e, tuple) else e for e in expected])
     for _ in range(2):
-        torch.testing.assert_close(call_node(node, [columns])[0], expected)
+        with torch.no_grad():  # as in a backward pass
+            found = call_node(node, [columns])[0]
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-12)
 
 
-@pytest.mark.parametrize("number", [inf, nan])
-def test_what_is_not_finite_proves_no_batching_rule(number: float) -> None:
-    node = torch.rand(3, requires_grad=True).asinh().grad_fn
-    _TRUSTED.discard((type(node), node.name()))  # by other tests
-    right = torch.tensor([number, 1.0, 2.0])
-    wrong = torch.tensor([number, 1.0, 3.0])
-    assert not _trust(node, [torch.stack([right, wrong])], [right])
-    assert _trust(node, [torch.stack([right, right])], [right])
-    assert (type(node), node.name()) not in _TRUSTED
+@pytest.mark.parametrize("number", [1.0, inf, nan])
+def test_what_is_not_finite_proves_no_batching_rule(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_TRUSTED", set())
+    factors, columns = torch.tensor([number, 1.0, 2.0]), torch.tensor([[1.0, 2, 3], [3, 1, 2]])
+
+    def plain(column: Tensor) -> tuple[Tensor]:
+        return (factors * column,)
+
+    right = factors * columns
+    wrong = torch.stack([right[0], right[1] * torch.tensor([1.0, 1, 1.5])])
+    assert not _trust(("rule",), [columns], [wrong], plain)
+    assert _trust(("rule",), [columns], [right], plain)
+    assert (("rule",) in graph._TRUSTED) == (number == 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_batching_rules_that_are_right_are_trusted(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "_TRUSTED", set())
+    torch.manual_seed(0)
+    node = torch.randn(3, 40, dtype=dtype, requires_grad=True).softmax(1).grad_fn
+    with torch.no_grad():
+        call_node(node, [torch.randn(200, 3, 40).to(dtype)])
+    assert len(graph._TRUSTED) == 1
+
+
+def test_pieces_of_a_tensor_are_summed_column_by_column() -> None:
+    """The batching rule of this operation writes where it must not."""
+    node = torch.segment_reduce(torch.rand(4, 2, dtype=torch.float64, requires_grad=True), "sum", lengths=torch.tensor([3, 1])).grad_fn
+    columns = torch.rand(5, 2, 2, dtype=torch.float64)
+    with torch.no_grad():
+        found = call_node(node, [columns])[0]
+    torch.testing.assert_close(found, columns[:, [0, 0, 0, 1]])
 
 
 @pytest.mark.parametrize("module", [nn.Embedding, nn.EmbeddingBag])
