@@ -279,6 +279,7 @@ graph(
     ),
     (3,),
 )
+smooth = partial(F.interpolate, antialias=True)
 for _name, _shape, _function in (
     ("max_pool1d", (4,), lambda h: F.max_pool1d(h, 2, 1)),
     ("max_pool3d", (2, 2, 3), lambda h: F.max_pool3d(h, 2, 1)),
@@ -292,6 +293,7 @@ for _name, _shape, _function in (
     ("pad three axes", (1, 2, 2), lambda h: F.pad(F.pad(h, (0, 0, 0, 1, 1, 0), "replicate"), (1, 0, 0, 0, 0, 0), "reflect")),
     ("interpolate one axis", (3,), lambda h: F.interpolate(F.interpolate(h, 4, mode="linear"), 5)),
     ("interpolate two axes", (2, 2), lambda h: F.interpolate(F.interpolate(h, (3, 2), mode="bilinear"), (3, 3), mode="bicubic")),
+    ("interpolate smoothly", (4, 3), lambda h: smooth(smooth(h, (3, 2), mode="bilinear"), (2, 2), mode="bicubic")),
     ("interpolate exactly", (2, 2), lambda h: F.interpolate(F.interpolate(h, (3, 2), mode="nearest-exact"), (3, 3))),
     ("interpolate three axes", (1, 2, 2), lambda h: F.interpolate(F.interpolate(h, (1, 3, 2), mode="trilinear"), (1, 3, 3))),
     ("shuffle", (2, 4), lambda h: F.pixel_shuffle(F.channel_shuffle(F.pixel_unshuffle(h, 2), 2), 2)),

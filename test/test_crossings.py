@@ -240,7 +240,11 @@ LOOPS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
     "constants added to rows": lambda net, h: net.inner(h).index_add(0, torch.tensor([0, 0]), STEPS[:2].expand(2, 4)).sin(),
     "constants added to entries": lambda net, h: net.inner(h).scatter_add(1, torch.tensor([[3, 3]] * len(h)), STEPS[:1].expand(len(h), 2)).sin(),
     "constants added in place": lambda net, h: net.inner(h).index_add_(1, torch.tensor([2]), STEPS[:1].expand(len(h), 1)).sin(),
+    "kernels of each sample": lambda net, h: F.conv1d(h.reshape(1, -1, 2), net.inner(h).view(-1, 1, 2)[..., :1], groups=2 * len(h)).view(-1, 4),
     "a derivative that is zero": lambda net, h: net.inner(h).sgn() + h,
+    "sign of a vector of all": lambda net, h: torch.copysign(net.inner(h), net.vector) + net.vector,
+    "distances": lambda net, h: torch.cdist(net.inner(h), net.last.weight[:, :4].sin()).repeat(1, 2)[:, :4],
+    "distances, one by one": each(lambda net, u, i: torch.cdist(net.inner(u)[None], net.inner.weight.sin())[0]),
 }
 STEPS = torch.arange(1, 4, **DOUBLE)[:, None]
 
@@ -271,6 +275,45 @@ def test_numbers_of_other_samples_are_refused(mix: Callable[[Loop, Tensor], Tens
     torch.manual_seed(0)
     model = extend(Loop(mix))
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"first\.weight"):
+        F.cross_entropy(model(torch.randn(3, 4, **DOUBLE)), torch.arange(3)).backward()
+    assert results(model) == {}
+
+
+class Prototypes(Module):
+    """Classes are the nearer the more likely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.prototypes = Linear(4, 4, **DOUBLE), Parameter(torch.randn(3, 4, **DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.cdist(self.first(x), self.prototypes)
+
+
+@pytest.mark.parametrize("ignored", [[0, 4], [1, 2, 3], [0, 1, 2, 3]])
+def test_distances_where_some_samples_do_not_count(ignored: list[int]) -> None:
+    """Torch's batching rule for the derivative of distances returns the first column for all: that of the first sample, say."""
+    torch.manual_seed(0)
+    model, x, y = extend(Prototypes()), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3
+    y[ignored] = -100
+    with backpack(BatchGrad(), DiagGGNExact()):
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+    out = model(x)
+    for parameter in model.parameters():
+        terms = F.cross_entropy(out, y, reduction="none")
+        close(parameter.grad_batch, torch.stack([torch.autograd.grad(term, parameter, retain_graph=True)[0] for term in terms]))
+        diagonal = torch.zeros_like(parameter)
+        for row in out[y >= 0]:
+            jacobian = torch.stack([torch.autograd.grad(number, parameter, retain_graph=True)[0] for number in row])
+            probs = row.detach().softmax(0)
+            diagonal += torch.einsum("c...,cd,d...->...", jacobian, probs.diag() - probs.outer(probs), jacobian)
+        close(parameter.diag_ggn_exact, diagonal)
+
+
+def test_convolutions_with_kernels_of_each_sample_have_no_diagonal_of_the_hessian() -> None:
+    """Where input and kernel are of one layer: samples are groups, of which a single one has another number."""
+    model = extend(Loop(LOOPS["kernels of each sample"]))
+    with backpack(DiagHessian()), pytest.raises(UnsupportedError, match=r"ConvolutionBackward0.*second derivative is not known"):
         F.cross_entropy(model(torch.randn(3, 4, **DOUBLE)), torch.arange(3)).backward()
     assert results(model) == {}
 

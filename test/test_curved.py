@@ -163,6 +163,7 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "select_scatter": lambda h: torch.select_scatter(h, h[:, 1].sin(), 1, 0),
     "diagonal_scatter": lambda h: torch.diagonal_scatter(h[:, :, None] * h[:, None], h, 0, 1, 2).sum(2),
     "diag_embed": lambda h: h.sin().diag_embed().sum(1),
+    "trace": lambda h: torch.stack([u * u.diag().trace() for u in h.sin()]),
     "copy": lambda h: torch.empty_like(h).copy_(h.sin()),
     "copy of one column": lambda h: torch.empty_like(h).copy_(h[:, :1].sin()),
     "assignment of everything": lambda h: operator.setitem(z := torch.zeros_like(h), slice(None), h.sin()) or z,

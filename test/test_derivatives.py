@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from backpack import extend
+from backpack import backpack, extend
 from backpack.core.derivatives.activations import LeakyReLUDerivatives, RReLUDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives
 from backpack.core.derivatives.dropout import AlphaDropoutDerivatives, DropoutDerivatives
@@ -1026,3 +1026,28 @@ def test_results_carry_a_graph_only_under_grad_mode() -> None:
         result = derivatives._jac_t_mat_prod(module, None, None, mat)
         (gradient,) = torch.autograd.grad(result.square().sum(), mat)
         close(gradient, 2 * mat.detach() @ module.weight.detach() @ module.weight.detach().T)
+
+
+class Distances(Module):
+    """Distances to rows of a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(randn(5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, self.weight)
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_generic_products_do_not_trust_batching_rules(columns: int) -> None:
+    """That of the derivative of distances is wrong: it returns the first column for all."""
+    module, x, rule = extend(Distances()).double(), randn(3, 4).double().requires_grad_(), GenericDerivatives()
+    with backpack(retain_graph=True):
+        output = module(x)
+    mat = randn(columns, 3, 5).double()
+    mat[0] = mat[-1]
+    found = rule.jac_t_mat_prod(module, None, (torch.ones_like(output),), mat)
+    torch.testing.assert_close(found, torch.stack([torch.autograd.grad(output, x, column, retain_graph=True)[0] for column in mat]))
+    found = rule.param_mjp("weight", module, None, (torch.ones_like(output),), mat)
+    torch.testing.assert_close(found, torch.stack([torch.autograd.grad(output, module.weight, column, retain_graph=True)[0] for column in mat]))

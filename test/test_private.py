@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend
 from backpack.core import graph
 from backpack.core.checkpoints import checkpointed
-from backpack.core.graph import _trust, call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, shape_of
+from backpack.core.graph import call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, shape_of
 from backpack.extensions import BatchGrad
+from backpack.utils.columns import compare_mixture
 
 
 def test_input_metadata_are_shapes_of_outputs() -> None:
@@ -85,18 +86,12 @@ def test_batching_rules_are_not_taken_on_trust(function: Callable[[Tensor], Tens
 
 
 @pytest.mark.parametrize("number", [1.0, inf, nan])
-def test_what_is_not_finite_proves_no_batching_rule(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph, "_TRUSTED", set())
+def test_what_is_not_finite_proves_no_batching_rule(number: float) -> None:
     factors, columns = torch.tensor([number, 1.0, 2.0]), torch.tensor([[1.0, 2, 3], [3, 1, 2]])
-
-    def plain(column: Tensor) -> tuple[Tensor]:
-        return (factors * column,)
-
     right = factors * columns
     wrong = torch.stack([right[0], right[1] * torch.tensor([1.0, 1, 1.5])])
-    assert not _trust(("rule",), [columns], [wrong], plain)
-    assert _trust(("rule",), [columns], [right], plain)
-    assert (("rule",) in graph._TRUSTED) == (number == 1)
+    assert compare_mixture([columns], [wrong], lambda column: (factors * column,)) == (False, False)
+    assert compare_mixture([columns], [right], lambda column: (factors * column,)) == (True, number == 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -27,7 +27,7 @@ ELEMENTWISE = frozenset(
 )
 """Operations that treat every entry alone."""
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
-_BROADCASTING = frozenset("Mul Div Add Sub Expand Fmod Remainder Copysign".split())
+_BROADCASTING = frozenset("Mul Div Add Sub Expand Fmod Remainder".split())
 # these work on the last two axes, and on each entry of the axes in front alike
 _STACKED = frozenset(
     """Bmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention

@@ -5,10 +5,9 @@ Private symbols of torch live here, in ``calls.py``, ``checkpoints.py`` and ``en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
-from math import sqrt
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch.autograd.graph import Node
 from backpack.core.checkpoints import checkpointed, keep, saved_names, value_name
 from backpack.core.engine import calling
 from backpack.core.slots import Edge
+from backpack.utils.columns import compare_mixture
 from backpack.utils.errors import UnsupportedError
-from backpack.utils.precision import largest, wide
 
 LEAF = "torch::autograd::AccumulateGrad"
 """Name of the node of a leaf tensor."""
@@ -30,6 +29,8 @@ _STRIDED = frozenset({"AsStridedScatter"})
 """Nodes that read what they are given by its place in memory, and must not be given a part of something larger."""
 _ALONE = _STRIDED | {"Cdist", "SegmentReduce"}
 """Nodes whose batching rules return something else, as is known: they are called for one column after the other."""
+_TRUSTED: set[tuple] = set()
+"""Kinds of nodes whose batching rules have been compared with plain calls."""
 _COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
 MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 """Poolings that save the positions of the maxima."""
@@ -224,7 +225,10 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
             torch._C._functorch._set_vmap_fallback_warning_enabled(False)
             found = torch.vmap(defined)(*parts)
             key = type(node), node.name(), *(p.dim() for p in parts)
-            separate = not (key in _TRUSTED or _trust(key, parts, found, defined))
+            if key not in _TRUSTED:
+                same, proven = compare_mixture(parts, found, defined)
+                _TRUSTED.update([key] if proven else [])
+                separate = not same
     except RuntimeError:  # no batching rule, or data-dependent Python inside
         separate = True
     if separate:  # one column after the other; of none, one tells the shapes
@@ -247,46 +251,6 @@ def _zeros(node: Node) -> list[Tensor | None]:
     if any("set_materialize_grads" in part.__code__.co_names for part in (function.forward, function.setup_context) if hasattr(part, "__code__")):
         return [None] * outputs_of(node)
     return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in node._input_metadata]
-
-
-_TRUSTED: set[tuple] = set()
-
-
-def _trust(key: tuple, columns: Sequence[Tensor], found: Sequence[Tensor], plain: Callable[..., Sequence[Tensor]]) -> bool:
-    """Compare the first use of an operation's batching rule with a plain call: not all rules of torch are right (cdist).
-
-    Nodes are linear in what they are given, so that a mixture of all columns tells whether the rule is wrong for one of them.
-
-    Args:
-        key: What the rule is trusted for.
-        columns: The columns ``[V, *shape]`` of each output.
-        found: What the rule has returned for them.
-        plain: Calls the node without the rule.
-
-    Returns:
-        Whether they agree. It proves the rule, if the results of some columns differ.
-    """
-    count, largest_entries = len(columns[0]), [c.reshape(len(c), -1).abs().double().amax(1) for c in columns if c.numel()]
-    sizes = torch.stack(largest_entries).amax(0) if largest_entries else torch.ones(count).double()
-    # all columns count, and none like another one
-    weights = (1 + torch.arange(count, device=sizes.device) * 0.618 % 1) / sizes.where(sizes > 0, 1)
-
-    def mixed(tensor: Tensor) -> Tensor:
-        return torch.einsum("v,v...->...", weights.to(wide(tensor).dtype), wide(tensor))
-
-    same, proven = True, False
-    for t, wanted in zip(found, plain(*(mixed(c).to(c.dtype) for c in columns)), strict=True):
-        if t.shape[1:] != wanted.shape:
-            return False
-        if not t.numel():
-            continue
-        most = weights.reshape(-1, *[1] * (t.dim() - 1)) * t.abs()
-        eps = torch.finfo(t.dtype).eps
-        same = same and torch.allclose(mixed(t), wide(wanted), sqrt(eps), sqrt(eps) * largest(most) + 4 * eps * largest(most.sum(0)), True)
-        proven = proven or bool(t.isfinite().all() and (t[1:] != t[:1]).any())
-    if same and proven:
-        _TRUSTED.add(key)
-    return same
 
 
 def saved_tensors(node: Node, results: bool = True) -> Iterator[Tensor]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.func import vjp, vmap
 
 from backpack.core.crossings import SPLIT, Gap, Way
@@ -50,13 +51,19 @@ def is_solvable(gap: Gap) -> bool:
         return False
     layouts = _layouts(gap)
     if (found := _product_of(gap)) is not None:
-        return _is_even(found, layouts)
+        return _is_even(found, layouts) and not _has_samples_in_groups(node, layouts)
     axes = axes_of(node)
     if not axes or gap.states[0] is SPLIT:
         return True
     places = [(layout, len(n[2])) for layout, n in zip(layouts, gap.nexts, strict=False) if n is not None]
     known = all(layout is not None and (layout.of_one or layout.axis - ndim not in axes) for layout, ndim in places)
     return known and len({layout for layout, _ in places}) == 1
+
+
+def _has_samples_in_groups(node: Node, layouts: list[Layout | None]) -> bool:
+    # whether a convolution has kernels for each sample: another number of groups than that of one sample
+    grouped = operation(node) == "Convolution" and saved(node, "groups") > 1
+    return grouped and layouts[0] is not None and layouts[0].axis == 1 and layouts[0].samples > 1
 
 
 def _is_even(found: Product, layouts: list[Layout | None]) -> bool:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from math import sqrt
+
 import torch
 from torch import Size, Tensor
+
+from backpack.utils.precision import largest, wide
 
 
 def unit_columns(shape: Size, like: Tensor) -> Tensor:
@@ -33,3 +38,36 @@ def blocks(length: int, elements: int, limit: int) -> list[slice]:
     """
     step = max(1, limit // max(1, elements))
     return [slice(start, min(length, start + step)) for start in range(0, length, step)]
+
+
+def compare_mixture(columns: Sequence[Tensor], found: Sequence[Tensor], plain: Callable[..., Sequence[Tensor]]) -> tuple[bool, bool]:
+    """Compare what ``torch.vmap`` has made of columns with a plain call: not all of torch's batching rules are right (that of cdist's derivative).
+
+    The function is linear, so that a mixture of all columns tells whether the result is wrong for one of them.
+
+    Args:
+        columns: Arguments ``[[V, *]]``, at least one column.
+        found: The results ``[[V, *]]``.
+        plain: The function, which takes one column.
+
+    Returns:
+        Whether they agree; and whether that proves the rule, since the results of columns differ.
+    """
+    count, tops = len(columns[0]), [c.reshape(len(c), -1).abs().double().amax(1) for c in columns if c.numel()]
+    sizes = torch.stack(tops).amax(0) if tops else columns[0].new_ones(count).double()
+    weights = (1 + torch.arange(count, device=sizes.device) * 0.618 % 1) / sizes.where(sizes > 0, 1)  # each column counts, none like another
+
+    def mixed(tensor: Tensor) -> Tensor:
+        return torch.einsum("v,v...->...", weights.to(wide(tensor).dtype), wide(tensor))
+
+    differ = False
+    for t, wanted in zip(found, plain(*(mixed(c).to(c.dtype) for c in columns)), strict=True):
+        if t.shape[1:] != wanted.shape:
+            return False, False
+        if t.numel():
+            terms, eps = weights.reshape(-1, *[1] * (t.dim() - 1)) * t.abs(), torch.finfo(t.dtype).eps
+            allowed = sqrt(eps) * largest(terms) + 4 * eps * largest(terms.sum(0))
+            if not torch.allclose(mixed(t), wide(wanted), sqrt(eps), allowed, True):
+                return False, False
+            differ = differ or bool(t.isfinite().all() and (t[1:] != t[:1]).any())
+    return True, differ

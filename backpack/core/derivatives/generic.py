@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
 from backpack.core.derivatives.shape_check import apply_checked
-from backpack.utils.columns import unit_columns
+from backpack.utils.columns import compare_mixture, unit_columns
 from backpack.utils.differentiation import complete_gradients, lacks_terms, refuse_biased_norms
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.module_state import kept_random_state, kept_state
@@ -143,8 +143,13 @@ class _Replay:
         return self._columns(product, mat)
 
     def _columns(self, product: Callable[[Tensor], tuple[Tensor, ...]], mat: Tensor) -> Tensor:
+        def one(column: Tensor) -> Tensor:
+            return product(column)[0]
+
         try:
-            return _each(lambda column: product(column)[0], (0,), mat)
+            columns = _each(one, (0,), mat)
+            same = len(mat) <= 1 or compare_mixture([mat], [columns], lambda column: (one(column),))[0]
+            return columns if same else torch.stack([one(column) for column in mat])
         except RuntimeError as error:
             raise UnsupportedError(f"{type(self.module).__name__} cannot be differentiated: {error}") from error
 
