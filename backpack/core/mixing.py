@@ -270,7 +270,8 @@ def _factors_of(walk: Walk, node: Node, layout: Layout, elsewhere: bool) -> Iter
 
 def _misplaced(walk: Walk, node: Node, calls: list[ModuleCall], tensor: Tensor, layout: Layout, unknown: bool) -> UnsupportedError:
     what, shape = calls[0] if calls else title(node), list(tensor.shape)
-    where = f"be all of sample {max(layout.labels)}" if layout.of_one else f"lie on axis {layout.axis}"
+    owner = max(layout.labels, default=-1)
+    where = (f"be all of sample {owner}" if owner >= 0 else "be of no sample") if layout.of_one else f"lie on axis {layout.axis}"
     why = (
         f"may have samples elsewhere: where it comes from is not recorded. If the axis of length {layout.samples} there is another one, use a "
         "mini-batch of another size. Else"
