@@ -8,7 +8,7 @@ from math import sqrt
 import torch
 from torch import Size, Tensor
 
-from backpack.utils.precision import largest, wide
+from backpack.utils.precision import largest
 
 
 def unit_columns(shape: Size, like: Tensor) -> Tensor:
@@ -57,17 +57,17 @@ def compare_mixture(columns: Sequence[Tensor], found: Sequence[Tensor], plain: C
     sizes = torch.stack(tops).amax(0) if tops else columns[0].new_ones(count).double()
     weights = (1 + torch.arange(count, device=sizes.device) * 0.618 % 1) / sizes.where(sizes > 0, 1)  # each column counts, none like another
 
-    def mixed(tensor: Tensor) -> Tensor:
-        return torch.einsum("v,v...->...", weights.to(wide(tensor).dtype), wide(tensor))
+    def weighted(tensor: Tensor) -> Tensor:
+        return weights.reshape(-1, *[1] * (tensor.dim() - 1)) * tensor  # in double precision
 
     differ = False
-    for t, wanted in zip(found, plain(*(mixed(c).to(c.dtype) for c in columns)), strict=True):
+    for t, wanted in zip(found, plain(*(weighted(c).sum(0).to(c.dtype) for c in columns)), strict=True):
         if t.shape[1:] != wanted.shape:
             return False, False
         if t.numel():
-            terms, eps = weights.reshape(-1, *[1] * (t.dim() - 1)) * t.abs(), torch.finfo(t.dtype).eps
-            allowed = sqrt(eps) * largest(terms) + 4 * eps * largest(terms.sum(0))
-            if not torch.allclose(mixed(t), wide(wanted), sqrt(eps), allowed, True):
+            terms, eps = weighted(t), torch.finfo(t.dtype).eps
+            allowed = sqrt(eps) * largest(terms.abs()) + 4 * eps * largest(terms.abs().sum(0))
+            if not torch.allclose(terms.sum(0), wanted.to(terms.dtype), sqrt(eps), allowed, True):
                 return False, False
             differ = differ or bool(t.isfinite().all() and (t[1:] != t[:1]).any())
     return True, differ
