@@ -242,6 +242,7 @@ LOOPS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
     "constants added in place": lambda net, h: net.inner(h).index_add_(1, torch.tensor([2]), STEPS[:1].expand(len(h), 1)).sin(),
     "kernels of each sample": lambda net, h: F.conv1d(h.reshape(1, -1, 2), net.inner(h).view(-1, 1, 2)[..., :1], groups=2 * len(h)).view(-1, 4),
     "a derivative that is zero": lambda net, h: net.inner(h).sgn() + h,
+    "numbers that are rolled": lambda net, h: torch.stack([torch.stack([v.sin().roll(2) for v in u]) for u in net.inner(h)]) + h,
     "sign of a vector of all": lambda net, h: torch.copysign(net.inner(h), net.vector) + net.vector,
     "distances": lambda net, h: torch.cdist(net.inner(h), net.last.weight[:, :4].sin()).repeat(1, 2)[:, :4],
     "distances, one by one": each(lambda net, u, i: torch.cdist(net.inner(u)[None], net.inner.weight.sin())[0]),

@@ -92,6 +92,8 @@ def test_what_is_not_finite_proves_no_batching_rule(number: float) -> None:
     wrong = torch.stack([right[0], right[1] * torch.tensor([1.0, 1, 1.5])])
     assert compare_mixture([columns], [wrong], lambda column: (factors * column,)) == (False, False)
     assert compare_mixture([columns], [right], lambda column: (factors * column,)) == (True, number == 1)
+    same = columns[[0, 1, 0]]  # a rule that turns the order around is right for these only
+    assert compare_mixture([same], [(factors * same).flip(0)], lambda column: (factors * column,)) == (True, False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -27,7 +27,7 @@ _AS_IT_IS = frozenset({"Expand", "_DDPSinkBackward"})
 """Nodes that are not called: a sum over samples would be in the way, or DistributedDataParallel would take it for the backward pass."""
 _STRIDED = frozenset({"AsStridedScatter"})
 """Nodes that read what they are given by its place in memory, and must not be given a part of something larger."""
-_ALONE = _STRIDED | {"Cdist", "SegmentReduce"}
+_ALONE = _STRIDED | {"Cdist", "Roll", "SegmentReduce"}
 """Nodes whose batching rules return something else, as is known: they are called for one column after the other."""
 _TRUSTED: set[tuple] = set()
 """Kinds of nodes whose batching rules have been compared with plain calls."""
