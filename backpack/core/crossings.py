@@ -23,7 +23,7 @@ STATIC = LINEAR - frozenset(
 """Operations whose way with samples follows from shapes and settings: no sum of products, in which zeros in the data can hide samples."""
 ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
-    Erf Sin Cos Neg Clone ToCopy NativeDropout Clamp Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg""".split()
+    Erf Sin Cos Sinh Cosh Neg Clone ToCopy NativeDropout Clamp Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg""".split()
 )
 """Operations that treat every entry alone."""
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
@@ -112,6 +112,14 @@ class Gap:
     def upstream(self) -> list[tuple[Node, int, torch.Size] | None]:
         """Where what it hands on goes."""
         return [n for n, crossing in zip(self.nexts, self.crossings, strict=True) if crossing is not None]
+
+    @property
+    def hides_samples(self) -> bool:
+        """Whether the derivative with respect to some input is exactly zero, so that it is not known where samples lie there; its own may not be."""
+        arrive = [crossing.arrives for crossing in self.crossings if crossing is not None and crossing.way is Way.DATA]
+        return any(layout is not None and layout.labels and max(layout.labels) < 0 < layout.samples for layout in arrive) and any(
+            state is SPLIT or max(state.labels, default=-1) >= 0 for state in self.states.values()
+        )
 
     def call(self, columns: dict[int, Tensor]) -> list[Tensor | None]:
         """Call the node.

@@ -122,6 +122,13 @@ class SignedSqrtFlow(RootFlow):
     def check(self, plan: Plan) -> None:
         for gap in plan.gaps.values():
             curved = curved_in(plan.walk, plan.concerned, gap)
+            if curved and gap.hides_samples:
+                raise UnsupportedError(
+                    f"The derivative of {plan.walk.where(gap.node)} is exactly zero here, so that samples cannot be followed through it, but its "
+                    "second derivative may not be: the diagonal of the Hessian of {names} is not known at this very point, as of parameters that "
+                    "are initialized with zeros. Start anywhere else, use the generalized Gauss-Newton, or leave these parameters out: {exclude}.",
+                    plan.walk.named(curved),
+                )
             if curved and not is_solvable(gap):
                 what = "computes with complex numbers" if has_complex(gap) else "is, or may hide, a curved operation"
                 raise UnsupportedError(
