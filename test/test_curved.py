@@ -22,6 +22,7 @@ from backpack.core import node_functions
 from backpack.core.crossings import Gap
 from backpack.core.residuals import columns_of, residual
 from backpack.extensions import BatchDiagHessian, BatchGrad, DiagHessian
+from backpack.utils.errors import UnsupportedError
 
 POSITIVE = torch.tensor([0.3, 1.7, 0.6], dtype=torch.float64)
 
@@ -431,3 +432,39 @@ def test_births_cost_something() -> None:
         costs.append(explain(net, nn.CrossEntropyLoss(), x, y, [DiagHessian()]).cost)
     for cost, measured in zip(costs, (70, 350, 8), strict=True):
         assert measured / 3 < cost < 3 * measured
+
+
+FLAT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cos": lambda x, p: (x * p).cos(),
+    "cosh": lambda x, p: (x * p).cosh(),
+    "variance": lambda x, p: (x * p).var(1, keepdim=True) + x,
+    "addcmul": lambda x, p: torch.addcmul(x, x * p, x * p),
+    "product": lambda x, p: torch.stack([x * p, x * p], 2).prod(2),
+    "matrices": lambda x, p: torch.baddbmm(x[:, None], (x * p)[:, None], p.diag().expand(len(x), -1, -1))[:, 0],
+}
+
+
+@pytest.mark.parametrize("at", [0.0, 1e-7])
+@pytest.mark.parametrize("name", FLAT)
+def test_derivatives_that_are_zero_hide_no_samples(name: str, at: float) -> None:
+    """Where the first derivative is exactly zero, the second one is not: exact, or refused where the samples cannot be followed."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = nn.Parameter(torch.full((4,), at, dtype=torch.float64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return FLAT[name](x, self.p)
+
+    torch.manual_seed(0)
+    model, x, y = extend(Flat()), torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    try:
+        with backpack(DiagHessian()):
+            F.mse_loss(model(x), y).backward()
+    except UnsupportedError as error:
+        assert not at and "exactly zero" in str(error) and not hasattr(model.p, "diag_h")
+        return
+    truth = torch.autograd.functional.hessian(lambda p: F.mse_loss(FLAT[name](x, p), y), model.p.detach()).diagonal()
+    assert truth.any()
+    torch.testing.assert_close(model.p.diag_h, truth)

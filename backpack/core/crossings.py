@@ -115,11 +115,13 @@ class Gap:
 
     @property
     def hides_samples(self) -> bool:
-        """Whether the derivative with respect to some input is exactly zero, so that it is not known where samples lie there; its own may not be."""
-        arrive = [crossing.arrives for crossing in self.crossings if crossing is not None and crossing.way is Way.DATA]
-        return any(layout is not None and layout.labels and max(layout.labels) < 0 < layout.samples for layout in arrive) and any(
-            state is SPLIT or max(state.labels, default=-1) >= 0 for state in self.states.values()
-        )
+        """Whether the derivative for some input is exactly zero for all samples, or all but one: where they lie there is not known."""
+        known = max((len(set(state.labels) - {-1}) for state in self.states.values() if state is not SPLIT), default=0)
+        for crossing in self.crossings:
+            labels = crossing.arrives.labels if crossing is not None and crossing.way is Way.DATA and crossing.arrives is not None else ()
+            if -1 in labels and len(set(labels)) <= min(known, 2):  # of one sample at most
+                return True
+        return False
 
     def call(self, columns: dict[int, Tensor]) -> list[Tensor | None]:
         """Call the node.

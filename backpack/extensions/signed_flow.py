@@ -89,6 +89,8 @@ class SignedSqrtFlow(RootFlow):
         if not curved_in(walk, concerned, gap):
             return None
         signs, born = residual(gap, grad)
+        if gap.hides_samples and any(part.columns.any() for part in born):
+            raise _hidden(walk, concerned, gap)
         return Source(0, signs), born
 
     def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> Iterator[tuple[Source, Tensor, dict[str, Tensor]]]:
@@ -122,13 +124,8 @@ class SignedSqrtFlow(RootFlow):
     def check(self, plan: Plan) -> None:
         for gap in plan.gaps.values():
             curved = curved_in(plan.walk, plan.concerned, gap)
-            if curved and gap.hides_samples:
-                raise UnsupportedError(
-                    f"The derivative of {plan.walk.where(gap.node)} is exactly zero here, so that samples cannot be followed through it, but its "
-                    "second derivative may not be: the diagonal of the Hessian of {names} is not known at this very point, as of parameters that "
-                    "are initialized with zeros. Start anywhere else, use the generalized Gauss-Newton, or leave these parameters out: {exclude}.",
-                    plan.walk.named(curved),
-                )
+            if curved and gap.hides_samples and operation(gap.node) in PRODUCTS:  # others tell whether they are curved at this point
+                raise _hidden(plan.walk, plan.concerned, gap)
             if curved and not is_solvable(gap):
                 what = "computes with complex numbers" if has_complex(gap) else "is, or may hide, a curved operation"
                 raise UnsupportedError(
@@ -145,6 +142,15 @@ class SignedSqrtFlow(RootFlow):
             "if it is a normalization, let its weight and bias follow it (`weight * F.layer_norm(x, shape) + bias`), ",
         )
         refuse_curved(plan, "The diagonal of the Hessian")
+
+
+def _hidden(walk: Walk, concerned: int, gap: Gap) -> UnsupportedError:
+    return UnsupportedError(
+        f"The derivative of {walk.where(gap.node)} is exactly zero here, so that samples cannot be followed through it, but its second derivative is "
+        "not, or may not be: the diagonal of the Hessian of {names} is not known at this very point, as where parameters are initialized with "
+        "zeros. Start anywhere else, use the generalized Gauss-Newton, or leave these parameters out: {exclude}.",
+        walk.named(curved_in(walk, concerned, gap)),
+    )
 
 
 class _AtInput:
