@@ -468,3 +468,27 @@ def test_derivatives_that_are_zero_hide_no_samples(name: str, at: float) -> None
     truth = torch.autograd.functional.hessian(lambda p: F.mse_loss(FLAT[name](x, p), y), model.p.detach()).diagonal()
     assert truth.any()
     torch.testing.assert_close(model.p.diag_h, truth)
+
+
+ORDER = torch.tensor([2, 0, 4, 3, 1])
+ROWS_OF_ZEROS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "permuted": (lambda h: h[ORDER], lambda z: z[ORDER.argsort()]),
+    "permuted, time first": (lambda h: h.transpose(0, 1)[:, ORDER], lambda z: z[:, ORDER.argsort()].transpose(0, 1)),
+    "permuted, flat": (lambda h: h[ORDER].flatten(0, 1), lambda z: z.unflatten(0, (5, 2))[ORDER.argsort()]),
+    "time first, flat": (lambda h: h.transpose(0, 1).flatten(0, 1), lambda z: z.unflatten(0, (2, 5)).transpose(0, 1)),
+}
+
+
+@pytest.mark.parametrize("zeros", [(1,), (0, 3), (0, 1, 2)])
+@pytest.mark.parametrize("order", ROWS_OF_ZEROS)
+@pytest.mark.parametrize("function", [lambda h: h.var(-1), lambda h: h.prod(-1)], ids=["variance", "product"])
+def test_rows_of_zeros_keep_their_samples(function: Callable[[Tensor], Tensor], order: str, zeros: tuple[int, ...]) -> None:
+    """Samples whose derivative is exactly zero have a second derivative of their own, in whichever order their rows lie."""
+    there, back = ROWS_OF_ZEROS[order]
+    net = Net(lambda net, x: net.b(back(function(there(net.a(x))))), a=Linear(2, 3), b=Linear(2, 4)).double()
+    nn.init.zeros_(net.a.bias)
+    x = randn(5, 2, 2, dtype=torch.float64)
+    x[list(zeros)] = 0
+    problem = classify(net, x)
+    run(problem, BatchDiagHessian())
+    QUANTITIES["BatchDiagHessian"].check(Oracle(problem), collect(problem, "diag_h_batch"))

@@ -268,6 +268,20 @@ def _summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
     return Crossing(SPLIT if arrives is None else Way.DATA, layout, arrives)
 
 
+def _completed(layout: Layout, state: Layout) -> Layout:
+    """Give rows whose sample a derivative of zero hides to the sample at the same place in the output, where the others lie as there, too.
+
+    Args:
+        layout: Where the samples lie in what a node returns; the label of such a row is -1.
+        state: Where they lie in its output.
+
+    Returns:
+        The layout, with labels where they are known.
+    """
+    as_there = len(layout.labels) == len(state.labels) and all(one in (-1, other) for one, other in zip(layout.labels, state.labels, strict=True))
+    return layout._replace(labels=state.labels) if as_there and not layout.of_one else layout
+
+
 _CROSSINGS: dict[Any, list[Crossing | None]] = {}
 
 
@@ -303,6 +317,8 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
             continue
         layout, certain = decode(returned, samples, axis)
         settled = settled and certain
+        if layout is not None and key is None:
+            layout = _completed(layout, next(iter(states.values())))
         if layout is None:
             crossings.append(Crossing(Way.MASKED, None, None))
             continue

@@ -22,7 +22,7 @@ from backpack.core.linear import PRODUCTS, is_linear
 from backpack.core.node_functions import product
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born, has_complex, is_solvable, pairs, residual, sizes_of
-from backpack.core.samples import Layout, add_rows
+from backpack.core.samples import Layout, add_rows, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
 from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, separate_rows
@@ -89,7 +89,7 @@ class SignedSqrtFlow(RootFlow):
         if not curved_in(walk, concerned, gap):
             return None
         signs, born = residual(gap, grad)
-        if gap.hides_samples and any(part.columns.any() for part in born):
+        if any(_is_hidden(gap, part) for part in born):
             raise _hidden(walk, concerned, gap)
         return Source(0, signs), born
 
@@ -142,6 +142,16 @@ class SignedSqrtFlow(RootFlow):
             "if it is a normalization, let its weight and bias follow it (`weight * F.layer_norm(x, shape) + bias`), ",
         )
         refuse_curved(plan, "The diagonal of the Hessian")
+
+
+def _is_hidden(gap: Gap, part: Born) -> bool:
+    # whether columns are born in rows whose sample is not known, because a derivative is zero there
+    crossing = gap.crossings[part.number]
+    if part.layout is None or crossing is None or crossing.arrives is None or -1 not in crossing.arrives.labels:
+        return gap.hides_samples and bool(part.columns.any())
+    unknown = label_tensor(crossing.arrives.labels, part.columns.device) < 0
+    rows = part.columns.movedim(1 + part.layout.axis, 0)
+    return bool((rows if gap.hides_samples or len(rows) != len(unknown) else rows[unknown]).any())
 
 
 def _hidden(walk: Walk, concerned: int, gap: Gap) -> UnsupportedError:
