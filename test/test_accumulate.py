@@ -701,6 +701,17 @@ def test_steps_between_passes_are_warned_of() -> None:
     assert model.bias.grad_batch.shape == (8, 2)
 
 
+def test_unscaled_results_cannot_be_added_to() -> None:
+    model, x = extend(nn.Linear(3, 2)), torch.rand(4, 3)
+    with backpack(extensions.BatchGrad(), accumulate=True):
+        model(x).sum().backward()
+        unscale(model, 2.0)
+        before = model.bias.grad_batch.clone()
+        with pytest.raises(UnsupportedError, match=r"bias\.grad_batch was unscaled between passes that accumulate"):
+            model(x).sum().backward()
+        assert torch.equal(model.bias.grad_batch, before)
+
+
 def test_unscale_refuses_what_it_does_not_know() -> None:
     """Nothing is changed then."""
     problem = CASES["logreg"].build(N)

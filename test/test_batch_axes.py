@@ -285,3 +285,32 @@ def test_samples_are_those_of_the_model(case: str, samples: int, steps: int, nes
 
 def jacobian_of(out: Tensor, parameter: Tensor) -> Tensor:
     return torch.stack([torch.autograd.grad(entry, parameter, retain_graph=True)[0] for entry in out.flatten()])
+
+
+class Ragged(nn.Module):
+    """Sequences of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(rows).tanh().mean(0) for rows in x.unbind()])
+
+
+def test_nested_tensors_are_samples() -> None:
+    """A nested tensor that the model takes apart is read like a list of samples."""
+    rows, y = [torch.randn(length, 2, dtype=torch.float64) for length in (2, 4, 3)], torch.tensor([0, 3, 1])
+    model, lossfunc = Ragged().double(), nn.CrossEntropyLoss()
+    expected = [torch.autograd.grad(lossfunc(model(torch.stack([x])), y[n : n + 1]) / 3, model.layer.weight)[0] for n, x in enumerate(rows)]
+    with backpack(BatchGrad()):
+        extend(lossfunc)(extend(model)(torch.nested.nested_tensor(rows, layout=torch.jagged)), y).backward()
+    close(model.layer.weight.grad_batch, torch.stack(expected))
+
+
+def test_layers_do_not_return_nested_tensors() -> None:
+    model = extend(nn.Linear(2, 4))
+    out = model(torch.nested.nested_tensor([torch.rand(2, 2), torch.rand(4, 2)], layout=torch.jagged))
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"nested tensor.*padded tensors with masks"):
+        torch.nested.to_padded_tensor(out, 0.0).sum().backward()
+    assert results(model) == {}

@@ -575,3 +575,23 @@ def test_copies(first: str, kind: str, made: Callable) -> None:
         expected = others if made is copy.deepcopy or first != "alone" else ["first.weight", "first.bias", *others]
         assert fields(model, extension) == fields(model, copy.copy(extension)) == expected
         assert len(extension.excluded()) <= 3 + 2 * 4
+
+
+def functional() -> Problem:
+    torch.manual_seed(0)
+    return classify(Net(lambda net, x: net.b(net.a(x).sin()), **layers(3, 3, 4)()).double(), randn(N, 3, dtype=torch.float64))
+
+
+def test_functions_behind_what_is_left_out_are_crossed_for_others() -> None:
+    """A recursion over modules cannot go through a function, but beside it other quantities do."""
+    problem, oracle = functional(), Oracle(functional())
+    chosen = [KFRA(exclude=["a"]), HMP(exclude=["a"]), *(QUANTITIES[name].make() for name in ("BatchGrad", "DiagGGNExact", "DiagHessian"))]
+    run(problem, *chosen)
+    for name in ("BatchGrad", "DiagGGNExact", "DiagHessian"):
+        QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+    assert set(collect(problem, "kfra")) == {"b.weight", "b.bias"} == set(collect(problem, "hmp"))
+    net = problem.model
+    head = Oracle(Problem(nn.Sequential(net.b), net.a(problem.x).sin().detach(), problem.terms))
+    for name in ("KFRA", "HMP"):
+        found = collect(problem, QUANTITIES[name].field)
+        QUANTITIES[name].check(head, {key.replace("b.", "0."): value for key, value in found.items()})

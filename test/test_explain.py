@@ -376,3 +376,27 @@ def test_overwritten_tensor_of_which_only_the_shape_is_read() -> None:
         problem.loss(problem.outputs()).backward(retain_graph=True)
     for name, value in outcome(other, KFLR()).items():
         assert all(map(torch.equal, value, results(problem.model)[name]["kflr"]))
+
+
+def test_text_tells_refusals_and_what_gets_no_gradient() -> None:
+    """Reasons are numbered, what is left of an extension can be copied from the text, and wide tables are cut."""
+
+    class Mixing(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.head, self.unused = Linear(4, 3), BatchNorm1d(3), Linear(3, 3), Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.norm(self.first(x)))
+
+    data = torch.rand(5, 4), torch.randint(3, (5,))
+    chosen = [BatchGrad(), KFAC(), DiagGGNMC(), HMP(exclude=["first", "norm"])]
+    explanation = explain(Mixing(), CrossEntropyLoss(), *data, chosen)
+    text = " ".join(str(explanation).split())
+    assert max(map(len, str(explanation).splitlines())) <= 150
+    assert "refused [1]" in text and "[1] The samples of the mini-batch influence one another" in text
+    assert not any(line.startswith("[2]") for line in str(explanation).splitlines())
+    assert 'All that is not refused: BatchGrad(exclude=["first.weight", "first.bias"])' in text
+    assert explanation.quantities[0].exclude == 'exclude=["first.weight", "first.bias"]' and explanation.quantities[3].exclude == ""
+    assert "No gradient" in text and text.index("unused.bias.") > text.index("No gradient")
+    assert "Nothing is left of KFRA." in str(explain(Mixing(), CrossEntropyLoss(), *data, [KFRA(exclude=["norm", "head"])]))

@@ -421,6 +421,18 @@ def test_context_sets_and_restores() -> None:
     assert settings() == before
 
 
+def test_settings_outside_of_contexts() -> None:
+    """Those that existing code sets by itself hold until they are set again."""
+    try:
+        CTX.set_debug(True)
+        CTX.set_retain_graph(True)
+        assert settings() == ((), True, package.no_op, True)
+    finally:
+        CTX.set_debug(False)
+        CTX.set_retain_graph(False)
+    assert settings() == ((), False, package.no_op, False)
+
+
 def test_nested_contexts_replace() -> None:
     problem, seen = extended(), []
     with backpack(BatchGrad(), extension_hook=lambda m: seen.append(("outer", m))):
@@ -1477,6 +1489,11 @@ def test_create_graph() -> None:
     (expected,) = torch.autograd.grad(grads[0].sum(), weight, retain_graph=True)
     close(slope, expected)
     torch.autograd.grad(sum(g.square().sum() for g in grads), params)
+
+
+def test_only_tensors_are_left_out() -> None:
+    with pytest.raises(TypeError, match=r"leave_out\(\) needs a tensor, got 3.0 of type float"):
+        package.leave_out(3.0)
 
 
 def test_penalty_on_the_gradient() -> None:

@@ -119,6 +119,7 @@ def test_hessian_of_linear_function_is_zero(inputs: list[Tensor]) -> None:
     Hx, Hz = hessian_vector_product((2 * x).sum() + (z**2).sum(), [x, z], [rand(2, 3), torch.ones(3, 2, dtype=torch.float64)])
     assert torch.equal(Hx, torch.zeros(2, 3, dtype=torch.float64))
     assert torch.equal(Hz, torch.full((3, 2), 2.0, dtype=torch.float64))
+    assert not hessian_vector_product((z**2).sum(), x, rand(2, 3))[0].any()
 
 
 def test_hessian_vector_product_checks_shapes(inputs: list[Tensor]) -> None:

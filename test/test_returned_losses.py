@@ -551,3 +551,23 @@ def test_a_doubt_comes_before_what_follows_from_a_wrong_guess() -> None:
         model(torch.randn(3, 3, 4)).backward()
     first = caught.value.parts[0]
     assert "so that samples can only be told from the modules inside" in str(first)
+
+
+def test_loss_with_an_axis_of_its_own() -> None:
+    """Its only entry is no sample."""
+
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.layer(x), y).reshape(1)
+
+    model, x, y = Scored().double(), torch.randn(5, 4, dtype=torch.float64), torch.randint(3, (5,))
+    expected = sample_gradients(model, [model(x[n : n + 1], y[n : n + 1]).squeeze() for n in range(5)])
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x, y).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)

@@ -235,6 +235,16 @@ def test_gradient_of_an_input_with_other_data_after_the_forward_pass() -> None:
     assert not any(hasattr(parameter, "grad_batch") for parameter in model.parameters())
 
 
+def test_labels_that_are_changed_in_place() -> None:
+    """The loss's Hessian is that of the labels that it was given."""
+    model, y = extend(Linear(3, 2)), torch.ones(N, dtype=torch.long)
+    loss = extend(CrossEntropyLoss())(model(torch.rand(N, 3)), y)
+    y.zero_()
+    with backpack(DiagGGNExact()), pytest.raises(OverwrittenError, match=r"input1 of module CrossEntropyLoss of shape.* in place"):
+        loss.backward()
+    assert results(model) == {}
+
+
 def test_two_losses_on_one_output() -> None:
     def problem() -> Problem:
         made = build(mlp, (4,))

@@ -765,3 +765,11 @@ def test_arguments() -> None:
     for name, value in {"samples": 0, "entries": 1.5, "rtol": 0.0, "atol": -1.0, "output": 3, "dtype": "x"}.items():
         with pytest.raises(ArgumentError, match=name):
             verify(model, lossfunc, X, y, grad, **{name: value})
+
+
+def test_model_that_cannot_be_copied() -> None:
+    """It keeps a tensor of an earlier graph: the reason is that of ``copy.deepcopy``."""
+    model = Linear(3, 2)
+    model.last = model(torch.rand(1, 3))
+    with pytest.raises(ArgumentError, match=r"verify\(\) works on a copy of the model.*graph leaves"):
+        verify(model, MSELoss(), torch.rand(4, 3), torch.rand(4, 2), extensions.BatchGrad())
