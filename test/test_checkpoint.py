@@ -20,7 +20,7 @@ from torch.nn import Linear, ModuleList, Sequential, Tanh
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, GraphExecGroup, checkpoint, checkpoint_sequential, create_selective_checkpoint_contexts
 
-from backpack import backpack, disable, extend
+from backpack import backpack, disable, extend, results
 from backpack.extensions import BatchGrad, DiagGGNExact
 from backpack.utils.errors import UnsupportedError
 
@@ -235,6 +235,28 @@ def test_changed_between_the_passes(when: str) -> None:
         loss.backward()
     for name, p in net.model.named_parameters():
         torch.testing.assert_close(p.grad, Oracle(problem("modules", plain)).grad[name])
+
+
+def test_parts_that_do_something_else_when_they_run_again() -> None:
+    """The layer is called as a function then, so that its tensors are not there."""
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.calls = Linear(3, 3), Linear(3, 2), 0
+
+        def part(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            with disable() if self.calls > 1 else nullcontext():
+                return self.a(x).tanh()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(checkpoint(self.part, x, use_reentrant=False))
+
+    model = extend(Changing())
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"^a lies in a checkpointed part.*alike both times"):
+        model(randn(4, 3)).sum().backward()
+    assert results(model) == {}
 
 
 def test_recorded_tensors_can_be_read() -> None:

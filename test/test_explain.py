@@ -17,7 +17,7 @@ from test_exclude import arguments_in
 from test_extensions import QUANTITIES
 from test_models import fresh
 from torch import Tensor
-from torch.nn import BatchNorm1d, CrossEntropyLoss, Dropout, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
+from torch.nn import LSTM, BatchNorm1d, CrossEntropyLoss, Dropout, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
 from torch.nn.functional import cross_entropy, linear, mse_loss
 
 from backpack import backpack, explain, extend, results, unextend
@@ -400,3 +400,18 @@ def test_text_tells_refusals_and_what_gets_no_gradient() -> None:
     assert explanation.quantities[0].exclude == 'exclude=["first.weight", "first.bias"]' and explanation.quantities[3].exclude == ""
     assert "No gradient" in text and text.index("unused.bias.") > text.index("No gradient")
     assert "Nothing is left of KFRA." in str(explain(Mixing(), CrossEntropyLoss(), *data, [KFRA(exclude=["norm", "head"])]))
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, KFLR, DiagGGNMC])
+def test_fused_recurrent_layers(extension: Callable[[], BackpropExtension]) -> None:
+    """In single precision they are one node with several products inside."""
+
+    class Last(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = LSTM(3, 2, batch_first=True), Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.layer(x)[0][:, -1])
+
+    check(lambda: Problem(Last(), torch.rand(4, 5, 3), [Term(CrossEntropyLoss(), torch.randint(3, (4,)))]), extension)

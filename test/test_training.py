@@ -99,6 +99,27 @@ def test_sum_of_losses_of_two_forward_passes(make: Callable[[], Module]) -> None
     check_step(problem, make)
 
 
+def test_losses_of_some_samples_beside_one_of_all() -> None:
+    """Heads that are given features of all samples, and of some: rows of the one are not those of the other."""
+
+    class Heads(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.all, self.some = Linear(4, 3), Linear(3, 3), Linear(3, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.body(x).tanh()
+            return self.all(h), self.some(h[:2])
+
+    model, lossfunc = extend(Heads()), extend(CrossEntropyLoss())
+    y = torch.zeros(4, dtype=torch.long)
+    of_all, of_some = model(torch.rand(4, 4))
+    message = r"Mini-batches of (4 and of 2|2 and of 4) samples meet.*body\.weight, body\.bias are ambiguous"
+    with pytest.raises(NotImplementedError, match=message), backpack(BatchGrad()):
+        (lossfunc(of_all, y) + lossfunc(of_some, y[:2])).backward()
+    assert results(model) == {}
+
+
 # --- parameters that are not the model's own --------------------------------------------------------------------------------------------------
 
 
