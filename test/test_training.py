@@ -11,11 +11,11 @@ from oracle import Oracle, Problem
 from test_extensions import close, sum_batch
 from test_front_door import FIELDS, N, Net, Tied, build, chain, check, check_step, extended, loss_of, results, truth, values
 from torch import Tensor, nn
-from torch.nn import Linear, Module, Parameter, Sequential
+from torch.nn import CrossEntropyLoss, Linear, Module, Parameter, Sequential
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from backpack import backpack, clear
+from backpack import backpack, clear, extend
 from backpack.extensions import HMP, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
 from backpack.utils.errors import BackpackError
 
