@@ -481,7 +481,11 @@ ROWS_OF_ZEROS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Te
 
 @pytest.mark.parametrize("zeros", [(1,), (0, 3), (0, 1, 2)])
 @pytest.mark.parametrize("order", ROWS_OF_ZEROS)
-@pytest.mark.parametrize("function", [lambda h: h.var(-1), lambda h: h.prod(-1)], ids=["variance", "product"])
+@pytest.mark.parametrize(
+    "function",
+    [lambda h: h.var(-1), lambda h: h.prod(-1), lambda h: torch.stack([rows.var(-1) for rows in h])],
+    ids=["variance", "product", "variance, in a loop"],
+)
 def test_rows_of_zeros_keep_their_samples(function: Callable[[Tensor], Tensor], order: str, zeros: tuple[int, ...]) -> None:
     """Samples whose derivative is exactly zero have a second derivative of their own, in whichever order their rows lie."""
     there, back = ROWS_OF_ZEROS[order]

@@ -269,7 +269,7 @@ def _summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
 
 
 def _completed(layout: Layout, state: Layout) -> Layout:
-    """Give rows whose sample a derivative of zero hides to the sample at the same place in the output, where the others lie as there, too.
+    """Give rows whose sample a derivative of zero hides to the only sample of the output, or to that at the same place, where others lie as there, too.
 
     Args:
         layout: Where the samples lie in what a node returns; the label of such a row is -1.
@@ -278,6 +278,8 @@ def _completed(layout: Layout, state: Layout) -> Layout:
     Returns:
         The layout, with labels where they are known.
     """
+    if state.of_one and -1 not in state.labels and state.labels:
+        return layout._replace(labels=state.labels[:1] * len(layout.labels))
     as_there = len(layout.labels) == len(state.labels) and all(one in (-1, other) for one, other in zip(layout.labels, state.labels, strict=True))
     return layout._replace(labels=state.labels) if as_there and not layout.of_one else layout
 
@@ -317,7 +319,7 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
             continue
         layout, certain = decode(returned, samples, axis)
         settled = settled and certain
-        if layout is not None and key is None:
+        if layout is not None and operation(node) not in LINEAR:
             layout = _completed(layout, next(iter(states.values())))
         if layout is None:
             crossings.append(Crossing(Way.MASKED, None, None))

@@ -261,7 +261,8 @@ def _sizes_in_blocks(values: list[Tensor], labels: Tensor, samples: int) -> Tens
     """
     counts = labels.bincount(minlength=samples)
     squares = [torch.zeros(samples, dtype=wide(v).dtype, device=v.device).index_add(0, labels, wide(v).square().mean(0)) / counts for v in values]
-    return torch.stack([_units(total)[labels] for total, v in zip(squares, values, strict=True) for _ in v], 1)
+    units = torch.stack([_units(total)[labels] for total, v in zip(squares, values, strict=True) for _ in v], 1)
+    return torch.maximum(units, units.amax(1, keepdim=True) * torch.finfo(units.dtype).eps ** 0.5)  # see pairs
 
 
 def _linear_in_first(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,7 +350,9 @@ def pairs(one: Tensor, other: Tensor, ratio: Tensor) -> tuple[tuple[Tensor, Tens
     Returns:
         Both parts of the columns ``[2 P, N, *]``, and signs ``[2 P, N]``.
     """
-    scale = (other.flatten(2).norm(dim=2) * ratio).sqrt().to(other.dtype)
+    # a mean that is zero but for rounding errors is no smaller than what it is made of: sizes that differ by more are not what they seem to be
+    least = torch.finfo(ratio.dtype).eps ** 0.5
+    scale = (other.reshape(*other.shape[:2], other.shape[2:].numel()).norm(dim=2) * ratio.clamp(least, 1 / least)).sqrt().to(other.dtype)
     scales = [
         (factor * 0.5**0.5).reshape(*scale.shape, *[1] * (t.dim() - 2))
         for factor, t in ((scale, one), (torch.where(scale > 0, 1 / scale, 0.0), other))
