@@ -269,7 +269,7 @@ def _summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
 
 
 def _completed(layout: Layout, state: Layout) -> Layout:
-    """Give rows whose sample a derivative of zero hides to the only sample of the output, or to that at the same place, where others lie as there, too.
+    """Give rows whose sample a derivative of zero hides to the only sample of the output, or to that in the same place, if others lie as there.
 
     Args:
         layout: Where the samples lie in what a node returns; the label of such a row is -1.
