@@ -426,3 +426,71 @@ def test_modules_that_return_whatever_they_are_given(wrap: Callable, unwrap: Cal
         model(x).square().sum().backward()
     for i, parameter in enumerate(model.parameters()):
         close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
+CHOSEN = torch.tensor([1, 3])
+
+
+class Partly(nn.Module):
+    """Returns features, and what was made of those of some samples, or of all of them in another order."""
+
+    def __init__(self, way: Callable[[nn.Module, Tensor], Tensor], features: Callable[[nn.Module, Tensor], Tensor], first: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.matrix, self.scale = nn.Linear(3, 4), nn.Linear(4, 4), nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.ones(4))
+        self.way, self.features, self.first = way, features, first
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.features(self, x)
+        other = self.way(self, z)
+        return (z, other) if self.first else (other, z)
+
+
+PARTS: dict[str, Callable[[Partly, Tensor], Tensor]] = {
+    "some rows": lambda net, z: torch.zeros_like(z).index_put((CHOSEN,), net.head(z[CHOSEN])),
+    "mask": lambda net, z: torch.where(torch.tensor([[False], [True], [True], [False]]), z.tanh(), z.detach()),
+    "detached but one": lambda net, z: torch.stack([z[0].detach(), z[1].detach(), z[2], z[3].detach()]) * net.scale,
+    "dead for all": lambda net, z: torch.where(z > 1e6, z, net.scale),
+}
+FEATURES: dict[str, Callable[[Partly, Tensor], Tensor]] = {
+    "layer": lambda net, x: net.body(x).tanh(),
+    "product": lambda net, x: x @ net.matrix,
+    "weight of functions": lambda net, x: F.linear(x, net.body.weight.softmax(0), net.body.bias),
+}
+
+
+def first_order_of(net: Partly, x: Tensor, weights: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Gradients of each sample, by autograd, and the loss of all."""
+    z, other = net(x)
+    losses = ((z - 1).square() + weights * other.square()).sum(1)
+    used = {name: p for name, p in net.named_parameters() if torch.autograd.grad(losses.sum(), p, retain_graph=True, allow_unused=True)[0] is not None}
+    rows = [torch.autograd.grad(loss, tuple(used.values()), retain_graph=True, allow_unused=True, materialize_grads=True) for loss in losses]
+    return dict(zip(used, map(torch.stack, zip(*rows, strict=True)), strict=True)), losses.sum()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("part", PARTS)
+def test_outputs_that_are_made_of_some_samples_of_others(part: str, features: str, first: bool) -> None:
+    """Gradients arrive at the rows of features from the loss, too, where nothing arrives from the other output."""
+    torch.manual_seed(0)
+    net, x, weights = Partly(PARTS[part], FEATURES[features], first).double(), torch.randn(4, 3, dtype=torch.float64), torch.rand(4).double()
+    expected, _ = first_order_of(net, x, weights)
+    extend(net)
+    _, loss = first_order_of(net, x, weights)
+    with backpack(BatchGrad()):
+        loss.backward()
+    assert {name for name, p in net.named_parameters() if hasattr(p, "grad_batch")} == set(expected)
+    for name, gradients in expected.items():
+        close(net.get_parameter(name).grad_batch, gradients)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("change", [lambda z: z.roll(1, 0), lambda z: z.flip(0), lambda z: z[[2, 0, 3, 1]]], ids=["roll", "flip", "index"])
+def test_outputs_that_are_others_in_another_order(change: Callable[[Tensor], Tensor], features: str, first: bool) -> None:
+    """Which of both tells the samples is not known."""
+    net = extend(Partly(lambda net, z: change(z), FEATURES[features], first))
+    z, other = net(torch.randn(4, 3))
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="in another order"):
+        (z.square().sum() + other.square().sum()).backward()
+    assert results(net) == {}

@@ -66,7 +66,6 @@ class Plan(Tracking):
         self.composites: dict[Node, Composite] = {}
         self.gaps: dict[Node, Gap] = {}
         self.loose: list[Parameter] = []
-        self._bare: set[Node] = set()
         self._claimed: set[ModuleCall] = set()
         self._passed: set[Node] = set()
         self.concerned = (1 << len(walk.parameters)) - 1
@@ -125,6 +124,8 @@ class Plan(Tracking):
             if node in self._bare or node not in self._passed:
                 self._pass_without_samples(node)
             return
+        if node in self._bare:
+            self._complete(node, marks)
         if node in self._passed:  # autograd's gradient there is that of a product which has been read, too
             states.update(dict.fromkeys(states, SPLIT))
         if SPLIT in states.values():

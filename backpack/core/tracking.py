@@ -17,7 +17,7 @@ from backpack.core.graph import operation, shape_of
 from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_without_loss
 from backpack.core.origins import is_of_parameter
-from backpack.core.refusals import ambiguous, mixing, other_rows, refuse_prediction, sizes, turned, unequal
+from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
 from backpack.core.samples import Layout, first_axis, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output
@@ -50,6 +50,7 @@ class Tracking:
         self.batches: dict[Parameter, int] = {}
         self._samples_at: dict[Node, int] = {}
         self._above: set[Node] = set()
+        self._bare: set[Node] = set()
         self._curved: dict[Node, Node] = {}
         self._unsure: set[Node] = set()
         self._guessed: dict[Node, frozenset[Node]] = {}
@@ -138,6 +139,27 @@ class Tracking:
                 return
         self.states.setdefault(node, {})[mark.nr] = start
         self._samples_at[node] = size
+
+    def _complete(self, node: Node, marks: Iterable[Mark]) -> None:
+        """Know all rows where gradients arrive from places without samples, too: they are those of the model's output, or lie in the usual order.
+
+        Args:
+            node: The node.
+            marks: Its marks.
+        """
+        for nr, state in self.states[node].items():
+            if state is SPLIT:
+                continue
+            starts = [start_at_output(self.walk, node, mark, known=True) for mark in marks if mark.nr == nr and mark.call.root]
+            start = next((start for start in starts if start is not None and start.samples == state.samples), None)
+            if start is None and -1 in state.labels:
+                start = settle(state) if max(state.labels) >= 0 and settle(state).plain else None
+                if start is None:
+                    self._note(bare(self.walk, node))
+            if start is not None:
+                self.states[node][nr] = unite(state, start) or start
+                if unite(state, start) is None:
+                    self._note(ambiguous(self.walk, (node, nr), state, start))
 
     def _doubt(self, node: Node, shape: Size, samples: int) -> None:
         """Note that samples could lie elsewhere, as far as shapes tell, if they start at a guess.
