@@ -94,7 +94,7 @@ def carried(model: Module, union: bool, doing: str) -> list[tuple[str, Parameter
     found, done = [], []
     for name, parameter in model.named_parameters():
         notes = owners.notes(parameter)
-        for field in sorted((savefields | notes.keys()) & vars(parameter).keys()):
+        for field in sorted(savefields & vars(parameter).keys()):
             what, note = f"{name}.{field}", notes.get(field)
             if note is None:
                 raise UnsupportedError(

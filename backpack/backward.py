@@ -105,14 +105,11 @@ class backpack:  # noqa: N801
                     f"backpack() needs instances of extensions (backpack.extensions), got {ext!r} of type {type(ext).__name__}.{hint}"
                 )
         fields = [ext.savefield for ext in exts]
-        for ext in exts:
-            field = ext.savefield
+        for ext, field in zip(exts, fields, strict=True):
             if not isinstance(field, str) or not field or field in _NEEDED or hasattr(type(getattr(Parameter, field, None)), "__set__"):
-                raise ArgumentError(
-                    f"{type(ext).__name__} must save to a name that parameters have no use for themselves, got savefield={ext.savefield!r}."
-                )
-            if fields.count(ext.savefield) > 1:
-                raise ArgumentError(f"Two active extensions save to {ext.savefield!r}, so that one would overwrite the other. Use two contexts.")
+                raise ArgumentError(f"{type(ext).__name__} must save to a name that parameters have no use for themselves, got savefield={field!r}.")
+            if fields.count(field) > 1:
+                raise ArgumentError(f"Two active extensions save to {field!r}, so that one would overwrite the other. Use two contexts.")
         if extension_hook is not None and not callable(extension_hook):
             raise ArgumentTypeError(f"extension_hook must be a function of a module, got {extension_hook!r}.")
         require_type(dtype, adds=accumulate)
@@ -367,7 +364,7 @@ def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[Ba
                 notes.pop(field, None)
                 continue
             if id(parameter) not in used:
-                ours = notes[field] is not None and notes[field].context == entry.number
+                ours = getattr(notes.get(field), "context", None) == entry.number
                 if ours and (parameter.requires_grad or entry.context.accumulate):
                     continue
             value = carried.pop(field)

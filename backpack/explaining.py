@@ -73,8 +73,8 @@ def explain(model: Module, lossfunc: Any, X: Any, y: Any, extensions: Iterable[B
     modules = [model, *([lossfunc] if isinstance(lossfunc, Module) else [])]
     with _extended(modules), _untouched(modules), backpack(), torch.enable_grad():
         loss = call_with(lossfunc, (call_with(model, (), X),), y)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            raise ArgumentError(f"explain() needs a loss of one entry that depends on trainable parameters, lossfunc returned {loss!r}.")
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.grad_fn is None:
+            raise ArgumentError(f"explain() needs a loss of one entry that was computed from trainable parameters, lossfunc returned {loss!r}.")
         return explain_loss(model, loss, extensions)
 
 
@@ -329,7 +329,7 @@ def _flat(value: Any) -> Iterator[Tensor]:
 
 
 def _lower(node: Any) -> str:
-    return operation(node).removesuffix("Backward").lower() or node.name()
+    return operation(node).removesuffix("Backward").lower()
 
 
 def _rules(plan: Plan) -> dict[Parameter, str]:

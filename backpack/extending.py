@@ -151,7 +151,7 @@ def leave_out(term: Tensor) -> Tensor:
     """
     if not isinstance(term, Tensor):
         raise ArgumentTypeError(f"leave_out() needs a tensor, got {term!r} of type {type(term).__name__}.")
-    if term.requires_grad:
+    if term.requires_grad and torch.is_grad_enabled():
         term = term.view_as(term)  # a node of its own, even where the term is used elsewhere, too
         term.grad_fn.metadata[LEFT_OUT] = True
     return term

@@ -114,7 +114,7 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
         raise UnsupportedError(f"{meta[0]} is on the meta device, without numbers: where samples lie can be found out from numbers only.")
     need = max((ext.flow.needs for ext in extensions if ext.flow is not None), default=Need.COLUMNS)
     try:
-        plan = Plan(walk, walk.roots, walk.second_order, need)
+        plan = Plan(walk, need)
     except (LossNotExtendedError, NotRecordedError, UnattributedError) as error:
         if returns and walk.to_loss.isdisjoint(walk.roots):  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
             return None
@@ -152,7 +152,7 @@ def _plan_from_losses(walk: Walk, need: Need) -> Plan | None:
         return None
     walk.returns_loss = True
     with suppress(BackpackError):
-        return Plan(walk, walk.roots, walk.second_order, need)
+        return Plan(walk, need)
     return None
 
 

@@ -210,6 +210,12 @@ def test_unknown_name_is_an_error() -> None:
         explain(Linear(4, 3), CrossEntropyLoss(), torch.rand(5, 4), torch.randint(3, (5,)), [BatchGrad(exclude=["wieght"])])
 
 
+def test_loss_that_is_a_parameter_is_an_error() -> None:
+    model = Linear(1, 1, bias=False)
+    with pytest.raises(ArgumentError, match="loss"):
+        explain(model, lambda out, y: model.weight, torch.rand(3, 1), torch.zeros(3), [BatchGrad()])
+
+
 def test_what_does_not_go_together_is_told_once() -> None:
     """What each extension refuses alone is told there; what only the company of another one brings is told in one place."""
     model, X, y = Sequential(Linear(4, 3), Linear(3, 3)), torch.rand(5, 4), torch.randint(3, (5,))

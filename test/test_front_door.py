@@ -1494,6 +1494,26 @@ def test_create_graph() -> None:
 def test_only_tensors_are_left_out() -> None:
     with pytest.raises(TypeError, match=r"leave_out\(\) needs a tensor, got 3.0 of type float"):
         package.leave_out(3.0)
+    with torch.no_grad():  # there is nothing to be left out
+        assert package.leave_out(Parameter(torch.ones(()))).grad_fn is None
+
+
+def test_values_that_a_user_has_put_where_another_quantity_would_be() -> None:
+    """They would look like those of a pass that does not come by."""
+
+    class Switched(Net):
+        def forward(self, x: Tensor, head: bool = True) -> Tensor:
+            return super().forward(x) if head else self.body(x)
+
+    model, x = extend(Switched()), torch.rand(3, 4)
+    with backpack(Variance()):
+        model(x).sum().backward()
+    unused = model.head.weight
+    unused.grad_batch = torch.zeros(3, 3, 4)
+    with backpack(BatchGrad()):
+        model(x, head=False).sum().backward()
+    assert not hasattr(unused, "grad_batch") and hasattr(unused, "variance")
+    assert model.body[0].weight.grad_batch.any()
 
 
 def test_penalty_on_the_gradient() -> None:

@@ -149,8 +149,7 @@ def planned(problem: Problem) -> Plan:
     """Plan a pass for second-order quantities."""
     for module in (problem.model, *problem.losses):
         extend(module)
-    root = problem.loss(problem.outputs()).grad_fn
-    return Plan(Walk([root], True), [root], True)
+    return Plan(Walk([problem.loss(problem.outputs()).grad_fn], True))
 
 
 def single_precision(actual: Tensor, expected: Tensor, slack: float = 1e-14) -> None:

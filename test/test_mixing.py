@@ -377,3 +377,30 @@ def test_states_of_recurrent_layers() -> None:
     torch.manual_seed(0)
     model, x = extend(States()), torch.randn(4, 5, 2)
     compare_with_each(model, x)
+
+
+class Words(nn.Module):
+    """Adds to each sample the mean of all words of the mini-batch, whatever it is given in front of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.all = nn.Embedding(7, 5), nn.Embedding(7, 5)
+
+    def forward(self, weights: Tensor | float, words: Tensor) -> Tensor:
+        return self.own(words).mean(1) * weights + self.all(words.flatten().clone()).mean(0)
+
+
+@pytest.mark.parametrize("how", ["alone", "behind another model", "in front of another model", "behind other data"])
+def test_numbers_of_all_samples_are_known_again(how: str) -> None:
+    """Wherever among what models were given they are."""
+    model, other = extend(Words()), extend(nn.EmbeddingBag(7, 5))
+    words, others, target = torch.randint(7, (4, 3)), torch.randint(7, (4, 3)), torch.randn(4, 5)
+    if how == "behind another model":
+        before = other(others)
+        out = model(1.0, words) - before
+    else:
+        out = model(torch.rand(4, 1) if how == "behind other data" else 1.0, words)
+        out = out - other(others) if how == "in front of another model" else out
+    with backpack(BatchGrad()), pytest.raises(MixedSamplesError, match=r"all\.weight"):
+        F.mse_loss(out, target).backward()
+    assert results(model) == {}

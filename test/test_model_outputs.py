@@ -462,8 +462,9 @@ def first_order_of(net: Partly, x: Tensor, weights: Tensor) -> tuple[dict[str, T
     """Gradients of each sample, by autograd, and the loss of all."""
     z, other = net(x)
     losses = ((z - 1).square() + weights * other.square()).sum(1)
-    used = {name: p for name, p in net.named_parameters() if torch.autograd.grad(losses.sum(), p, retain_graph=True, allow_unused=True)[0] is not None}
-    rows = [torch.autograd.grad(loss, tuple(used.values()), retain_graph=True, allow_unused=True, materialize_grads=True) for loss in losses]
+    gradients = torch.autograd.grad(losses.sum(), tuple(net.parameters()), retain_graph=True, allow_unused=True)
+    used = {name: p for (name, p), gradient in zip(net.named_parameters(), gradients, strict=True) if gradient is not None}
+    rows = [torch.autograd.grad(loss, tuple(used.values()), retain_graph=True, materialize_grads=True) for loss in losses]
     return dict(zip(used, map(torch.stack, zip(*rows, strict=True)), strict=True)), losses.sum()
 
 

@@ -584,3 +584,14 @@ def test_channels_last(where: str) -> None:
     run(problem, *(QUANTITIES[name].make() for name in names))
     for name in names:
         QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+
+
+def test_list_of_samples_that_is_changed_between_passes() -> None:
+    """What is drawn follows what is read."""
+    model, chosen = extend(Linear(3, 4)), [0, 1]
+    x, lossfunc, extension = torch.rand(6, 3), extend(nn.CrossEntropyLoss()), extensions.SqrtGGNMC(subsampling=chosen)
+    for _ in range(2):
+        with backpack(extension):
+            lossfunc(model(x), torch.zeros(6, dtype=torch.long)).backward()
+        assert model.weight.sqrt_ggn_mc.shape == (1, 2, 4, 3) and model.weight.sqrt_ggn_mc.flatten(2).any(2).all()
+        chosen[:] = [3, 4]

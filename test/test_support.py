@@ -114,8 +114,7 @@ def test_table_says_what_happens_at_a_layer(layer: str) -> None:
 
 
 def plan_of(loss: Tensor, need: Need) -> Plan:
-    nodes = [loss.grad_fn]
-    return Plan(Walk(nodes), nodes, True, need)
+    return Plan(Walk([loss.grad_fn], True), need)
 
 
 def returns_input(module: Module, shape: tuple[int, ...]) -> bool:

@@ -22,8 +22,9 @@ from torch.func import vjp
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
 
 from backpack import backpack, extend, results
+from backpack.core.derivatives.kinds import LinearMapDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.derivatives.registry import derivatives_for, register
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.slicing import Slicing
 from backpack.extensions import (
@@ -1121,3 +1122,45 @@ def test_output_that_is_used_and_then_overwritten() -> None:
     with pytest.raises(UnsupportedError, match="What first returns is used as it was, and overwritten afterwards"), backpack(own):
         model(torch.randn(N, 2, 4, dtype=torch.float64)).square().sum().backward()
     assert results(model) == {}
+
+
+class Twice(Module):
+    """A factor, or a list, in front of what samples lie in."""
+
+    def forward(self, first: float | list[Tensor], x: Tensor | None = None) -> Tensor:
+        return first[0] + first[1] if x is None else first * x
+
+
+class Constant(Module):
+    """Takes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = Parameter(torch.ones(3))
+
+    def forward(self) -> Tensor:
+        return 2 * self.shift
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_rules_of_modules_whose_first_argument_is_no_tensor(listed: bool) -> None:
+    """They cannot stand for the call: the graph does."""
+
+    class Shifted(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.twice, self.constant = Linear(3, 2), Twice(), Constant()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x + self.constant())
+            return self.twice([h, h]) if listed else self.twice(2.0, h)
+
+    for cls in (Twice, Constant):
+        register(cls, LinearMapDerivatives)
+    model, x = Shifted().double(), torch.rand(4, 3, dtype=torch.float64)
+    expected = [torch.autograd.grad(out.sum(), tuple(model.parameters()), retain_graph=True) for out in model(x)]
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x).sum().backward()
+    for parameter, gradients in zip(model.parameters(), zip(*expected, strict=True), strict=True):
+        close(parameter.grad_batch, torch.stack(gradients))

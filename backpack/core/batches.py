@@ -177,7 +177,7 @@ def of_others(calls: Iterable[ModuleCall], is_data: Callable[[Slot], bool]) -> s
     """
     found: dict[Any, dict[Any, ModuleCall]] = {}
     for call in calls:
-        nested = [tensor for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(value)]
+        nested = nested_in(call)
         if all(map(is_data, call.tensor_inputs)) and not any(tensor.grad_fn is not None for tensor in nested):
             slot = next(iter(call.tensor_inputs), None)  # the mini-batch; what is not held any more was another one
             tensor, version = (next(iter(nested), None), 0) if slot is None else (slot.tensor, slot.version)
@@ -252,18 +252,20 @@ def holds_samples(tensor: Tensor, calls: Iterable[ModuleCall], samples: int) -> 
         samples: Number of samples.
 
     Returns:
-        Whether it is a view of the first tensor with as many rows, or has the same integers, in any order; as long as somebody holds that.
+        Whether it is a view of a tensor with as many rows, or has the same integers, in any order; as long as somebody holds that.
     """
     if tensor.is_nested:
         return False
     for call in calls:
         axis = _batch_axis(call)
-        source = next((t for t in given_to(call) if not t.is_nested and t.shape[axis : axis + 1] == (samples,)), None)
-        owners = None if source is None else owners_in(tensor, source, axis)
-        if owners is not None and (owners != owners.flatten()[0]).any():
-            return True
-        if source is not None and owners is None and tensor.dtype == source.dtype == torch.long and tensor.numel() == source.numel():
-            return torch.equal(tensor.flatten().sort().values, source.flatten().sort().values)
+        for source in (t for t in given_to(call) if not t.is_nested and t.shape[axis : axis + 1] == (samples,)):
+            owners = owners_in(tensor, source, axis)
+            if owners is not None:
+                if (owners != owners.flatten()[0]).any():
+                    return True
+            elif tensor.dtype == source.dtype == torch.long and tensor.numel() == source.numel():
+                if torch.equal(tensor.flatten().sort().values, source.flatten().sort().values):
+                    return True
     return False
 
 
@@ -344,17 +346,24 @@ def lengths_of(call: ModuleCall) -> set[int]:
         The length of the axis of samples of each tensor.
     """
     first = batch_of(call)
-    shapes = [slot.shape for slot in call.tensor_inputs[1:]] + _nested(call) if _batch_axis(call) == 0 else []
-    return {shape[0] for shape in shapes if shape} | ({first} - {None})
+    others = [*call.tensor_inputs[1:], *nested_in(call)] if _batch_axis(call) == 0 else []
+    return {other.shape[0] for other in others if other.shape} | ({first} - {None})
 
 
 def _others(call: ModuleCall) -> set[int]:
-    return {size for shape in [slot.shape for slot in call.tensor_inputs] + _nested(call) for size in shape[1:]}
+    return {size for given in (*call.tensor_inputs, *nested_in(call)) for size in given.shape[1:]}
 
 
-def _nested(call: ModuleCall) -> list[torch.Size]:
-    # of tensors in mappings and lists
-    return [tensor.shape for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(value)]
+def nested_in(call: ModuleCall) -> list[Tensor]:
+    """List the tensors in mappings and lists that a module was called with.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        The tensors.
+    """
+    return [tensor for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(value)]
 
 
 def _batch_axis(call: ModuleCall) -> int:

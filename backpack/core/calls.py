@@ -181,9 +181,10 @@ class ModuleCall:
     @property
     def odd_types(self) -> bool:
         """Whether no rule holds, as they are complex, or differ in precision (autocast): what was computed is not what the tensors say then."""
-        if self.released:  # refused later, where the tensors are asked for
+        first = self.inputs[0] if self.inputs else None
+        if self.released or not isinstance(first, Slot):  # refused later, where the tensors are asked for; no rule stands for such a call
             return False
-        kind, given = self.outputs[0].dtype, self.inputs[0].dtype
+        kind, given = self.outputs[0].dtype, first.dtype
         if kind.is_complex or given.is_complex or (given != kind and given.is_floating_point):
             return True
         return any([p is not None and p.dtype != kind for p in self.module._parameters.values()])
@@ -313,7 +314,7 @@ class ModuleCall:
         """
         if name == "output":
             return self.replay()
-        slot = self.inputs[int(name[5:])]
+        slot = self.inputs[number_of(name)]
         edge = slot.edge if isinstance(slot, Slot) else None
         for mark in edge[0].metadata.get(KEY, ()) if edge is not None else ():
             if mark.nr == edge[1] and not mark.base and mark.call is not self and len(mark.call.outputs) == 1:

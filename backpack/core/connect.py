@@ -13,12 +13,13 @@ from torch.autograd.graph import Node
 
 from backpack.core.calls import ModuleCall
 from backpack.core.graph import operation, saved_tensors
+from backpack.core.linear import RESHAPES
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge, Slot
 
 # torch.nn.utils.parametrizations.weight_norm: torch 2.13 takes the norm for constant when it differentiates the backward pass
 _WRONG_TWICE = frozenset({"WeightNormInterface"})
-_SAME_ENTRIES = frozenset({"View", "UnsafeView", "ReshapeAlias", "Unsqueeze", "Squeeze"})
+_SAME_ENTRIES = RESHAPES | {"Unsqueeze", "Squeeze"}
 
 
 class Connection:

@@ -22,7 +22,7 @@ STATIC = LINEAR - frozenset(
 )
 """Operations whose way with samples follows from shapes and settings: no sum of products, in which zeros in the data can hide samples."""
 ELEMENTWISE = frozenset(
-    """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Square Pow
+    """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Pow
     Erf Sin Cos Sinh Cosh Neg Clone ToCopy NativeDropout Clamp Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg""".split()
 )
 """Operations that treat every entry alone."""
@@ -97,9 +97,7 @@ class Gap:
     __slots__ = ("crossings", "nexts", "node", "outputs", "states")
     parts = ()
 
-    def __init__(
-        self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None], has_data: Container[Node] = frozenset()
-    ) -> None:
+    def __init__(self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None], has_data: Container[Node]) -> None:
         self.node, self.outputs, self.states, self.nexts = node, outputs_of(node), states, nexts
         if SPLIT in states.values():
             self.crossings = [None if n is None else Crossing(SPLIT, None, None) for n in nexts]

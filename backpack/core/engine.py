@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -135,7 +135,7 @@ _called = _Called()
 
 @contextmanager
 def calling(node: Node) -> Iterator[None]:
-    """Refuse what adds to gradients of parameters, while a node is called in place of autograd, before it does.
+    """Refuse what adds to gradients of parameters, while a node is called in place of autograd, before it does: seen inside of a context only.
 
     Args:
         node: Node of a custom function.
@@ -144,11 +144,9 @@ def calling(node: Node) -> Iterator[None]:
         Nothing.
     """
     before, _called.node = _called.node, node
-    watch(lambda request: request.execute())
     try:
         yield
     finally:
-        unwatch()
         _called.node = before
 
 
@@ -198,17 +196,13 @@ def transformed() -> bool:
     return is_dynamo_compiling() or _are_functorch_transforms_active() or _is_tracing()
 
 
-def without_saved_hooks() -> AbstractContextManager:
+@contextmanager
+def without_saved_hooks() -> Iterator[None]:
     """Leave ``saved_tensors_hooks``, where a backward pass was called inside of them: torch.func refuses to run there.
 
-    Returns:
-        A context.
+    Yields:
+        Nothing.
     """
-    return nullcontext() if torch._C._autograd._top_saved_tensors_default_hooks(True) is None else _without_saved_hooks()
-
-
-@contextmanager
-def _without_saved_hooks() -> Iterator[None]:
     hooks = []
     while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(pair)

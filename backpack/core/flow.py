@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
+from backpack.core.derivatives.records import number_of
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born
 from backpack.core.samples import Arrangement, Layout, Repeated, add_rows
@@ -270,8 +271,7 @@ class BatchFirst:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._call, name)
-        turns = isinstance(value, Tensor) and (name == "output" or (name.startswith("input") and name[5:].isdigit()))
-        if turns:
+        if isinstance(value, Tensor) and number_of(name) is not None:
             value = self.__dict__[name] = self._arrangement.front(value)
         return value
 

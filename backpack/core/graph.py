@@ -1,6 +1,7 @@
 """Autograd's graph: its nodes, what they are and have saved, and how to call them.
 
-Private symbols of torch live here, in ``calls.py``, ``checkpoints.py`` and ``engine.py`` only.
+Private symbols of torch live here, in ``calls.py``, ``slots.py``, ``checkpoints.py``, ``engine.py`` and two files of ``utils`` only, see
+``test/test_architecture.py``.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def saved(node: Node, name: str) -> Any:
     Returns:
         The value.
     """
-    if hasattr(node, f"_raw_saved_{name}"):
+    if saves_tensor(node, name):
         keep(node)
     return _signed(getattr(node, f"_saved_{name}"))
 

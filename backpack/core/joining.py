@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.graph import has_saved, operation, saved, shape_of
-from backpack.core.linear import PRODUCTS
+from backpack.core.linear import PRODUCTS, RESHAPES
 from backpack.core.loss_nodes import FUNCTIONS
 from backpack.core.node_functions import is_known
 from backpack.core.walk import Walk
@@ -17,9 +17,8 @@ from backpack.utils.errors import UnsupportedError
 
 _OF_ROWS = FUNCTIONS.keys() | frozenset("NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss NativeLayerNorm NativeGroupNorm".split())
 _ENTRYWISE = ELEMENTWISE | {"Mul", "Div", "Addcmul"}
-_VIEWS = frozenset("View UnsafeView ReshapeAlias".split())
 _FILLS = frozenset({"torch::autograd::CopySlices", "IndexCopy"})
-_TAKES = frozenset("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Slice Select Narrow IndexSelect Gather Flip Roll".split())
+_TAKES = frozenset("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Slice Select IndexSelect Gather Flip Roll".split())
 _TAKES |= frozenset("Softmax LogSoftmax Logsumexp Norm LinalgVectorNorm Prod Var Std Cumsum Cumprod Max Min Amax Amin Sort Topk Median".split())
 _TAKES |= {"Kthvalue", "Cummax", "Cummin", "Mode"}
 """Operations along an axis, which compare rows, or tell them apart, if it is that of rows."""
@@ -84,7 +83,7 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
         return _Rows(calls, name == "Stack" or any(rows.stacked for rows in upstream), bool(joined) or (name == "Cat" and len(calls) > 1))
     if name in _FILLS:
         return _Rows(calls, False, bool(joined) or below)
-    if name in _VIEWS and upstream[0].stacked:
+    if name in RESHAPES and upstream[0].stacked:
         return _Rows(calls, not below, bool(joined) or below)
     if len(upstream) == 1 or len(calls) == 1:
         return upstream[0]
@@ -106,9 +105,9 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
     given = shape_of(edges[0][1])
     if not (name in _OF_ROWS or name in _FILLS or is_known(node)):
         return False
-    if name in _VIEWS:
+    if name in RESHAPES:
         return not given or not shape or shape[0] >= given[0]
-    if name in ("T", "Mt"):
+    if name == "T":
         return False
     if name in ("Transpose", "Permute"):
         moved = saved(node, "dims")[:1] != (0,) if name == "Permute" else {saved(node, "dim0"), saved(node, "dim1")} & {0, -len(shape)}

@@ -11,10 +11,12 @@ from torch.overrides import TorchFunctionMode
 
 from backpack.core.graph import LEAF, MAX_POOLS, operation, saved, sequence_number, tensor_at
 
-LINEAR = frozenset(
-    """Add Sub Rsub Neg Clone Alias View UnsafeView ReshapeAlias Reshape Expand Squeeze Unsqueeze Permute Transpose T Mt Cat Stack Slice Select
+RESHAPES = frozenset({"View", "UnsafeView", "ReshapeAlias"})
+"""Operations that change nothing but the lengths of axes."""
+LINEAR = RESHAPES | frozenset(
+    """Add Sub Rsub Neg Clone Alias Expand Squeeze Unsqueeze Permute Transpose T Cat Stack Slice Select
     Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal
-    Tril Triu Cumsum ConstantPadNd Movedim Narrow Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D
+    Tril Triu Cumsum ConstantPadNd Unfold MaskedFill MaskedSelect Scatter SliceScatter Where AvgPool2D AvgPool3D AdaptiveAvgPool2D
     AdaptiveAvgPool3D MaxUnpool2D MaxUnpool3D ReflectionPad1D ReflectionPad2D ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D
     UpsampleNearest1D UpsampleNearest2D UpsampleNearest3D UpsampleNearestExact1D UpsampleNearestExact2D UpsampleNearestExact3D UpsampleLinear1D
     UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa UpsampleTrilinear3D
@@ -30,9 +32,9 @@ PIECEWISE_LINEAR = MAX_POOLS | frozenset(
     Zero Fill""".split()
 )
 """Operations that are linear almost everywhere."""
-_OF_COMPLEX = frozenset("ViewAsReal ViewAsComplex Conj ConjPhysical ResolveConj FftR2C FftC2C FftC2R".split())
+_OF_COMPLEX = frozenset("ViewAsReal ViewAsComplex Conj ConjPhysical FftR2C FftC2C FftC2R".split())
 """Operations that are linear in real and imaginary parts."""
-_LINEAR_IN_THE_FIRST = {"Div": 1, "DivScalar": 1, "Ldexp": 1, "GridSampler2D": 1, "GridSampler3D": 1, "Lerp": 2}
+_LINEAR_IN_THE_FIRST = {"Div": 1, "Ldexp": 1, "GridSampler2D": 1, "GridSampler3D": 1, "Lerp": 2}
 """Operations that are linear in so many of their arguments, the first ones, where nothing else varies."""
 _ON_A_PART = "torch::autograd::CopySlices"
 """Any operation in place on a part of a tensor."""
@@ -40,7 +42,7 @@ _ASSIGNMENT = "backpack.assignment"
 """Key in the metadata of such a node that says whether it is an assignment."""
 _BENT = frozenset("ThresholdBackward LeakyReluBackward HardtanhBackward RreluWithNoiseBackward".split())
 """Backward passes of operations that are linear almost everywhere: only on the gradient, their first argument, do they depend smoothly."""
-PRODUCTS = frozenset("Mul MulScalar Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear LinalgCross".split())
+PRODUCTS = frozenset("Mul Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear LinalgCross".split())
 """Operations that are linear in each of their factors."""
 
 

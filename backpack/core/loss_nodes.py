@@ -122,7 +122,7 @@ class LossNode:
     """A graph node, read like the record of a loss module's call.
 
     Attributes:
-        module: A module that does the same, never called.
+        module: A module that does the same, without hooks.
         derivatives: The rule.
         inputs: The prediction without its data, samples on axis 0, classes on axis 1.
         path: Names of the function and of the node, for messages.

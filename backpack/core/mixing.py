@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import holds_samples, known_axis, mini_batches, owners_in, place_of
+from backpack.core.batches import holds_samples, known_axis, mini_batches, nested_in, owners_in, place_of
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -20,10 +20,8 @@ from backpack.core.loss_nodes import title
 from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, is_relative, looked_up
 from backpack.core.refusals import mixing
 from backpack.core.samples import Layout
-from backpack.core.slots import Slot
 from backpack.core.walk import Walk
 from backpack.utils.errors import UnsupportedError
-from backpack.utils.nested import tensors_in
 
 _FACTORS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Addmm": ("mat1", "mat2"), "Baddbmm": ("batch1", "batch2")}
 """Names of what products of matrices have saved."""
@@ -107,7 +105,7 @@ def is_shared(walk: Walk, node: Node, samples: int) -> bool:
         if brings:
             return False
     tensors = [slot.tensor for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
-    if any(tensors_in(value) for call in calls for value in call.inputs if not isinstance(value, Slot)):
+    if any(map(nested_in, calls)):
         return False
     return all(_is_constant(walk, tensor) or _is_found_inside(walk, tensor) for tensor in tensors)
 

@@ -21,6 +21,7 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of, tensor_at
+from backpack.core.linear import RESHAPES
 from backpack.core.samples import Layout, arrangement, settle
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
@@ -28,7 +29,7 @@ from backpack.core.walk import Walk
 from backpack.utils.lstm import LSTMSteps, previous
 
 _TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
-_COPIES = frozenset("Expand View UnsafeView ReshapeAlias".split())  # which change nothing, as in torch.matmul
+_COPIES = RESHAPES | {"Expand"}  # which change nothing, as in torch.matmul
 _LSTM = 2  # mode of a recurrent node
 _LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 
@@ -38,8 +39,7 @@ class NodeCall:
 
     Attributes:
         derivatives: The rule.
-        inputs: The input: shape, dtype and device.
-        outputs: The output, likewise.
+        outputs: The output: shape, dtype and device.
         module: There is none.
         node: The node.
         path: Its name, for messages.

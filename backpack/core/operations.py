@@ -17,6 +17,7 @@ from torch.nn import Module
 
 from backpack.core.calls import RANDOM, ModuleCall
 from backpack.core.graph import shape_of
+from backpack.core.linear import RESHAPES
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
@@ -25,7 +26,7 @@ from backpack.custom_module.slicing import Slicing
 
 AGAIN = "again"
 """Stands among the operations for one more use of an input or of a parameter."""
-_NEUTRAL = frozenset("View UnsafeView ReshapeAlias Alias Squeeze Unsqueeze Clone ToCopy".split())
+_NEUTRAL = RESHAPES | frozenset("Alias Squeeze Unsqueeze Clone ToCopy".split())
 """Operations that keep the entries and their order, and so may stand anywhere, if the shape at the end is right."""
 
 
@@ -199,7 +200,7 @@ def _matches(pattern: str, names: str) -> bool:
     return re.fullmatch(pattern, names) is not None
 
 
-def as_described(call: ModuleCall, node: Node, names: list[str], base: bool = False) -> bool:
+def as_described(call: ModuleCall, node: Node, names: list[str], base: bool) -> bool:
     """Say whether a piece of the graph can be what the rule of a call describes.
 
     Args:

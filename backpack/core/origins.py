@@ -21,7 +21,7 @@ LOOKUPS = frozenset("Embedding Index IndexSelect".split())
 # all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
 _OF_INPUTS = ELEMENTWISE | PRODUCTS | STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
 _OF_INPUTS |= {f"Linalg{name}" for name in "Slogdet Det InvEx SolveEx CholeskyEx Eigh Svd Qr MatrixExp SolveTriangular LuFactorEx Lu".split()}
-MATRIX_PRODUCTS = PRODUCTS - {"Mul", "MulScalar", "Addcmul", "PreluKernel", "LinalgCross"}
+MATRIX_PRODUCTS = PRODUCTS - {"Mul", "Addcmul", "PreluKernel", "LinalgCross"}
 """Operations that sum over products."""
 _MATRIX, _INTEGERS = 2, (torch.long, torch.int)
 _FEW = 4

@@ -58,8 +58,8 @@ class Plan(Tracking):
 
     whole = complete = False
 
-    def __init__(self, walk: Walk, roots: list[Node], second_order: bool, need: Need = Need.COLUMNS) -> None:
-        super().__init__(walk, second_order)
+    def __init__(self, walk: Walk, need: Need = Need.COLUMNS) -> None:
+        super().__init__(walk)
         self._need = need
         self.units: dict[Node, Unit] = {}
         self.shared: dict[Node, Unit] = {}
@@ -71,18 +71,15 @@ class Plan(Tracking):
         self.concerned = (1 << len(walk.parameters)) - 1
         if not walk.marks:
             raise unrecorded(self.walk, next(node for node in walk.order if walk.reach[node]))
-        self._follow(roots)
+        self._follow()
 
-    def _follow(self, roots: list[Node]) -> None:
+    def _follow(self) -> None:
         """Follow the samples from consumers to producers, and choose unit or gap for each node.
-
-        Args:
-            roots: Nodes of the root tensors.
 
         Raises:
             merge: If parameters are refused, one error about all of them.
         """
-        self._above.update(roots)
+        self._above.update(self.walk.roots)
         refuse_joined(self.walk)
         for node in self.walk.order:
             if node in self._covered or not self.walk.reach.get(node, 0) & ~self._refused:
@@ -176,7 +173,7 @@ class Plan(Tracking):
                     return True
                 continue
             rule = self._rule(call)
-            if rule is None or rule.is_loss or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
+            if rule is None or rule.is_loss or not call.inputs or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
             given = call.inputs[0]
             if not isinstance(state, Layout) or not isinstance(given, Slot):

@@ -13,6 +13,7 @@ from backpack.core.batches import batch_of, lacks_batch
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import compiled, operation, saved, shape_of
+from backpack.core.linear import RESHAPES
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, first_axis, settle
 from backpack.core.slots import Edge
@@ -21,7 +22,6 @@ from backpack.utils.errors import MixedSamplesError, NotRecordedError, Unattribu
 
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
 _RETURN = "Let the model return its predictions, with the samples on axis 0, and compute the loss of them."
-_RESHAPES = frozenset({"View", "UnsafeView", "ReshapeAlias", "Reshape"})
 _SELECT = frozenset({"Select", "Unbind"})
 _SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
 """Where the classes of sharded modules and of sharded parameters come from."""
@@ -41,7 +41,7 @@ def mixing(walk: Walk, node: Node, how: str, by: Node | None = None) -> MixedSam
     """
     way_out = (
         "Keep the samples on an axis of their own (return [N, T, C], and reshape in the call of the loss: `lossfunc(out.reshape(-1, C), y)`)"
-        if by is not None and operation(by) in _RESHAPES
+        if by is not None and operation(by) in RESHAPES
         else "Use an operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and "
         "inputs that have a batch axis"
     )

@@ -374,7 +374,7 @@ def after_sum(layout: Layout, full: torch.Size, shape: torch.Size) -> Layout | N
         shape: The shape before broadcasting.
 
     Returns:
-        The layout, without labels where no rows are summed; ``None`` if the sum would run over several samples.
+        The layout; with the one sample for all rows where some of the same sample are summed; ``None`` if the sum would run over several samples.
     """
     axis = layout.axis - (len(full) - len(shape))
     if full == shape or (shape and axis >= 0 and shape[axis] == full[layout.axis]):

@@ -84,12 +84,14 @@ class Slot:
             OverwrittenError: If a rule needs it, and it was changed in place since it was recorded.
         """
         tensor = self.origin() if self.value is None and not self.kept else self.value
-        if tensor is None or (not self.kept and version_of(tensor) != self.version):
+        if tensor is None:
             return None
-        if version_of(tensor) != self.version:
+        if (version := version_of(tensor)) != self.version:
+            if not self.kept:
+                return None
             raise OverwrittenError(
                 f"{name} of module {call.path} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
-                f"{version_of(tensor)}), but a rule needs its old value. Do the operation out of place."
+                f"{version}), but a rule needs its old value. Do the operation out of place."
             )
         return tensor if tensor is self.value else tensor.detach()
 

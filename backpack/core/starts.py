@@ -31,7 +31,7 @@ from backpack.utils.errors import BackpackError, LossValueError, UnsupportedErro
 _DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
 # selections of entries, none of them twice
 _MOVES = frozenset(
-    """View UnsafeView ReshapeAlias Reshape Squeeze Unsqueeze Permute Transpose T Mt Movedim Slice Select Narrow Split SplitWithSizes UnsafeSplit
+    """View UnsafeView ReshapeAlias Squeeze Unsqueeze Permute Transpose T Slice Select Split SplitWithSizes UnsafeSplit
     UnsafeSplitWithSizes Unbind Index IndexSelect MaskedSelect Flip Roll Alias""".split()
 )
 _KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax".split())

@@ -41,8 +41,8 @@ class Tracking:
         batches: Parameter to size of the mini-batch at its uses.
     """
 
-    def __init__(self, walk: Walk, second_order: bool) -> None:
-        self.walk, self._second_order = walk, second_order
+    def __init__(self, walk: Walk) -> None:
+        self.walk, self._second_order = walk, walk.second_order
         self.losses: dict[Node, Start] = {}
         self.states: dict[Node, dict[int, State]] = {}
         self.uses: dict[Parameter, int] = {}

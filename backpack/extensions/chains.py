@@ -117,7 +117,7 @@ class AverageFlow(ChainFlow):
     """A batch-averaged matrix ``[D, D]`` for the ``D`` features of a sample (Botev et al. 2017; Chen et al. 2018).
 
     Attributes:
-        residual: Add the batch-summed diagonal residual of curved modules (Hessian instead of generalized Gauss-Newton).
+        curvature: One of ``Curvature.CHOICES``; all but the generalized Gauss-Newton add the batch-summed diagonal residual of curved modules.
     """
 
     curvature: str = Curvature.GGN

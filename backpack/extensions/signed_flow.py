@@ -16,6 +16,7 @@ from torch import Tensor
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import SPLIT, Gap
 from backpack.core.derivatives.affine import is_bilinear
+from backpack.core.derivatives.records import number_of
 from backpack.core.flow import Columns, Use
 from backpack.core.graph import operation, shape_of
 from backpack.core.linear import PRODUCTS, is_linear
@@ -173,8 +174,7 @@ class _AtInput:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._call, name)
-        is_input = name == "output" or (name.startswith("input") and name[5:].isdigit())
-        return value.expand(self._times, *value.shape).flatten(0, 1) if is_input and isinstance(value, Tensor) else value
+        return value.expand(self._times, *value.shape).flatten(0, 1) if isinstance(value, Tensor) and number_of(name) is not None else value
 
 
 def curved_in(walk: Walk, concerned: int, gap: Gap) -> int:

@@ -145,7 +145,7 @@ def _rows(plan: Plan, unit: Unit) -> Size | None:
     types = {call.outputs[0].dtype, *(parameter.dtype for parameter in unit.parameters.values())}
     if len(types) > 1 or types.isdisjoint(_TYPES) or any(plan.uses[parameter] > 1 for parameter in unit.parameters.values()):
         return None
-    if any(getattr(call, name, None) is not None for name in ("origin", "part")) or (call.module is not None and call.module._backward_hooks):
+    if getattr(call, "origin", None) is not None or (call.module is not None and call.module._backward_hooks):
         return None
     if any(parameter._backward_hooks for parameter in unit.parameters.values()):  # some wait for the gradients of several parameters in one pass
         return None

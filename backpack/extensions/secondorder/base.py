@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 from typing import ClassVar
 
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -16,6 +15,8 @@ from backpack.extensions.rules import affine_arguments, affine_squares_at_once, 
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
 from backpack.utils.errors import ArgumentError
 from backpack.utils.numbers import as_integer
+
+_EXACT = SqrtFlow()
 
 
 class SecondOrderBackpropExtension(BackpropExtension):
@@ -62,11 +63,11 @@ class GGNExtension(SecondOrderBackpropExtension):
             )
         self.loss_hessian_strategy, self._mc_samples = loss_hessian_strategy, checked_draws(mc_samples, self)
 
-    @cached_property
+    @property
     def flow(self) -> Flow:
-        """The square root: other labels are drawn for a subset than for the mini-batch, hence a flow of its own."""
+        """The square root: other labels are drawn for a subset than for the mini-batch, hence a flow of its own. Users may change their list."""
         if self.loss_hessian_strategy == LossHessianStrategy.EXACT:
-            return SqrtFlow()
+            return _EXACT
         return SqrtFlow(self.get_num_mc_samples(), None if self._subsampling is None else tuple(self._subsampling))
 
     def get_loss_hessian_strategy(self) -> str:
