@@ -224,7 +224,10 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
         if not separate:
             # operations without a batching rule run one column after the other, for which a warning would be of no use
             torch._C._functorch._set_vmap_fallback_warning_enabled(False)
-            found = torch.vmap(defined)(*parts)
+            try:
+                found = torch.vmap(defined)(*parts)
+            finally:
+                torch._C._functorch._set_vmap_fallback_warning_enabled(True)
             key = type(node), node.name(), *(p.dim() for p in parts)
             if key not in _TRUSTED:
                 same, proven = compare_mixture(parts, found, defined)
