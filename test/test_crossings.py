@@ -668,3 +668,39 @@ def test_rows_that_are_selected_by_number(name: str, rows: list[int], labels: tu
             seen = (samples >= 0) & (expected >= 0)
             assert torch.equal(samples[seen], expected[seen])
             assert seen.any() == (expected >= 0).any()
+
+
+class Products(Module):
+    """A product that is no module's, in front of functions of one sample at a time."""
+
+    def __init__(self, front: Callable[[Module, Tensor], Tensor], each: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.matrix, self.scale, self.layer = Parameter(torch.randn(3, 4)), Parameter(torch.randn(3)), Linear(3, 4)
+        self.front, self.each = front, each
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.each(rows) for rows in self.front(self, x)])
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+@pytest.mark.parametrize(
+    "each",
+    [lambda y: y * y.sum(), lambda y: y / y.norm(), lambda y: y - y.mean(), lambda y: (y @ y)[None], lambda y: y + y.sum(0, keepdim=True)],
+    ids=["sum", "norm", "mean", "dot", "kept axis"],
+)
+@pytest.mark.parametrize(
+    "front",
+    [lambda net, x: x @ net.matrix, lambda net, x: F.linear(x, net.layer.weight, net.layer.bias).tanh(), lambda net, x: x * net.scale],
+    ids=["matrix", "function", "scale"],
+)
+def test_functions_of_one_sample_behind_products(front: Callable, each: Callable, samples: int) -> None:
+    """What is summed within a sample is its own, also where no module was called with data."""
+    net, x = Products(front, each).double(), torch.randn(samples, 3, **DOUBLE)
+    losses, parameters = net(x).square().sum(1), tuple(net.parameters())
+    expected = [torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True) for loss in losses]
+    extend(net)
+    with backpack(BatchGrad()):
+        net(x).square().sum().backward()
+    for parameter, gradients in zip(parameters, zip(*expected, strict=True), strict=True):
+        if gradients[0] is not None:
+            close(parameter.grad_batch, torch.stack(gradients))

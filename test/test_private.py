@@ -310,8 +310,8 @@ def test_how_often_memory_is_referred_to() -> None:
 
 def test_warnings_about_operations_without_batching_rule_are_the_users_own() -> None:
     """They are off while a node is called for several columns, and on afterwards."""
-    x = torch.rand(4, 3, requires_grad=True)
+    node = torch.rand(4, 3, requires_grad=True).tanh().grad_fn
     with torch.no_grad():  # as autograd runs its nodes
-        call_node(x.tanh().grad_fn, [torch.rand(2, 4, 3)])
+        call_node(node, [torch.rand(2, 4, 3)])
     with pytest.warns(UserWarning, match="batching rule"):
         torch.vmap(lambda t: torch.segment_reduce(t, "sum", lengths=torch.tensor([2, 1])))(torch.rand(4, 3))

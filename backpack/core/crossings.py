@@ -64,13 +64,14 @@ class Crossing(NamedTuple):
     returned: Layout | None
     arrives: Layout | None
 
-    def of_all(self, shape: torch.Size, has_data: bool) -> Crossing:
+    def of_all(self, node: Node, shape: torch.Size, of_data: Container[Node]) -> Crossing:
         """Split what is summed within one sample, towards an input that is the same for all samples, even if no other one uses it.
 
         Args:
+            node: Node that made the input.
             shape: Shape of the input.
-            has_data: Whether the input is made of data, which may be that of this sample. What was broadcast to a row for each sample is not, unless
-                an axis of length one stands in front of these rows: then they may be positions.
+            of_data: Has the node if the input is made of data, which may be that of this sample. What was broadcast to a row for each sample is not,
+                unless an axis of length one stands in front of these rows: then they may be positions.
 
         Returns:
             How columns leave.
@@ -79,7 +80,7 @@ class Crossing(NamedTuple):
             return self
         axis = self.returned.axis
         rows_of_all = self.returned.samples > 1 and arrangement(self.returned)[1].plain and (axis == 0 or prod(shape[:axis]) > 1)
-        return Crossing(SPLIT, self.returned, None) if rows_of_all or not has_data else self
+        return Crossing(SPLIT, self.returned, None) if rows_of_all or node not in of_data else self
 
 
 class Gap:
@@ -97,14 +98,14 @@ class Gap:
     __slots__ = ("crossings", "nexts", "node", "outputs", "states")
     parts = ()
 
-    def __init__(self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None], has_data: Container[Node]) -> None:
+    def __init__(self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None], of_data: Container[Node]) -> None:
         self.node, self.outputs, self.states, self.nexts = node, outputs_of(node), states, nexts
         if SPLIT in states.values():
             self.crossings = [None if n is None else Crossing(SPLIT, None, None) for n in nexts]
         else:
             found = crossings_of(node, states, tuple(None if n is None else n[2] for n in nexts))
             # what all samples use by turns is split from here on: a scale that each one multiplies with what is its own
-            self.crossings = [c if n is None or c is None else c.of_all(n[2], n[0] in has_data) for n, c in zip(nexts, found, strict=True)]
+            self.crossings = [c if n is None or c is None else c.of_all(n[0], n[2], of_data) for n, c in zip(nexts, found, strict=True)]
 
     @property
     def upstream(self) -> list[tuple[Node, int, torch.Size] | None]:

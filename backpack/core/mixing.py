@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -314,6 +314,21 @@ def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], boo
         seen |= new
         stack += new
     return calls, brings
+
+
+class OfData(Container[Node]):
+    """Nodes upstream of which a module was called with data, or a function with what the model was given.
+
+    Args:
+        walk: The graph.
+    """
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+
+    def __contains__(self, node: object) -> bool:
+        walk = self._walk
+        return node in walk.has_data or any(place_of(t) in walk.given_places - {0} for n in _upstream(walk, node) for t in saved_tensors(n))
 
 
 def _upstream(walk: Walk, node: Node) -> set[Node]:

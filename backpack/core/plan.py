@@ -20,7 +20,7 @@ from backpack.core.graph import operation, sequence_number, shape_of
 from backpack.core.joining import refuse_joined
 from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_as_loss
-from backpack.core.mixing import mixed_by, mixes, refuse_misplaced, refuse_summed
+from backpack.core.mixing import OfData, mixed_by, mixes, refuse_misplaced, refuse_summed
 from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
 from backpack.core.refusals import (
@@ -60,7 +60,7 @@ class Plan(Tracking):
 
     def __init__(self, walk: Walk, need: Need = Need.COLUMNS) -> None:
         super().__init__(walk)
-        self._need = need
+        self._need, self._of_data = need, OfData(walk)
         self.units: dict[Node, Unit] = {}
         self.shared: dict[Node, Unit] = {}
         self.composites: dict[Node, Composite] = {}
@@ -351,7 +351,7 @@ class Plan(Tracking):
         if LEFT_OUT in node.metadata:
             return
         refuse_compiled(self.walk, node)
-        gap = self.gaps[node] = Gap(node, states, nexts, self.walk.has_data)
+        gap = self.gaps[node] = Gap(node, states, nexts, self._of_data)
         self._refuse_uncovered(node)
         if node in self._bare and SPLIT in states.values():
             self._note(bare(self.walk, node))
