@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases_nets import Net, layers
-from oracle import Oracle, Problem
+from oracle import Oracle, Problem, Term
 from table import classify, default_dtype
 from test_extensions import QUANTITIES, collect, run
 from torch import Tensor, nn, randn
@@ -496,3 +496,24 @@ def test_rows_of_zeros_keep_their_samples(function: Callable[[Tensor], Tensor], 
     problem = classify(net, x)
     run(problem, BatchDiagHessian())
     QUANTITIES["BatchDiagHessian"].check(Oracle(problem), collect(problem, "diag_h_batch"))
+
+
+def test_layers_to_which_only_zeros_arrive() -> None:
+    """A mask hides the last states of a recurrent layer for all samples: nothing is born there, and it is known of nothing where it lies."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.RNN(3, 2, batch_first=True), nn.RNN(2, 2, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(self.first(x)[0], torch.ones(2, dtype=torch.long), batch_first=True)
+            return self.second(packed)[1].masked_fill(torch.tensor(True), 0.0).movedim(1, 0)
+
+    def make() -> Problem:
+        torch.manual_seed(0)
+        return Problem(Masked().double(), randn(2, 2, 3, dtype=torch.float64), [Term(nn.MSELoss(), torch.ones(2, 1, 2, dtype=torch.float64))])
+
+    problem = make()
+    run(problem, BatchDiagHessian())
+    QUANTITIES["BatchDiagHessian"].check(Oracle(make()), collect(problem, "diag_h_batch"))

@@ -87,7 +87,8 @@ class SignedSqrtFlow(RootFlow):
         return Source(call.order, signs), mat
 
     def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Source, list[Born]] | None:
-        if not curved_in(walk, concerned, gap):
+        nothing = all(state is not SPLIT and set(state.labels) == {-1} for state in gap.states.values())  # arrives, as behind a mask of everything
+        if nothing or not curved_in(walk, concerned, gap):
             return None
         signs, born = residual(gap, grad)
         if any(_is_hidden(gap, part) for part in born):
