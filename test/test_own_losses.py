@@ -543,3 +543,64 @@ def test_layer_and_loss_in_one() -> None:
     model, loss, x, y = make(nn.LinearCrossEntropyLoss(C, C))
     with backpack(extensions.DiagGGNExact()), pytest.raises(LossValueError, match="LinearCrossEntropyLoss has parameters"):
         loss(model(x), y).backward()
+
+
+class Certain(nn.Module):
+    """Cross-entropy by hand."""
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return (out.logsumexp(1) - out.gather(1, y[:, None])[:, 0]).mean()
+
+
+class SquaredHinge(nn.Module):
+    """Curved where a margin is not kept."""
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return (1 - out * (2 * F.one_hot(y, 3) - 1)).relu().square().mean()
+
+
+class Hinge(nn.Module):
+    """Curved nowhere."""
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return (1 - out * (2 * F.one_hot(y, 3) - 1)).relu().mean()
+
+
+class Contrast(nn.Module):
+    """Each sample against all others."""
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+def confident(gap: float, dtype: torch.dtype, samples: int) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    y = torch.tensor([0, 1, 2, 0])[:samples]
+    layer = nn.Linear(3, 3, dtype=dtype)
+    layer.weight.data = gap * torch.eye(3, dtype=dtype)
+    layer.bias.data.zero_()
+    return layer, (F.one_hot(y, 3) + 0.01 * torch.randn(samples, 3)).to(dtype), y
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize(("gap", "dtype"), [(10, torch.float32), (16, torch.float32), (30, torch.float32), (22, torch.float64), (50, torch.float64)])
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.DiagHessian])
+def test_models_that_are_certain_of_all_samples(extension: type, gap: float, dtype: torch.dtype, samples: int) -> None:
+    """The Hessian is far smaller than what it is a difference of: rounding errors are neither samples that mix nor negative curvature."""
+    layer, x, y = confident(gap, dtype, samples)
+    with backpack(extension()):
+        extend(Certain())(extend(layer)(x), y).backward()
+    probs = torch.softmax(layer(x).double(), 1)
+    found = getattr(layer.bias, extension().savefield).double()
+    torch.testing.assert_close(found, (probs * (1 - probs)).mean(0).detach(), rtol=0, atol=4 * torch.finfo(dtype).eps)
+
+
+def test_losses_that_are_flat_where_margins_are_kept() -> None:
+    """Zero is the curvature of a curved loss there; a loss that is curved nowhere is asked about, and one that mixes samples does so there, too."""
+    layer, x, y = confident(5.0, torch.float64, 4)
+    layer.bias.data.fill_(-2)
+    for loss, expected in ((SquaredHinge(), None), (Hinge(), "piecewise linear"), (Contrast(), "couples")):
+        with backpack(extensions.DiagGGNExact()), nullcontext() if expected is None else pytest.raises(NotImplementedError, match=expected):
+            extend(loss)(extend(layer)(10 * x if expected == "couples" else x), y).backward()
+        assert hasattr(layer.weight, "diag_ggn_exact") == (expected is None)
+        assert expected is not None or not layer.weight.diag_ggn_exact.any()

@@ -8,6 +8,7 @@ of the Hessian; one more product with a fixed pseudo-random vector proves that n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from math import prod, sqrt
 from typing import ClassVar
 
@@ -49,7 +50,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
     The exact factor is the symmetric root ``H^(1/2)`` of each sample's Hessian. The sampled one is ``H^(1/2) e`` for ``e`` of random signs,
     whose second moment is ``H``: no distribution of labels is known. All comparisons (samples do not mix, the Hessian is positive
     semidefinite, a second evaluation gives the same value) allow the square root of the machine epsilon, relative to the largest entry of the
-    mini-batch; smaller negative eigenvalues are set to zero.
+    mini-batch, and, for a mini-batch of which the model is certain, rounding errors of the size that the Hessian has elsewhere; smaller negative
+    eigenvalues are set to zero.
 
     A loss class of one's own needs nothing if it derives from one of torch's loss classes, or if it is extended on its own, without
     parameters, and returns one number from a prediction and a target. Any other takes part with ``register(MyLoss, GenericLossDerivatives)``.
@@ -64,7 +66,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         if self.hessian_is_psd():
             return True
         values, _ = eigh(wide(self._blocks(module)))
-        return not (values < -tolerance(values, module.input0.dtype)).any()
+        return not exceeds(-values, tolerance(values, module.input0.dtype), module)
 
     def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
         weights = super().position_weights(module, g_out)
@@ -72,7 +74,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             probe = _probe(module.input0)
             (product,) = hessian_products(module, [probe], g_out[0].detach())
             (unweighted,) = hessian_products(module, [probe])
-            if ((product - weights * unweighted).abs() > tolerance(product, module.input0.dtype)).any():
+            if exceeds((product - weights * unweighted).abs(), tolerance(product, module.input0.dtype), module, largest(weights)):
                 raise UnsupportedError(
                     f"The entries of the output {list(g_out[0].shape)} of {module} are weighted differently, but they are not the losses of single "
                     "samples. Return one loss a sample, or sum them up inside of the module."
@@ -140,7 +142,7 @@ class OwnLossDerivatives(GenericLossDerivatives):
 
     def _blocks(self, module: Module) -> Tensor:
         blocks = super()._blocks(module)
-        if blocks.numel() and not blocks.any():
+        if blocks.numel() and not blocks.any() and not any(multiply([torch.ones_like(module.input0)])[0].any() for multiply in _elsewhere(module)):
             raise UnsupportedError(
                 f"{module} has no rule and is linear, or piecewise linear, in its first input {list(module.input0.shape)}: the curvature of "
                 f"such a loss is zero. If that is meant, say that it is a loss: {how_to_register(module)}"
@@ -217,7 +219,7 @@ def non_negative(values: Tensor, module: Module, what: str) -> Tensor:
     Raises:
         LossValueError: If some are negative.
     """
-    if (values < -tolerance(values, module.input0.dtype)).any():
+    if exceeds(-values, tolerance(values, module.input0.dtype), module):
         raise LossValueError(
             f"The Hessian of {module} has negative {what} (smallest {values.min().item():.3g}, largest {values.max().item():.3g}), so "
             "that it has no real square root. Use a quantity that needs none (DiagHessian, HMP, or backpack.hessianfree), a convex loss, "
@@ -239,18 +241,60 @@ def sample_hessians(module: Module) -> Tensor:
         MixedSamplesError: If the Hessian couples different samples.
     """
     recorded = module.input0
-    num_samples, num_features = recorded.shape[0], prod(recorded.shape[1:])
-    units = torch.eye(num_features, dtype=recorded.dtype, device=recorded.device)
-    probe = _probe(recorded).reshape(num_samples, num_features)
-    *columns, probed = hessian_products(module, [*(unit.expand(num_samples, -1) for unit in units), probe])
-    blocks = torch.stack(columns, 2) if columns else recorded.new_zeros(num_samples, 0, 0)
-    deviation = probed - torch.einsum("nij,nj->ni", blocks, probe)
-    if (deviation.abs() > tolerance(probed, recorded.dtype)).any():
+    blocks, deviation, allowed = _in_blocks(recorded, lambda vectors: hessian_products(module, vectors))
+    differs = len(recorded) > 1 and (deviation > allowed).any()
+    if differs and (exceeds(deviation, allowed, module) or _couples_elsewhere(module)):
         raise MixedSamplesError(
             f"The Hessian of {module} with respect to its input {tuple(recorded.shape)} couples entries with different indices on axis 0, "
             "so that no per-sample quantity exists. The loss must be a sum, or a mean, of one term per sample."
         )
     return (blocks + blocks.mT) / 2
+
+
+def _in_blocks(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]]) -> tuple[Tensor, Tensor, float]:
+    # blocks of the samples, what a product has beside them, and how much of that may be rounding
+    samples, features = point.shape[0], prod(point.shape[1:])
+    probe = _probe(point).reshape(samples, features)
+    units = torch.eye(features, dtype=point.dtype, device=point.device)
+    *columns, probed = multiply([*(unit.expand(samples, -1) for unit in units), probe])
+    blocks = torch.stack(columns, 2) if columns else point.new_zeros(samples, 0, 0)
+    return blocks, (probed - torch.einsum("nij,nj->ni", blocks, probe)).abs(), tolerance(probed, point.dtype)
+
+
+def exceeds(errors: Tensor, allowed: float, module: Module, scale: float = 1.0) -> bool:
+    """Say whether differences are more than rounding errors.
+
+    Args:
+        errors: The differences.
+        allowed: How large they may be, from the numbers that are compared.
+        module: The loss with recorded inputs, of whose Hessian these are.
+        scale: Factor of the Hessian.
+
+    Returns:
+        Whether one is. Where a model is certain of all samples, the Hessian is a difference of much larger numbers: errors of its size elsewhere.
+    """
+    if not (errors > allowed).any():
+        return False
+    recorded = module.input0
+    sizes = [largest(multiply([_probe(recorded)])[0]) for multiply in _elsewhere(module)]
+    rounding = 8 * prod(recorded.shape[1:]) * torch.finfo(recorded.dtype).eps * scale * max(sizes, default=0.0)
+    return bool((errors > allowed + rounding).any())
+
+
+def _couples_elsewhere(module: Module) -> bool:
+    found = (_in_blocks(module.input0.detach(), multiply) for multiply in _elsewhere(module))
+    return any((deviation > allowed).any() for _, deviation, allowed in found)
+
+
+def _elsewhere(module: Module) -> list[Callable[[list[Tensor]], list[Tensor]]]:
+    # products with the Hessian where predictions are neither certain nor at a margin; none where the loss cannot be evaluated
+    probe, found = _probe(module.input0.detach()), []
+    for point in (probe.sigmoid(), 2 * probe):
+        with suppress(Exception), torch.enable_grad():  # losses of one's own may raise anything for what they take for bad predictions
+            product = _hessian_product(_call(module, point.requires_grad_())[0][0].sum(), point)
+            product(probe)
+            found.append(lambda vectors, product=product: [product(vector) for vector in vectors])
+    return found
 
 
 def _probe(inputs: Tensor) -> Tensor:
