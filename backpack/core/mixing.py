@@ -324,11 +324,15 @@ class OfData(Container[Node]):
     """
 
     def __init__(self, walk: Walk) -> None:
-        self._walk = walk
+        self._walk, self._reads = walk, {}
 
     def __contains__(self, node: object) -> bool:
-        walk = self._walk
-        return node in walk.has_data or any(place_of(t) in walk.given_places - {0} for n in _upstream(walk, node) for t in saved_tensors(n))
+        return node in self._walk.has_data or any(map(self._reads_data, _upstream(self._walk, node)))
+
+    def _reads_data(self, node: Node) -> bool:
+        if node not in self._reads:
+            self._reads[node] = any(place_of(t) and place_of(t) in self._walk.given_places for t in saved_tensors(node))
+        return self._reads[node]
 
 
 def _upstream(walk: Walk, node: Node) -> set[Node]:

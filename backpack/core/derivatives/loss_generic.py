@@ -142,7 +142,7 @@ class OwnLossDerivatives(GenericLossDerivatives):
 
     def _blocks(self, module: Module) -> Tensor:
         blocks = super()._blocks(module)
-        if blocks.numel() and not blocks.any() and not any(multiply([torch.ones_like(module.input0)])[0].any() for multiply in _elsewhere(module)):
+        if blocks.numel() and not blocks.any() and not any(multiply([_probe(module.input0)])[0].any() for multiply in _elsewhere(module)):
             raise UnsupportedError(
                 f"{module} has no rule and is linear, or piecewise linear, in its first input {list(module.input0.shape)}: the curvature of "
                 f"such a loss is zero. If that is meant, say that it is a loss: {how_to_register(module)}"
