@@ -495,3 +495,30 @@ def test_outputs_that_are_others_in_another_order(change: Callable[[Tensor], Ten
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="in another order"):
         (z.square().sum() + other.square().sum()).backward()
     assert results(net) == {}
+
+
+@pytest.mark.parametrize("extended", [True, False])
+def test_loss_of_one_sample_beside_a_function_of_all(extended: bool) -> None:
+    """A mini-batch of one sample would take in the rows of all."""
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            scores = self.layer(x)
+            return {"all": scores, "one": scores[[3]]}
+
+    model, lossfunc = extend(Chosen()), extend(nn.MSELoss()) if extended else F.mse_loss
+    out, y = model(torch.randn(4, 3)), torch.zeros(4, dtype=torch.long)
+    loss = lossfunc(out["one"], torch.zeros(1, 2)) + F.cross_entropy(out["all"], y)
+    with backpack(BatchGrad()):
+        if extended:
+            with pytest.raises(UnsupportedError, match=r"Mini-batches of 1 and of 4 samples meet.*layer\.weight"):
+                loss.backward()
+            assert results(model) == {}
+        else:
+            loss.backward()
+            assert len(model.layer.weight.grad_batch) == 4
+            close(model.layer.weight.grad_batch.double().sum(0), model.layer.weight.grad.double(), rtol=1e-5)

@@ -151,7 +151,10 @@ class Tracking:
             if state is SPLIT:
                 continue
             starts = [start_at_output(self.walk, node, mark, known=True) for mark in marks if mark.nr == nr and mark.call.root]
-            start = next((start for start in starts if start is not None and start.samples == state.samples), None)
+            start = next((start for start in starts if start is not None), None)
+            if start is not None and start.samples != state.samples:
+                self._note(sizes(self.walk, (node, nr), state.samples, start.samples))
+                continue
             if start is None and -1 in state.labels:
                 start = settle(state) if max(state.labels) >= 0 and settle(state).plain else None
                 if start is None:
