@@ -16,6 +16,7 @@ from torch import Tensor, nn, randint, randn
 from torch.nn import Linear, Module, MSELoss, Parameter
 
 from backpack.core.derivatives import convnd
+from backpack.extensions.secondorder.hbp import HBP, BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -226,3 +227,13 @@ def test_no_samples(case: str) -> None:
                     assert actual.shape == (*one.shape[:axis], 0, *one.shape[axis + 1 :])
                 else:
                     assert torch.equal(actual, torch.zeros_like(one))
+
+
+@pytest.mark.parametrize("average", [ExpectationApproximation.CHEN, ExpectationApproximation.BOTEV_MARTENS])
+def test_no_samples_in_products_of_means(average: str) -> None:
+    """The mean over no samples is zero, as for all other quantities."""
+    problem = CASES["logreg"].build(0)
+    run(problem, HBP(Curvature.GGN, LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE, average))
+    for parameter in problem.model.parameters():
+        for factor in parameter.hbp:
+            assert torch.equal(factor, torch.zeros_like(factor))

@@ -211,7 +211,7 @@ class HBP(SecondOrderBackpropExtension):
         if name == "bias":
             return [side]
         if self.averages_inputs:
-            mean = wide(rule.columns(call)).mean(0)[0]
+            mean = wide(rule.columns(call)).sum(0)[0] / max(1, use.layout.samples)
             return [side, mean @ mean.T]
         return [side, rule.input_moment(call, 1 / max(1, use.layout.samples))[0]]
 
