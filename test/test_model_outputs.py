@@ -522,3 +522,29 @@ def test_loss_of_one_sample_beside_a_function_of_all(extended: bool) -> None:
             loss.backward()
             assert len(model.layer.weight.grad_batch) == 4
             close(model.layer.weight.grad_batch.double().sum(0), model.layer.weight.grad.double(), rtol=1e-5)
+
+
+class Branches(nn.Module):
+    """Two outputs of which one has other rows than the samples."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.body, self.rec, self.head, self.shift, self.way = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3), nn.Parameter(torch.randn(2, 3)), way
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.way == "labelled":
+            return self.rec(x), self.head(x[[1, 3]])
+        z = self.body(x)
+        return z, (z[[2, 0, 3, 1]] if self.way == "permuted" else z + self.shift[: 1 if self.way == "one step" else 2].unsqueeze(1))
+
+
+@pytest.mark.parametrize("extended", [True, False])
+@pytest.mark.parametrize("way, first", [("labelled", True)] + [(way, first) for way in ("steps", "one step", "permuted") for first in (True, False)])
+def test_outputs_of_other_rows_than_samples(way: str, first: bool, extended: bool) -> None:
+    """Rows of a parameter would be some samples, steps or all of them at once, beside rows of another one that are samples."""
+    model, lossfunc = extend(Branches(way)), extend(nn.MSELoss()) if extended else F.mse_loss
+    one, other = model(torch.randn(4, 3))
+    loss = lossfunc(other, torch.zeros_like(other))
+    with backpack(BatchGrad()), pytest.raises((UnsupportedError, UnattributedError)):
+        (loss + F.mse_loss(one, torch.zeros_like(one)) if first else loss).backward()
+    assert results(model) == {}

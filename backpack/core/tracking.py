@@ -22,7 +22,7 @@ from backpack.core.samples import Layout, first_axis, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output
 from backpack.core.walk import Walk
-from backpack.utils.errors import BackpackError, LossValueError
+from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
 _TEMPORAL = frozenset(("CtcLoss", "CudnnCtcLoss"))
 _TIME_FIRST = 3
@@ -135,10 +135,36 @@ class Tracking:
                 return
             if self._second_order:
                 refuse_prediction(call, call.outputs[mark.index].shape, size, start.axis)
+            elsewhere = known is not SPLIT and size == self._samples_at[node] and known.axis != start.axis  # time first, as long as the mini-batch
+            if not elsewhere and any(other is not node for other in self._outputs_of(call)):
+                self._note(self._unlike(call, node, size, self._samples_at[node]))
+                return
             if known is not SPLIT:
                 return
         self.states.setdefault(node, {})[mark.nr] = start
         self._samples_at[node] = size
+
+    def _outputs_of(self, call: ModuleCall) -> list[Node]:
+        # the nodes of its outputs at which samples are known
+        found = [node for node, marks in self.walk.marks.items() if any(mark.call is call and not mark.base for mark in marks)]
+        return [node for node in found if node in self.states] if len(call.outputs) > 1 else []
+
+    def _unlike(self, call: ModuleCall, node: Node, one: int, other: int) -> UnsupportedError:
+        rows = f"of {one} and of {other} samples" if one != other else "that have samples in another order, or sums over them"
+        return UnsupportedError(
+            f"{call} returns outputs {rows}, as far as modules and losses tell: which rows of {{names}} belong together is not known. Return a row "
+            "for each sample, in the order of the first output, and let a mask or weights in the loss choose some; call backward for each output "
+            "(backpack(..., accumulate=True) unites the results); or leave these parameters out: {exclude}.",
+            self.walk.named(self.walk.reach[node]),
+        )
+
+    def _compare_outputs(self) -> None:
+        """Refuse outputs of one model that have other numbers of samples than the first one of which it is known, where both are in the loss."""
+        for call in self.walk.outermost:
+            first, *others = self._outputs_of(call) or [None]
+            for node in others:
+                if self._samples_at[node] != self._samples_at[first]:
+                    self._note(self._unlike(call, node, self._samples_at[first], self._samples_at[node]))
 
     def _complete(self, node: Node, marks: Iterable[Mark]) -> None:
         """Know all rows where gradients arrive from places without samples, too: they are those of the model's output, or lie in the usual order.
