@@ -57,6 +57,8 @@ def enter(field: str) -> None:
 
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no number among shifts": (lambda: inv_kfacs([torch.eye(2)] * 2, [None, 1.0]), ShiftError, "one number for all"),
+    "no Kronecker factors": (lambda: inv_kfacs(None), ArgumentError, "Expected a list of Kronecker factors, got None"),
+    "Kronecker factors of whole numbers": (lambda: inv_kfacs([torch.eye(2).int()]), ArgumentError, "Convert them"),
     "text as shifts": (lambda: inv_kfacs([torch.eye(2)] * 2, "ab"), ShiftError, "one number for all"),
     "clip_factors": (lambda: clip_factors(None, 1.0), ArgumentTypeError, r"clip_factors\(\) needs a torch.nn.Module"),
     "clip_per_sample": (lambda: clip_per_sample([], 1.0), ArgumentTypeError, r"clip_per_sample\(\) needs a torch.nn.Module"),

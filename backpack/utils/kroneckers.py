@@ -243,6 +243,7 @@ def inv_kfacs(factors: Factors, shift: Shift = None) -> list[Tensor] | list[list
         The inverses ``(Fi + shift_i I)^{-1}``, of the same shapes; with groups, one list of them for each.
 
     Raises:
+        ArgumentError: If there is no list of factors, or if they are of whole numbers.
         ShapeError: If a factor is not square.
         ShiftError: If the number of shifts is not the number of factors, or one of them is no number.
     """
@@ -260,6 +261,8 @@ def inv_kfacs(factors: Factors, shift: Shift = None) -> list[Tensor] | list[list
 
 
 def _invert(factor: Tensor, shift: float) -> Tensor:
+    if not (factor.is_floating_point() or factor.is_complex()):
+        raise ArgumentError(f"Kronecker factors of {factor.dtype} cannot be inverted. Convert them: factor.to(torch.get_default_dtype()).")
     if factor.dtype != wide(factor).dtype:
         largest = torch.finfo(factor.dtype).max
         return _invert(wide(factor), shift).clamp(-largest, largest).to(factor.dtype)
@@ -274,6 +277,8 @@ def _invert(factor: Tensor, shift: float) -> Tensor:
 def _listed(factors: Factors) -> list:
     if isinstance(factors, Tensor) and factors.dim() < 3:
         raise ShapeError(f"Expected a list of Kronecker factors, got a tensor of shape {list(factors.shape)}. Write [factor].")
+    if not isinstance(factors, Iterable):
+        raise ArgumentError(f"Expected a list of Kronecker factors, got {factors!r}. A parameter that an extension leaves out has none.")
     return list(factors)
 
 
