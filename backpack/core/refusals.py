@@ -85,7 +85,7 @@ def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
     return NotRecordedError(
         "No forward pass of an extended module was recorded for {names}. It ran before extend(), or after CTX.remove_hooks(), which undoes that, "
         "under disable(), under no_grad(), with tensors in place of the module's parameters (torch.func.functional_call), or compiled: run it again "
-        f"after extend(). {_NOT_COMPILED}",
+        f"after extend(). Or the loss uses nothing that a module returned (an attribute that the model sets, say): return it. {_NOT_COMPILED}",
         walk.named(walk.reach[node]),
     )
 
@@ -145,10 +145,10 @@ def bare(walk: Walk, node: Node) -> UnattributedError:
     """
     return UnattributedError(
         "{names}: used outside of everything that has samples (a penalty on the parameters, say, an output of the model that is made of them "
-        "alone, or a factor of losses behind the last module), so that the gradient there belongs to no sample, or to samples that are not "
-        "followed there. To leave a term out of all quantities, and keep it in .grad, write `loss = loss + backpack.leave_out(penalty)`; to "
-        "keep it in them, let the model return a row for each sample there, as the losses [N] or `std.expand_as(mean)` are, and reduce outside; "
-        "to leave the parameters out of an extension, {exclude}.",
+        "alone or of some samples, or a factor of losses behind the last module), so that the gradient there belongs to no sample, or to samples "
+        "that are not followed there. To leave a term out of all quantities, and keep it in .grad, write "
+        "`loss = loss + backpack.leave_out(penalty)`; to keep it in them, let the model return a row for each sample there, as "
+        "the losses [N] or `std.expand_as(mean)` are, and reduce outside; to leave the parameters out of an extension, {exclude}.",
         walk.named(walk.reach[node]),
     )
 
