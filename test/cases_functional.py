@@ -50,6 +50,13 @@ graph(
     (3,),
     *CHAIN,
 )
+graph(
+    "functional convolution, kernel reshaped and back",
+    lambda net, x: net.b(net.tanh(F.conv2d(image(net, x), net.kernel.squeeze(1).unsqueeze(1), net.shift.view(2, 1).view(2))).sum((2, 3))),
+    parts,
+    (3,),
+    *CHAIN,
+)
 NORM = {"scale": parameter(3), "shift": parameter(3)}
 graph("functional layer norm", lambda net, x: net.b(F.layer_norm(net.a(x), (3,), net.scale, net.shift)), layers(3, 3, 4, **NORM), (3,), *CHAIN)
 graph(

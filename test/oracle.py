@@ -261,6 +261,11 @@ def multiplied(out: Tensor, weight: Tensor, transposed: bool, groups: int) -> li
     return result
 
 
+def is_or_views(tensor: Tensor, param: Tensor) -> bool:
+    """Tell whether a tensor is a parameter, or what reshapes that undo each other make of it."""
+    return tensor is param or (tensor._base is param and (tensor.shape, tensor.stride()) == (param.shape, param.stride()))
+
+
 class LayerUses(TorchFunctionMode):
     """Records convolutions, ``F.bilinear``, linear in the outer products of its inputs, and ``F.embedding``, linear in one-hot vectors.
 
@@ -695,7 +700,7 @@ class Oracle:
         uses_of_all = [*products(flat), *mode.uses]
         factors = {name: [block] for name, block in self.ggn_blocks(hessian).items()}
         for name, param in self.params.items():
-            uses = [use for use in uses_of_all if use.weight is param]
+            uses = [use for use in uses_of_all if is_or_views(use.weight, param)]
             if uses:
                 tracked = jacobian(flat, [use.out for use in uses])
                 T = sum(use.outputs(jac) for use, jac in zip(uses, tracked, strict=True))

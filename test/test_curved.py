@@ -269,19 +269,22 @@ def test_every_known_function_has_a_row() -> None:
 
 @pytest.mark.parametrize("frozen", [None, 0, 1])
 @pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("convolve", [F.conv1d, F.conv2d, F.conv3d])
 @pytest.mark.parametrize("extension", [DiagHessian, BatchDiagHessian])
-def test_fused_weight_norm(extension: type[DiagHessian | BatchDiagHessian], N: int, frozen: int | None) -> None:
+def test_fused_weight_norm(extension: type[DiagHessian | BatchDiagHessian], convolve: Callable, N: int, frozen: int | None) -> None:
     """Torch itself takes the norms for constants when it differentiates twice, so that the truth is the same function in single operations."""
 
     def by_hand(v: Tensor, g: Tensor) -> Tensor:
-        return g * v / v.norm(dim=(1, 2), keepdim=True)
+        return g * v / v.flatten(1).norm(dim=1).view(g.shape)
+
+    extent = [1] * ([F.conv1d, F.conv2d, F.conv3d].index(convolve) + 1)
 
     found = []
     for function in (by_hand, torch._weight_norm):
         torch.manual_seed(0)
-        parts = {"v": nn.Parameter(randn(3, 3, 2).double()), "g": nn.Parameter(randn(3, 1, 1).double())}
+        parts = {"v": nn.Parameter(randn(3, 3, *(2 * n for n in extent)).double()), "g": nn.Parameter(randn(3, 1, *extent).double())}
         net = Net(
-            lambda net, x, f=function: net.b(F.conv1d(net.a(x)[:, :, None], f(net.p.v, net.p.g), padding=1).mean(2).tanh()),
+            lambda net, x, f=function: net.b(convolve(net.a(x).reshape(-1, 3, *extent), f(net.p.v, net.p.g), padding=1).flatten(2).mean(2).tanh()),
             **layers(3, 3, 4, p=lambda parts=parts: nn.ParameterDict(parts))(),
         ).double()
         if frozen is not None:

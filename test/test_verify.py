@@ -564,6 +564,14 @@ def test_what_autograd_cannot_do() -> None:
         assert "300 > 256" in next(row.reason for row in report if row.parameter == "0.weight")
 
 
+def test_what_autograd_differentiates_wrongly() -> None:
+    """Torch takes the norms of a fused weight norm for constants when it differentiates twice."""
+    model = Sequential(nn.utils.parametrizations.weight_norm(Linear(3, 4)), Tanh(), Linear(4, 3))
+    report = verify(model, CrossEntropyLoss(), randn(3, 3), randint(3, (3,)), [extensions.DiagHessian(), extensions.DiagGGNExact()])
+    assert {row.verdict for row in report if row.quantity == "DiagGGNExact"} == {AGREES}
+    assert {(row.verdict, "weight_norm" in row.reason) for row in report if row.quantity == "DiagHessian"} == {(NOT_COMPARED, True)}
+
+
 # --- refusals ---------------------------------------------------------------------------------------------------------------------------------
 
 

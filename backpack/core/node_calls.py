@@ -29,7 +29,7 @@ from backpack.core.walk import Walk
 from backpack.utils.lstm import LSTMSteps, previous
 
 _TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
-_COPIES = RESHAPES | {"Expand"}  # which change nothing, as in torch.matmul
+_RESHAPES = RESHAPES | {"Squeeze", "Unsqueeze", "ToCopy"}
 _LSTM = 2  # mode of a recurrent node
 _LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 
@@ -203,7 +203,7 @@ def layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int]
 
 
 def _way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
-    """Return the nodes between an edge and the leaf to which it leads, perhaps through a change of precision, as under autocast, or none at all.
+    """Return the nodes between an edge and the leaf to which it leads, perhaps through reshapes that undo each other, and a change of precision.
 
     Args:
         edge: The edge.
@@ -218,13 +218,14 @@ def _way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
         if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2 or stays:
             return None
         way.append(node)
-        node = node.next_functions[0][0]
+        edge = node.next_functions[0]
+    (node, _), shape = edge, shape_of(edge)
     while node is not None and (
-        operation(node) == "ToCopy" or (operation(node) in _COPIES and shape_of(node.next_functions[0]) == shape_of((node, 0)))
-    ):
+        operation(node) in _RESHAPES or (operation(node) == "Expand" and shape_of(node.next_functions[0]) == shape_of((node, 0)))
+    ):  # torch.matmul expands what needs no more
         way.append(node)
         node = node.next_functions[0][0]
-    return [*way, node] if node is not None and node.name() == LEAF else None
+    return [*way, node] if node is not None and node.name() == LEAF and shape_of((node, 0)) == shape else None
 
 
 def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias: bool = False) -> Unit | None:

@@ -207,7 +207,7 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
     if key in _WEIGHT_NORM:
         directions, lengths = saved(node, "v"), saved(node, "g")
         axes = axes_of(node)
-        return _side_by_side(lambda v, g: v * (g / v.norm(dim=axes, keepdim=True)), [directions, lengths], active, len(axes))
+        return _side_by_side(lambda v, g: v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=True)), [directions, lengths], active, len(axes))
     name, names = _ENTRYWISE[key] if key in _ENTRYWISE else _ALONG_AXES[key]
     names = [argument.partition("=") for argument in names.split()]
     given = {argument: None if source == "-" else saved(node, source or argument) for argument, _, source in names}

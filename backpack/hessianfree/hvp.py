@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_missing_terms
-from backpack.utils.differentiation import nodes_below, refuse_biased_norms
-from backpack.utils.errors import ArgumentError, UnsupportedError
+from backpack.utils.differentiation import nodes_below, refuse_wrong_second_derivatives
+from backpack.utils.errors import ArgumentError
 
 
 def hessian_vector_product(
@@ -49,12 +49,7 @@ def hessian_vector_product(
         # an incoming gradient that takes part in the graph, so that no function marked as once_differentiable goes unnoticed
         grad_params = pull_back(f, params, torch.ones_like(f, requires_grad=True), retain_graph=True, detach=False)
     refuse_missing_terms([*grad_params, f])
-    refuse_biased_norms([*grad_params, f])
-    if any(node.name() == "WeightNormInterfaceBackward0" and node.next_functions[0][0] is not None for node in nodes_below([f])):
-        raise UnsupportedError(
-            "The fused operation of torch.nn.utils.parametrizations.weight_norm took part, whose second derivatives are wrong in torch: it takes the "
-            "norms for constants. Compute the weight by single operations, g * v / v.norm(dim=1, keepdim=True), say."
-        )
+    refuse_wrong_second_derivatives([*grad_params, f])
     # a gradient without graph is that of a parameter that f does not depend on
     pairs = [(gradient, vector) for gradient, vector in zip(grad_params, v, strict=True) if gradient.requires_grad]
     if not pairs:

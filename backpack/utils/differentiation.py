@@ -158,6 +158,24 @@ def refuse_biased_norms(tensors: Iterable[Tensor], made: bool = False) -> None:
             )
 
 
+def refuse_wrong_second_derivatives(tensors: Iterable[Tensor]) -> None:
+    """Refuse to differentiate gradients where torch's derivatives of them are wrong.
+
+    Args:
+        tensors: What depends on the parameters.
+
+    Raises:
+        UnsupportedError: If a normalization with a bias and without weight, or the fused operation of ``weight_norm``, took part.
+    """
+    tensors = list(tensors)
+    refuse_biased_norms(tensors)
+    if any(node.name() == "WeightNormInterfaceBackward0" and node.next_functions[0][0] is not None for node in nodes_below(tensors)):
+        raise UnsupportedError(
+            "The fused operation of torch.nn.utils.parametrizations.weight_norm took part, whose second derivatives are wrong in torch: it takes the "
+            "norms for constants. Compute the weight by single operations, g * v / v.norm(dim=1, keepdim=True), say."
+        )
+
+
 def square_root(value: Tensor) -> Tensor:
     """Take the square root; where that is zero, so is its derivative, rather than infinite.
 
