@@ -17,7 +17,8 @@ from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
-from backpack.utils.errors import BackpackError
+from backpack.utils.differentiation import refuse_wrong_second_derivatives
+from backpack.utils.errors import BackpackError, UnsupportedError
 from backpack.verification.draws import draw
 from backpack.verification.layers import Layer, Layers
 from backpack.verification.reference import Incomparable, Reference
@@ -178,14 +179,23 @@ def _sqrt_ggn(at: Comparison, name: str, value: Any) -> Compared:
     yield Numbers(torch.einsum("vni,vnj->nij", root, root), _ggn_blocks(at, name)[at.positions])
 
 
+def _twice(reference: Reference) -> Reference:
+    # itself, if torch differentiates gradients of its output as it should
+    try:
+        refuse_wrong_second_derivatives([reference.output])
+    except UnsupportedError as error:
+        raise Incomparable(str(error)) from error
+    return reference
+
+
 def _diag_hessian(at: Comparison, name: str, value: Any) -> Compared:
     samples = None if at.extension.get_subsampling() is None else at.samples
-    yield Numbers(_entries_of(at, name, value), at.reference.hessian_diagonal(name, samples).sum(0))
+    yield Numbers(_entries_of(at, name, value), _twice(at.reference).hessian_diagonal(name, samples).sum(0))
 
 
 def _batch_diag_hessian(at: Comparison, name: str, value: Any) -> Compared:
     actual = _entries_of(at, name, value, len(at.samples))[at.positions]
-    yield Numbers(actual, at.reference.hessian_diagonal(name, at.chosen))
+    yield Numbers(actual, _twice(at.reference).hessian_diagonal(name, at.chosen))
 
 
 def _product(at: Comparison, name: str, value: Any, expected: Callable[[Reference], Callable[[str, Tensor], Tensor]]) -> Compared:
@@ -277,7 +287,7 @@ DEFINITIONS: dict[type[BackpropExtension], Callable[[Comparison, str, Any], Comp
     secondorder.DiagHessian: _diag_hessian,
     secondorder.BatchDiagHessian: _batch_diag_hessian,
     **dict.fromkeys((secondorder.HBP, secondorder.KFAC, secondorder.KFLR, secondorder.KFRA), _kronecker),
-    curvmatprod.HMP: partial(_product, expected=lambda reference: reference.hessian_product),
+    curvmatprod.HMP: partial(_product, expected=lambda reference: _twice(reference).hessian_product),
     curvmatprod.GGNMP: partial(_product, expected=lambda reference: reference.ggn_product),
     curvmatprod.PCHMP: _no_definition,
 }

@@ -16,9 +16,6 @@ import torch
 from torch import Generator, Tensor, einsum
 from torch.autograd import grad
 
-from backpack.utils.differentiation import refuse_wrong_second_derivatives
-from backpack.utils.errors import UnsupportedError
-
 _FEW = 256
 """Numbers of an output for which a backward pass each is affordable."""
 _JOINS = ("StackBackward", "CatBackward", "AddBackward")
@@ -274,16 +271,9 @@ class Reference:
 
         Returns:
             Gradient of each parameter in its graph.
-
-        Raises:
-            Incomparable: If torch's derivatives of it are wrong.
         """
         if n not in self._differentiable:
             alone = torch.arange(len(self.output), device=self.output.device).reshape(-1, *[1] * (self.output.dim() - 1)) == n
-            try:
-                refuse_wrong_second_derivatives([self.output])
-            except UnsupportedError as error:
-                raise Incomparable(str(error)) from error
             output = self.output if n is None else torch.where(alone, self.output, self.output.detach())
             found = grad(self._loss(output), list(self.parameters.values()), create_graph=True, materialize_grads=True)
             self._differentiable[n] = dict(zip(self.parameters, found, strict=True))
