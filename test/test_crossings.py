@@ -24,7 +24,7 @@ from backpack import backpack, clear, explain, extend, results
 from backpack.core.crossings import crossings_of
 from backpack.core.graph import shape_of
 from backpack.core.samples import Layout, along
-from backpack.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
+from backpack.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, DiagHessian, SumGradSquared, Variance
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError
 
@@ -526,6 +526,54 @@ def test_where_no_gradient_arrives(between: bool) -> None:
             F.cross_entropy(model(x), y).backward()
         assert results(model).keys() == {"last.weight", "last.bias"}
         clear(model)
+
+
+class Changed(Function):
+    """The identity, which changes the gradient of each entry alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.change(grad), None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("N", [1, 5])
+def test_changes_of_the_gradient_that_are_linear(N: int, dtype: torch.dtype) -> None:
+    """Reversed and scaled: so are all columns."""
+    torch.manual_seed(0)
+    x, y = torch.randn(N, 4, dtype=dtype), torch.arange(N) % 3
+    model = extend(Net(lambda h, _: Changed.apply(h, lambda g: -3 * g), lambda h: h)).to(dtype)
+    other = extend(Net(lambda h, _: h, lambda h: h)).to(dtype)
+    other.load_state_dict(model.state_dict())
+    for net in (model, other):
+        with backpack(BatchGrad(), DiagGGNExact()):
+            F.cross_entropy(net(x), y).backward()
+    rtol = 8 * torch.finfo(dtype).eps
+    close(model.first.weight.grad_batch, -3 * other.first.weight.grad_batch, rtol)
+    close(model.first.weight.diag_ggn_exact, 9 * other.first.weight.diag_ggn_exact, rtol)
+
+
+@pytest.mark.parametrize("change", [lambda g: g.clamp(-0.01, 0.01), torch.relu, torch.sign, lambda g: g / g.norm(dim=1, keepdim=True)])
+@pytest.mark.parametrize("N", [1, 5])
+def test_changes_of_the_gradient_that_are_not_linear(N: int, change: Callable[[Tensor], Tensor]) -> None:
+    """They are no derivatives: curvature is refused, while gradients of samples are what each adds to ``.grad``."""
+    torch.manual_seed(0)
+    model, x, y = extend(Net(lambda h, _: Changed.apply(h, change), lambda h: h)), torch.randn(N, 4, **DOUBLE), torch.arange(N) % 3
+    for extension in (DiagGGNExact, DiagGGNMC, KFAC):
+        with backpack(extension()), pytest.raises(UnsupportedError, match="backward of Changed .* is not linear"):
+            F.cross_entropy(model(x), y).backward()
+        assert results(model) == {}
+    model.zero_grad()
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x), y).backward()
+    close(model.first.weight.grad_batch.sum(0), model.first.weight.grad)
+    grads = [torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / N, model.first.weight)[0] for n in range(N)]
+    close(model.first.weight.grad_batch, torch.stack(grads))
 
 
 # --- functions that differentiate in their backward pass -----------------------------------------------------------------------------------------

@@ -72,6 +72,7 @@ COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_batching_rules_are_not_taken_on_trust(function: Callable[[Tensor], Tensor], kind: str, known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """That of cdist computes the first column only; this is found out, even if it is not known."""
     monkeypatch.setattr(graph, "_TRUSTED", set())
+    monkeypatch.setattr(graph, "_TRIED", set())
     if not known:
         monkeypatch.setattr(graph, "_ALONE", frozenset())
     torch.manual_seed(0)
@@ -96,13 +97,18 @@ def test_what_is_not_finite_proves_no_batching_rule(number: float) -> None:
     assert compare_mixture([same], [(factors * same).flip(0)], lambda column: (factors * column,)) == (True, False)
 
 
+@pytest.mark.parametrize("zeros", [0, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_batching_rules_that_are_right_are_trusted(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batching_rules_that_are_right_are_trusted(dtype: torch.dtype, zeros: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if columns of a pass tell nothing, as those of samples without a gradient."""
     monkeypatch.setattr(graph, "_TRUSTED", set())
+    monkeypatch.setattr(graph, "_TRIED", set())
     torch.manual_seed(0)
     node = torch.randn(3, 40, dtype=dtype, requires_grad=True).softmax(1).grad_fn
+    columns = torch.randn(200, 3, 40).to(dtype)
+    columns[:zeros] = 0
     with torch.no_grad():
-        call_node(node, [torch.randn(200, 3, 40).to(dtype)])
+        call_node(node, [columns])
     assert len(graph._TRUSTED) == 1
 
 

@@ -309,7 +309,7 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
     samples, axis = next((layout.samples, layout.axis) for layout in states.values())
     columns = [probe(m.shape, states[nr], m.dtype, m.device) if nr in states else None for nr, m in enumerate(tensors)]
     with torch.no_grad():  # as autograd runs its nodes
-        gradients = call_node(node, columns)
+        gradients = call_node(node, columns, probing=True)
     crossings: list[Crossing | None] = []
     settled = True
     for shape, returned in zip(shapes, gradients, strict=True):

@@ -6,7 +6,7 @@ Private symbols of torch live here, in ``calls.py``, ``slots.py``, ``checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -19,11 +19,12 @@ from torch.autograd.graph import Node
 from backpack.core.checkpoints import checkpointed, keep, saved_names, value_name
 from backpack.core.engine import calling
 from backpack.core.slots import Edge
-from backpack.utils.columns import compare_mixture
+from backpack.utils.columns import compare_mixture, distinct_columns
 from backpack.utils.errors import UnsupportedError
 
 LEAF = "torch::autograd::AccumulateGrad"
 """Name of the node of a leaf tensor."""
+_SEVERAL = 2
 _AS_IT_IS = frozenset({"Expand", "_DDPSinkBackward"})
 """Nodes that are not called: a sum over samples would be in the way, or DistributedDataParallel would take it for the backward pass."""
 _STRIDED = frozenset({"AsStridedScatter"})
@@ -32,6 +33,8 @@ _ALONE = _STRIDED | {"Cdist", "Roll", "SegmentReduce"}
 """Nodes whose batching rules return something else, as is known: they are called for one column after the other."""
 _TRUSTED: set[tuple] = set()
 """Kinds of nodes whose batching rules have been compared with plain calls."""
+_TRIED: set[tuple] = set()
+"""Those for which columns were made, as those of a pass proved nothing."""
 _COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
 MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 """Poolings that save the positions of the maxima."""
@@ -172,15 +175,19 @@ def _in_memory(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor.clone() if tensor._is_zerotensor() else tensor
 
 
-def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
+def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -> list[Tensor | None]:
     """Apply the Jacobian that a graph node stands for, transposed, to columns.
 
     Args:
         node: The node.
         columns: For each output of the node ``[V, *shape]``, or ``None``.
+        probing: Whether they only tell where something lies, so that the backward of a custom function may be any.
 
     Returns:
         For each next edge ``[V, *shape]``, or ``None``. Where the input was broadcast, the gradient may still have the shape of the output.
+
+    Raises:
+        UnsupportedError: If the backward of a custom function is not linear.
     """
     name = operation(node)
     if name in _AS_IT_IS:
@@ -217,20 +224,17 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
 
     found: Sequence[Tensor] = ()
     try:
-        if count == 1:
-            return [None if t is None else t[None] for t in one(*(p[0] for p in parts))]
         # batching rules take for constant what a node has saved, say the mean of a normalization; without columns, some fail
-        separate = torch.is_grad_enabled() or count == 0 or name in _ALONE
+        separate = torch.is_grad_enabled() or count < _SEVERAL or name in _ALONE
         if not separate:
-            # operations without a batching rule run one column after the other, for which a warning would be of no use
-            torch._C._functorch._set_vmap_fallback_warning_enabled(False)
-            try:
-                found = torch.vmap(defined)(*parts)
-            finally:
-                torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+            found = _batched(defined, parts)
             key = type(node), node.name(), *(p.dim() for p in parts)
             if key not in _TRUSTED:
                 same, proven = compare_mixture(parts, found, defined)
+                if same and not proven and key not in _TRIED:  # zeros prove nothing, as those of samples without a gradient: others do
+                    _TRIED.add(key)
+                    others = [distinct_columns(p) for p in parts]
+                    proven = all(compare_mixture(others, _batched(defined, others), defined))
                 _TRUSTED.update([key] if proven else [])
                 separate = not same
     except RuntimeError:  # no batching rule, or data-dependent Python inside
@@ -238,8 +242,23 @@ def call_node(node: Node, columns: list[Tensor | None]) -> list[Tensor | None]:
     if separate:  # one column after the other; of none, one tells the shapes
         rows = [defined(*row) for row in zip(*(p if count else p.new_zeros(1, *p.shape[1:]) for p in parts), strict=True)]
         found = [torch.stack(row)[:count] for row in zip(*rows, strict=True)]
+    if custom and count and not probing and not compare_mixture(parts, found, lambda *mixed: [-t for t in defined(*(-c for c in mixed))])[0]:
+        raise UnsupportedError(
+            f"The backward of {node.name().removesuffix('Backward')} (a torch.autograd.Function) is not linear in the gradient, as if it clipped, "
+            "normalized or drew something, so that it is no derivative that could carry curvature. First-order quantities remain: the contributions "
+            "of the samples to .grad. For others, let it be linear, or let a hook change the gradient behind it."
+        )
     remaining = iter(found)
     return [None if none else next(remaining) for none in missing]
+
+
+def _batched(function: Callable[..., tuple[Tensor, ...]], columns: list[Tensor]) -> tuple[Tensor, ...]:
+    # operations without a batching rule run one column after the other, for which a warning would be of no use
+    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        return torch.vmap(function)(*columns)
+    finally:
+        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
 
 
 def _zeros(node: Node) -> list[Tensor | None]:

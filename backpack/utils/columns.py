@@ -73,6 +73,18 @@ def compare_mixture(columns: Sequence[Tensor], found: Sequence[Tensor], plain: C
     return True, differ
 
 
+def distinct_columns(like: Tensor) -> Tensor:
+    """Make columns that are different from each other, without drawing numbers.
+
+    Args:
+        like: Columns ``[V, *]``.
+
+    Returns:
+        Columns of the same shape and type.
+    """
+    return torch.arange(1, like.numel() + 1, device=like.device, dtype=torch.float64).sin().view(like.shape).to(like.dtype)
+
+
 def _are_different(columns: Tensor) -> bool:
     # each from each other one: a rule that permutes or repeats columns could be right for the same ones
     flat = wide(columns.reshape(len(columns), -1))
