@@ -164,7 +164,9 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
             batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and slot.edge[0] in _upstream(walk, node)
         if (known or batched) and not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
-            raise mixing(walk, node, how + ("" if known or not walk.is_data(slot) else _unknown_rows(slot.shape, rows.index(samples))))
+            if not known and walk.is_data(slot):
+                raise mixing(walk, node, how + _unknown_rows(slot.shape, rows.index(samples)))
+            raise mixing(walk, node, how + " (if it depends on the shape alone, give it the shape)")
     numbers = looked_up(walk, node)
     rows = () if numbers is None else numbers.shape[:2]
     if samples in rows or any(_holds_samples(walk, tensor, samples) for tensor in saved_tensors(node)):
