@@ -53,7 +53,7 @@ def compare_mixture(columns: Sequence[Tensor], found: Sequence[Tensor], plain: C
     Returns:
         Whether they agree; and whether that proves the rule for other columns, too, since all results differ.
     """
-    count, tops = len(columns[0]), [c.reshape(len(c), -1).abs().double().amax(1) for c in columns if c.numel()]
+    count, tops = len(columns[0]), [c.reshape(len(c), -1).abs().amax(1).double() for c in columns if c.numel()]
     sizes = torch.stack(tops).amax(0) if tops else columns[0].new_ones(count).double()
     weights = (1 + torch.arange(count, device=sizes.device) * 0.618 % 1) / sizes.where(sizes > 0, 1)  # each column counts, none like another
 
@@ -66,10 +66,12 @@ def compare_mixture(columns: Sequence[Tensor], found: Sequence[Tensor], plain: C
             return False, False
         if t.numel():
             terms, eps = weighted(t), torch.finfo(t.dtype).eps
-            allowed = sqrt(eps) * largest(terms.abs()) + 4 * eps * largest(terms.abs().sum(0))
+            magnitudes = terms.abs()
+            total = magnitudes.sum(0)
+            allowed = sqrt(eps) * largest(magnitudes) + 4 * eps * largest(total)
             if not torch.allclose(terms.sum(0), wanted.to(terms.dtype), sqrt(eps), allowed, True):
                 return False, False
-            differ = differ or bool(t.isfinite().all() and _are_different(t))
+            differ = differ or bool(total.isfinite().all() and _are_different(t))
     return True, differ
 
 

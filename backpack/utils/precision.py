@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any
 
 import torch
@@ -36,6 +36,9 @@ def largest(values: Tensor) -> float:
     Returns:
         The largest; zero if none is finite.
     """
+    top = values.abs().max().item() if values.numel() else 0.0
+    if isfinite(top):  # choosing entries takes ten times longer
+        return top
     finite = values[values.isfinite()]
     return finite.abs().max().item() if finite.numel() else 0.0
 
