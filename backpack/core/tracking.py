@@ -145,9 +145,9 @@ class Tracking:
         self._samples_at[node] = size
 
     def _outputs_of(self, call: ModuleCall) -> list[Node]:
-        # the nodes of its outputs at which samples are known
-        found = [node for node, marks in self.walk.marks.items() if any(mark.call is call and not mark.base for mark in marks)]
-        return [node for node in found if node in self.states] if len(call.outputs) > 1 else []
+        # the nodes of several outputs at which samples are known
+        marks = self.walk.marks if len(call.outputs) > 1 else {}
+        return [node for node in marks if node in self.states and any(mark.call is call and not mark.base for mark in marks[node])]
 
     def _unlike(self, call: ModuleCall, node: Node, one: int, other: int) -> UnsupportedError:
         rows = f"of {one} and of {other} samples" if one != other else "that have samples in another order, or sums over them"
