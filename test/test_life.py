@@ -11,13 +11,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
+from functools import reduce
 from time import process_time
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from oracle import Oracle, Problem, Term
+from oracle import Oracle, Problem, Term, call_model
 from test_extensions import close
 from test_front_door import CHOICE, FIELDS, Net, build, chain, check, check_step, extended, hook_counts, loss_of, truth, values
 from test_memory import census
@@ -322,10 +323,17 @@ def _fields(pickled: bytes) -> dict[str, list[str]]:
 # --- surgery ----------------------------------------------------------------------------------------------------------------------------------
 
 
-def test_added_module() -> None:
+def one_by_one(model: Module, x: Tensor) -> Tensor:
+    """Call the layers of a model, but never the model."""
+    return reduce(lambda hidden, layer: layer(hidden), model, x)
+
+
+@pytest.mark.parametrize("output", [call_model, one_by_one])
+def test_added_module(output: Callable[[Module, Tensor], Tensor]) -> None:
     """A layer that came after ``extend`` is refused by name, rather than left without quantities; then it is extended, or left alone."""
     for replace in (False, True):
         source, problem = build(), build()
+        problem.output = output
         extend(problem.model if replace else problem.model[:2])
         problem.model = extend(problem.model[:2]) if not replace else problem.model
         extend(problem.losses[0])

@@ -37,16 +37,17 @@ def adopt(walk: Walk) -> bool:
             module came with a copy in which the module around it may have lost its recorder, and would be taken for the model.
     """
     foreign, found = {id(leaf) for leaf in walk.leaves.values() if leaf.requires_grad and leaf not in owners and not owners.released(leaf)}, False
-    for call in walk.calls:
-        if not call.root or (call.recorder.bare and not foreign):  # a loss may have been deleted since
-            continue
+    calls = [call for call in walk.calls if call.root and (foreign or not call.recorder.bare)]  # a loss may have been deleted since
+    for call in calls:
         if call.recorder.is_torn():
             raise NotRecordedError(
                 f"{call.path} came with a copy of a module, or of a part of one, whose class makes copies in its own way, as torch.fx.GraphModule "
                 "does, and may leave out what extend() has installed: where the samples lie in a module around this one would not be known. Write "
                 "`extend(model)` again for the module that you call, before the forward pass."
             )
-        for path, module in call.module.named_modules(prefix=call.recorder.path):
+    called = [(call.recorder.path, call.module) for call in calls]
+    for prefix, root in (*called, *(("", root) for root in (owners.roots() if foreign else ()))):  # the layers of a root may be called one by one
+        for path, module in root.named_modules(prefix=prefix):
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
@@ -63,5 +64,6 @@ def adopt(walk: Walk) -> bool:
                         "model of which this is a copy. Write `extend(model)` again, before the forward pass; or unextend() that module, if it is to "
                         "carry no quantities."
                     )
+    for call in calls:
         call.recorder.known = True
     return found

@@ -39,13 +39,17 @@ class _Owners:
         for key in list(self._names):
             yield key, self._names.get(key, (None, {}))[1]
 
-    def _roots(self) -> set[Module]:
-        # those in which parameters have names, as far as they live
+    def roots(self) -> set[Module]:
+        """List the modules in which parameters have names.
+
+        Returns:
+            Those on which ``extend`` was called, as far as they live.
+        """
         return {root for _, named in self._entries() for place in list(named) if place is not None and (root := place()) is not None}
 
     def _current(self) -> Iterator[tuple[int, ref | None, str]]:
         # names in the outermost modules as they are now; of what is in none, as in a copy, the latest that is known
-        parts = {root: list(root.named_modules(remove_duplicate=False)) for root in self._roots()}
+        parts = {root: list(root.named_modules(remove_duplicate=False)) for root in self.roots()}
         inside, lost = {part for own in parts.values() for _, part in own[1:]}, dict(self._entries())
         for root in parts.keys() - inside:
             for path, module in parts[root]:
@@ -91,7 +95,7 @@ class _Owners:
         Returns:
             Modules that contain it, on which ``extend`` was called; itself if there are none.
         """
-        return [root for root in self._roots() - {module} if any(part is module for part in root.modules())] or [module]
+        return [root for root in self.roots() - {module} if any(part is module for part in root.modules())] or [module]
 
     def remove(self, parameter: Parameter) -> None:
         """Track a parameter no more, on demand.
