@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import Oracle, Problem, Term
 from test_extensions import close, sum_batch
-from torch import Tensor, cat, nn, stack
+from torch import Tensor, cat, einsum, nn, stack
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
@@ -88,6 +88,19 @@ def features_first(net: Net, x: Tensor) -> Tensor:
     return softmax(net.layer(x).permute(2, 1, 0)).permute(2, 1, 0)
 
 
+def pad(x: Tensor) -> Tensor:
+    return F.pad(x, (0, 0, 1, 1))
+
+
+def relative(length: int) -> Tensor:
+    return torch.arange(length)[:, None] - torch.arange(length) + length - 1
+
+
+def waves(length: int) -> Tensor:
+    angles = torch.arange(length)[:, None] * torch.tensor([1.0, 0.1])
+    return torch.stack([angles[:, 0].sin(), angles[:, 1].cos()], 1)
+
+
 ALONE: dict[str, Function] = {
     "rows of a loop": lambda net, x: stack([(row @ net.weight).tanh().sum(0) for row in x]),
     "rows of a loop, minus their mean": lambda net, x: stack([h - h.mean() for h in (row @ net.weight for row in x)]),
@@ -97,6 +110,13 @@ ALONE: dict[str, Function] = {
     "points behind a matrix": lambda net, x: net.layer(x[:, 0]) @ (net.grid @ net.weight).T,
     "attention to points": lambda net, x: torch.softmax(net.layer(x) @ net.layer(net.grid).T, 2) @ net.other(net.grid),
     "words": lambda net, x: net.layer(x) @ net.table(net.words).T,
+    "positions": lambda net, x: torch.softmax(net.layer(x) @ net.table(torch.arange(7)).T, 2) @ net.other(net.grid[:7]),
+    "positions, backwards": lambda net, x: einsum("ntc,kc->nkt", net.layer(x), net.table(torch.arange(6, -1, -1)[None])[0]),
+    "relative positions": lambda net, x: einsum("ntc,tkc->nkt", net.layer(pad(x)), net.table(relative(LENGTH + 2))),
+    "relative positions in boxes": lambda net, x: einsum("ntc,tkc->nkt", net.layer(pad(x)), net.table(relative(LENGTH + 2).abs().sqrt().long())),
+    "relative positions of values": lambda net, x: einsum("ntk,tkc->ntc", x @ pad(x).mT, net.table(relative(LENGTH + 2)[None])[0, :LENGTH]),
+    "waves": lambda net, x: net.layer(x) @ net.other(waves(7)).T,
+    "waves on an axis in front": lambda net, x: einsum("ntc,kmc->nkt", net.layer(x), net.other(waves(7)[:, None])),
     "points behind a normalization": lambda net, x: net.layer(x) * net.other(F.layer_norm(net.grid[: len(x)], (2,), net.vector)).square().mean(0),
     "weights made of coordinates": lambda net, x: F.linear(x, net.layer(net.grid) * 0.5),
     "graph of nodes": lambda net, x: torch.softmax(net.layer(net.grid[:LENGTH]) @ net.weight @ net.grid[:LENGTH].T, 1) @ net.other(x),
@@ -141,6 +161,7 @@ MIXED: dict[str, Function] = {
     "softmax over samples": lambda net, x: (x + net.vector).softmax(0),
     "softmax over samples, a module": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax(0)))(x + net.vector),
     "softmax over samples, by default": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax2d()))(net.layer(x)),
+    "keys that lie evenly": lambda net, x: net.layer(x[:, 0]) @ net.other(torch.linspace(0, 1, 4 * len(x)).view(-1, 2)).T,
     "keys of all samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[:, 1]).T, 1) @ x[:, 0],
 }
 MIXED_TOKENS: dict[str, Function] = {

@@ -17,7 +17,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.loss_nodes import title
-from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, brings_rows, is_made, is_of_parameter, is_relative, looked_up
+from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, are_positions, brings_rows, is_made, is_of_parameter, is_relative, looked_up
 from backpack.core.refusals import mixing
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk
@@ -44,10 +44,12 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
     if _is_bare(walk, upstream, samples):
         return False
     calls, brings = _data_of(walk, samples, upstream)
+    if brings:
+        return True
     given = [slot for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
-    if operation(node) in MATRIX_PRODUCTS and not brings and all(_is_constant(walk, slot.tensor) for slot in given):
+    if operation(node) in MATRIX_PRODUCTS and all(_is_constant(walk, slot.tensor) or are_positions(slot.tensor, samples) for slot in given):
         return False
-    if brings or (upstream in walk.has_data and operation(node) != "Repeat"):
+    if upstream in walk.has_data and operation(node) != "Repeat":
         return True
     times = Counter(call.module for call in calls if walk.was_given_data(call))  # once a sample
     rows = [slot.shape[:-1] if slot.dtype.is_floating_point and len(slot.shape) > 1 else slot.shape for slot in given]

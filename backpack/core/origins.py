@@ -26,6 +26,8 @@ MATRIX_PRODUCTS = PRODUCTS - {"Mul", "Addcmul", "PreluKernel", "LinalgCross"}
 _MATRIX, _INTEGERS = 2, (torch.long, torch.int)
 _FEW = 4
 """Numbers of positions below which samples could look like them."""
+_ROUNDINGS = 64
+"""Rounding errors, of the largest entry, up to which waves are waves."""
 _ENTRYWISE = frozenset("Add Sub Rsub Mul Div Where MaskedFill Index IndexSelect".split())
 
 
@@ -135,6 +137,30 @@ def is_relative(numbers: Tensor | None) -> bool:
     if numbers is None or numbers.dim() != _MATRIX or min(numbers.shape) < _FEW or numbers.is_floating_point():
         return False
     return torch.equal(numbers[1:, 1:], numbers[:-1, :-1]) and bool((numbers != numbers[0, 0]).any())
+
+
+def are_positions(numbers: Tensor | None, samples: int) -> bool:
+    """Say whether rows are made of positions, as far as they tell: relative ones, numbers that grow evenly, or waves, each in a column of its own.
+
+    Args:
+        numbers: Any tensor.
+        samples: Number of samples.
+
+    Returns:
+        Whether they are; not so for what may be all samples, which may lie evenly, too.
+    """
+    if numbers is None or numbers.layout != torch.strided or numbers.is_nested or numbers.is_complex():
+        return False
+    rows = numbers.reshape(-1, numbers.shape[-1] if numbers.is_floating_point() and numbers.dim() > 1 else 1)
+    if is_relative(numbers.squeeze()):
+        return True
+    if len(rows) < _FEW or len(rows) % samples == 0:
+        return False
+    rows = rows.double()
+    inner, around = rows[1:-1], rows[2:] + rows[:-2]  # sin(a t + b) and its like are solutions of a linear recurrence
+    ratio = (around * inner).sum(0) / inner.square().sum(0) if numbers.is_floating_point() else 2
+    error = torch.finfo(numbers.dtype).eps * _ROUNDINGS if numbers.is_floating_point() else 0
+    return bool((rows != rows[0]).any() and ((around - ratio * inner).abs() <= error * rows.abs().amax(0)).all())
 
 
 def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
