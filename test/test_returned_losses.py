@@ -571,3 +571,27 @@ def test_loss_with_an_axis_of_its_own() -> None:
         model(x, y).backward()
     for parameter, gradients in zip(model.parameters(), expected, strict=True):
         close(parameter.grad_batch, gradients)
+
+
+@pytest.mark.parametrize("order", ["loss, states", "states, loss", "loss, [states]", "loss, scores, states", "states, scores"])
+@pytest.mark.parametrize(("samples", "length"), [(4, 5), (5, 5), (1, 5), (5, 1)])
+def test_states_without_a_graph(order: str, samples: int, length: int) -> None:
+    """What a model keeps for the next mini-batch, with time first, does not tell how many samples there are."""
+
+    class Recurrent(Model):
+        def forward(self, x: Tensor, y: Tensor) -> tuple:
+            scores, states = self.scores(x).mean(1), self.body(x).detach().transpose(0, 1)
+            found = {"loss": F.cross_entropy(scores, y), "scores": scores, "states": states, "[states]": [states, states]}
+            return tuple(found[name] for name in order.split(", "))
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        found = dict(zip(order.split(", "), model(x, y), strict=True))
+        return found["loss"] if "loss" in found else F.cross_entropy(found["scores"], y)
+
+    model, x, y = given(Recurrent, samples, length)
+    expected = sample_gradients(model, [loss(x[n : n + 1], y[n : n + 1, 0]) for n in range(samples)])
+    extend(model)
+    with backpack(BatchGrad()):
+        loss(x, y[:, 0]).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)

@@ -99,7 +99,7 @@ def lacks_batch(call: ModuleCall) -> bool:
 
 
 def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
-    """Count the samples that an outermost module returns: as many as the first of its outputs that may have samples has rows.
+    """Count the samples that an outermost module returns: as many as the first of its outputs that may have samples has rows, one with a graph first.
 
     Args:
         call: Its call.
@@ -109,7 +109,7 @@ def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
         Their number; ``None`` if it returns none (a loss, say), or if the rows are not the samples that it was given, but may be parts of them
         (``[N * T, C]``, ``[T, N, C]``).
     """
-    for index, slot in enumerate(call.outputs):
+    for index, slot in sorted(enumerate(call.outputs), key=lambda output: output[0] in call.detached):
         shape, axis = slot.shape, sample_axis(call, index)
         if len(shape) > axis:
             break
@@ -140,7 +140,8 @@ def turns(call: ModuleCall) -> bool:
         Whether it may: if both lengths occur in both; if it returns one row, of as many entries as it was given samples; if it returns a row for each
         step of each sample.
     """
-    shape, first = next((slot.shape for slot in call.outputs if slot.shape), (0,)), batch_of(call)
+    shapes = [slot.shape for index, slot in enumerate(call.outputs) if slot.shape and index not in call.detached]
+    shape, first = next(iter(shapes), (0,)), batch_of(call)
     if rows_of(call) is not None or not first:
         return False
     if len(shape) <= _MATRIX:

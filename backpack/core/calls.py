@@ -77,6 +77,7 @@ class ModuleCall:
         released: Whether tensors that the rule needs have been given back.
         stays: Whether tensors are kept when autograd gives back its own, in the pass that is running.
         seen: The positional arguments, as long as the module runs.
+        detached: Numbers of the outputs that have no graph.
         origin: The checkpointed part in which the call lies.
         part: The same, as long as its tensors are yet to be computed again.
     """
@@ -89,6 +90,7 @@ class ModuleCall:
     origin: Any = None
     versions: Sequence[int | None] = ()
     places: Sequence[int] = ()
+    detached: frozenset[int] = frozenset()
     released = stays = False
     _constants: Mapping[str, Tensor | None] = _NONE
     input0, input1, output = map(recorded, ("input0", "input1", "output"))  # what is read most, found at once
@@ -208,6 +210,8 @@ class ModuleCall:
         for index, tensor in enumerate(tensors):
             node = tensor.grad_fn
             self.outputs.append(Slot(tensor, keep))
+            if node is None:
+                self.detached |= {index}
             if node is None or (node in sources and not self.root):
                 continue
             node.metadata.setdefault(KEY, []).append(Mark(self, index, tensor.output_nr, False))
