@@ -96,6 +96,11 @@ def relative(length: int) -> Tensor:
     return torch.arange(length)[:, None] - torch.arange(length) + length - 1
 
 
+def grid(height: int, width: int) -> Tensor:
+    lines = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(0, 1, width), indexing="ij")
+    return torch.stack(lines, -1).reshape(-1, 2)
+
+
 def waves(length: int) -> Tensor:
     angles = torch.arange(length)[:, None] * torch.tensor([1.0, 0.1])
     return torch.stack([angles[:, 0].sin(), angles[:, 1].cos()], 1)
@@ -117,6 +122,10 @@ ALONE: dict[str, Function] = {
     "relative positions of values": lambda net, x: einsum("ntk,tkc->ntc", x @ pad(x).mT, net.table(relative(LENGTH + 2)[None])[0, :LENGTH]),
     "waves": lambda net, x: net.layer(x) @ net.other(waves(7)).T,
     "waves on an axis in front": lambda net, x: einsum("ntc,kmc->nkt", net.layer(x), net.other(waves(7)[:, None])),
+    "points of a grid": lambda net, x: einsum("ntc,mc->nm", net.layer(x), net.other(grid(3, 7))),
+    "points of a grid on an axis": lambda net, x: net.layer(x) @ net.other(net.layer(grid(7, 3)[None])).mT.tanh(),
+    "classes": lambda net, x: net.layer(x) @ net.other(net.table(torch.arange(2))).T,
+    "a task": lambda net, x: net.layer(x) @ net.table(torch.tensor(3)) + x @ net.other(net.table(torch.tensor([4]))).T.squeeze(1),
     "points behind a normalization": lambda net, x: net.layer(x) * net.other(F.layer_norm(net.grid[: len(x)], (2,), net.vector)).square().mean(0),
     "weights made of coordinates": lambda net, x: F.linear(x, net.layer(net.grid) * 0.5),
     "graph of nodes": lambda net, x: torch.softmax(net.layer(net.grid[:LENGTH]) @ net.weight @ net.grid[:LENGTH].T, 1) @ net.other(x),
@@ -161,7 +170,9 @@ MIXED: dict[str, Function] = {
     "softmax over samples": lambda net, x: (x + net.vector).softmax(0),
     "softmax over samples, a module": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax(0)))(x + net.vector),
     "softmax over samples, by default": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax2d()))(net.layer(x)),
-    "keys that lie evenly": lambda net, x: net.layer(x[:, 0]) @ net.other(torch.linspace(0, 1, 4 * len(x)).view(-1, 2)).T,
+    "keys that lie evenly": lambda net, x: net.layer(x[:, 0]) @ net.other(torch.linspace(0, 1, 2 * len(x)).view(-1, 2)).T,
+    "keys that are repeated": lambda net, x: net.layer(x[:, 0]) @ net.other((2 * x[1:, 0]).repeat_interleave(2, 0)).T[:, :1],
+    "keys that are moved": lambda net, x: net.layer(x[:, 0]) @ net.other(cat([x[1:, 0], x[1:, 0] + 1])).T[:, :1],
     "keys of all samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[:, 1]).T, 1) @ x[:, 0],
 }
 MIXED_TOKENS: dict[str, Function] = {

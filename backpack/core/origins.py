@@ -23,7 +23,7 @@ _OF_INPUTS = ELEMENTWISE | PRODUCTS | STATIC - {"MaskedFill"} | {"Softmax", "Nat
 _OF_INPUTS |= {f"Linalg{name}" for name in "Slogdet Det InvEx SolveEx CholeskyEx Eigh Svd Qr MatrixExp SolveTriangular LuFactorEx Lu".split()}
 MATRIX_PRODUCTS = PRODUCTS - {"Mul", "Addcmul", "PreluKernel", "LinalgCross"}
 """Operations that sum over products."""
-_MATRIX, _INTEGERS = 2, (torch.long, torch.int)
+_MATRIX, _INTEGERS, _EXACT = 2, (torch.long, torch.int), (torch.float, torch.double)
 _FEW = 4
 """Numbers of positions below which samples could look like them."""
 _ROUNDINGS = 64
@@ -140,27 +140,41 @@ def is_relative(numbers: Tensor | None) -> bool:
 
 
 def are_positions(numbers: Tensor | None, samples: int) -> bool:
-    """Say whether rows are made of positions, as far as they tell: relative ones, numbers that grow evenly, or waves, each in a column of its own.
+    """Say whether rows are made of positions, as far as they tell.
 
     Args:
         numbers: Any tensor.
         samples: Number of samples.
 
     Returns:
-        Whether they are; not so for what may be all samples, which may lie evenly, too.
+        Whether they are: relative ones; numbers that grow evenly; points of a grid, or waves, unless as many as samples, which may lie so, too.
     """
-    if numbers is None or numbers.layout != torch.strided or numbers.is_nested or numbers.is_complex():
+    if numbers is None or numbers.layout != torch.strided or numbers.is_nested or numbers.dtype not in (*_INTEGERS, *_EXACT):
         return False
-    rows = numbers.reshape(-1, numbers.shape[-1] if numbers.is_floating_point() and numbers.dim() > 1 else 1)
-    if is_relative(numbers.squeeze()):
+    if numbers.numel() <= 1 or is_relative(numbers.squeeze()):
         return True
-    if len(rows) < _FEW or len(rows) % samples == 0:
+    if numbers.dtype in _INTEGERS:
+        places, steps = numbers.flatten(), numbers.flatten().diff()
+        even = numbers.squeeze().dim() == 1 and bool(steps[0] and (steps == steps[0]).all())
+        return even and (len(places) >= _FEW or torch.equal(places, torch.arange(len(places)).to(places)))
+    rows = numbers.reshape(-1, numbers.shape[-1]).double()
+    if len(rows) < _FEW or len(rows) == samples or not (rows != rows[0]).any():
         return False
-    rows = rows.double()
-    inner, around = rows[1:-1], rows[2:] + rows[:-2]  # sin(a t + b) and its like are solutions of a linear recurrence
-    ratio = (around * inner).sum(0) / inner.square().sum(0) if numbers.is_floating_point() else 2
-    error = torch.finfo(numbers.dtype).eps * _ROUNDINGS if numbers.is_floating_point() else 0
-    return bool((rows != rows[0]).any() and ((around - ratio * inner).abs() <= error * rows.abs().amax(0)).all())
+    errors = torch.finfo(numbers.dtype).eps * _ROUNDINGS * rows.abs().amax(0)
+    inner, around = rows[1:-1], rows[2:] + rows[:-2]
+    ratios = (around * inner).sum(0) / inner.square().sum(0)  # sin(a t + b) and its like are solutions of a linear recurrence
+    return bool(((around - ratios * inner).abs() <= errors).all()) or _is_grid(rows, samples, errors)
+
+
+def _is_grid(rows: Tensor, samples: int, errors: Tensor) -> bool:
+    # whether points lie evenly on lines that lie evenly, none of as many as there are samples
+    steps = rows.diff(dim=0)
+    breaks = ((steps - steps[0]).abs() > errors).any(1).nonzero()
+    length = int(breaks[0]) + 1 if len(breaks) else len(rows)
+    if length in (1, samples) or len(rows) % length or not (steps[0].abs() > errors).any():
+        return False
+    lines = rows.unflatten(0, (-1, length))
+    return len(lines) == 1 or bool(((lines.diff(dim=1) - steps[0]).abs() <= errors).all() and _is_grid(lines[:, 0], samples, errors))
 
 
 def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
