@@ -253,12 +253,21 @@ def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -
 
 
 def _batched(function: Callable[..., tuple[Tensor, ...]], columns: list[Tensor]) -> tuple[Tensor, ...]:
-    # operations without a batching rule run one column after the other, for which a warning would be of no use
-    torch._C._functorch._set_vmap_fallback_warning_enabled(False)
+    # torch.vmap without what it does for arguments of any kind, which takes ten times as long as to turn a tensor around
+    _load_rules()
+    vmap, count = torch._C._functorch, columns[0].shape[0]
+    vmap._set_vmap_fallback_warning_enabled(False)  # operations without a batching rule run one column after the other: a warning would be of no use
+    level = vmap._vmap_increment_nesting(count, "error")
     try:
-        return torch.vmap(function)(*columns)
+        return tuple([vmap._remove_batch_dim(t, level, count, 0) for t in function(*(vmap._add_batch_dim(c, 0, level) for c in columns))])
     finally:
-        torch._C._functorch._set_vmap_fallback_warning_enabled(True)
+        vmap._vmap_decrement_nesting()
+        vmap._set_vmap_fallback_warning_enabled(True)
+
+
+@cache
+def _load_rules() -> None:
+    torch.vmap(torch.neg)(torch.zeros(1))  # some batching rules are registered when it is called first
 
 
 def _zeros(node: Node) -> list[Tensor | None]:

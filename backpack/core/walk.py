@@ -86,8 +86,7 @@ class Walk:
         self.to_loss: set[Node] = set()
         self.to_function: set[Node] = set()
         self.passed: set[Node] = set()
-        self.double = self.hidden = False
-        self.foreign = 0
+        self.double, self.hidden, self.foreign = False, False, 0
         self.consumers: dict[Node, int] = {}
         self.order = self._visit(roots)
 
@@ -349,7 +348,8 @@ class Walk:
     @cached_property
     def recorded(self) -> set[int]:
         """Ids of the parameters of all modules of which a call was recorded."""
-        return {id(p) for call in self.calls if not call.is_loss for p in call.module.parameters()}
+        seen: set = set()  # a module inside of others is visited once
+        return {id(p) for call in self.calls if not call.is_loss for _, m in call.module.named_modules(seen) for p in m._parameters.values()}
 
     def where(self, node: Node) -> str:
         """Describe a node.
