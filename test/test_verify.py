@@ -239,6 +239,28 @@ def test_kronecker_factors_of_layers() -> None:
         assert len(report) == 2 * len(list(model.parameters()))
 
 
+class Positions(Module):
+    """Layers that are called once for all samples: added, multiplied, behind one another, and one that is called with samples, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.table, self.inner, self.head = Linear(3, 3), Embedding(9, 3), Linear(3, 3), Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.table(torch.arange(x.shape[1]))
+        hidden = self.key(x) + places + self.inner(torch.ones(1, 3, dtype=x.dtype))
+        return self.head((hidden @ self.key(places).mT).tanh() @ x).mean(1)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+def test_factors_of_layers_that_are_called_once_for_all_samples(samples: int) -> None:
+    """All samples see what they were given: their input factor is that of an expanded input."""
+    chosen = [extensions.KFLR(), extensions.KFAC(), extensions.DiagGGNExact(), extensions.BatchGrad()]
+    report = verify(Positions().double(), CrossEntropyLoss(), randn(samples, 4, 3), torch.arange(samples) % 2, chosen)
+    assert {row.verdict for row in report} == {AGREES}
+    assert len(report) == 7 * len(chosen)
+
+
 class Changing(Module):
     """A table and a convolution have other options in each call."""
 

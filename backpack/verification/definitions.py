@@ -269,7 +269,7 @@ def _factors(at: Comparison, layer: Layer, name: str, value: list, roots: tuple[
         yield Numbers(_tensor_of(output, (outputs, outputs))[rows][:, rows], expected)
         scores = layer.input_scores(reference.gradient[name], group)
         chosen = reference.pick(scores, side)
-        inputs = layer.inputs(chosen, group)
+        inputs = layer.inputs(chosen, group, reference.output)
         if layer.diagonal:
             yield Numbers(_tensor_of(given, (len(scores),))[chosen], inputs.square().sum(1) / len(reference.output))
         else:

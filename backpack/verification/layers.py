@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import grad
 from torch.func import functional_call
 from torch.nn import (
     Conv1d,
@@ -43,6 +44,7 @@ class Layer:
         input_first: Whether the factor of the input comes first.
         probe: What is added to the output of each call, ``[[groups * O]]``.
         calls: Module and arguments of each call.
+        results: What each call has returned, with the probe.
     """
 
     def __init__(self, module: Module, outputs: int) -> None:
@@ -58,6 +60,7 @@ class Layer:
         self.diagonal, self.input_first = self.kind is Embedding, self.kind in (None, Embedding)
         self.probe = torch.zeros(outputs, dtype=self.weight.dtype, device=self.weight.device, requires_grad=True)
         self.calls: list[tuple[Module, tuple, dict[str, Any]]] = []
+        self.results: list[Tensor] = []
 
     def add_probe(self, output: Tensor, module: Module, args: tuple) -> Tensor:
         """Add the bias of zeros.
@@ -91,18 +94,38 @@ class Layer:
             return by_output.sum(1)
         return by_output.unflatten(0, (self.groups, -1))[group].sum(0).flatten()
 
-    def inputs(self, indices: Sequence[int], group: int) -> Tensor:
+    def copies(self, output: Tensor) -> list[int]:
+        """Say how often a call would have to be made if each sample had rows of its own.
+
+        Args:
+            output: What the model returned, in its graph, ``[[N, *]]``.
+
+        Returns:
+            For each call 1, or the number of samples if several of them use the same entry of what it has returned: then all see it.
+        """
+        touched, counts = [torch.zeros_like(result, dtype=torch.bool) for result in self.results], [1] * len(self.results)
+        for row in output.flatten(1):
+            total = row @ torch.linspace(1, 2, len(row)).to(row)
+            for i, gradient in enumerate(grad(total, self.results, retain_graph=True, materialize_grads=True)):
+                counts[i] = len(output) if ((gradient != 0) & touched[i]).any() else counts[i]
+                touched[i] |= gradient != 0
+        return counts
+
+    def inputs(self, indices: Sequence[int], group: int, output: Tensor) -> Tensor:
         """Return what rows of the weight are multiplied with, at all samples and positions of all calls.
 
         Args:
             indices: Which entries ``k`` of a row.
             group: Which group.
+            output: What the model returned, in its graph, ``[[N, *]]``.
 
         Returns:
             ``[[K, positions]]``.
         """
+        counts = self.copies(output)
         with torch.no_grad():
-            return torch.cat([torch.stack([self._input(k, group, *call).flatten() for k in indices]) for call in self.calls], dim=1)
+            found = [torch.stack([self._input(k, group, *call).flatten() for k in indices]) for call in self.calls]
+            return torch.cat([inputs.repeat(1, count) for inputs, count in zip(found, counts, strict=True)], dim=1)
 
     def _input(self, k: int, group: int, module: Module, args: tuple, kwargs: dict[str, Any]) -> Tensor:
         if self.kind is Embedding:
@@ -160,7 +183,8 @@ class Layers:
             return None  # a weight in two roles: not all of its uses are counted
         given = tuple(value.detach().clone() if isinstance(value, Tensor) else value for value in args)
         layer.calls.append((copy(module), given, kwargs))  # with the options of this call
-        return layer.add_probe(output, module, args)
+        layer.results.append(layer.add_probe(output, module, args))
+        return layer.results[-1]
 
     @staticmethod
     def _known(module: Module, args: tuple, output: Tensor) -> bool:
