@@ -6,7 +6,7 @@ whatever is linear in log-probabilities, from there to the root, is a cross-entr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ _MOVES = frozenset(
     """View UnsafeView ReshapeAlias Squeeze Unsqueeze Permute Transpose T Slice Select Split SplitWithSizes UnsafeSplit
     UnsafeSplitWithSizes Unbind Index IndexSelect MaskedSelect Flip Roll Alias""".split()
 )
+_JOINS = frozenset({"Cat", "Stack"})
 _KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax".split())
 
 
@@ -235,7 +236,7 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
         dim: Axis of classes, which make one position together; ``None`` if every entry is one.
 
     Returns:
-        The layout; ``None`` where something else than reshaping, selecting and element-wise operations lies in between.
+        The layout; ``None`` where something else than reshaping, selecting, joining and element-wise operations lies in between.
     """
     found, shape = _samples_at(walk, edge), shape_of(edge)
     if found is not None and found[0] >= 0:
@@ -245,43 +246,72 @@ def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     if found is not None:
         return first_axis(shape[0])
     positions, device = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape)), tensor_at(edge).device
-    count, place = positions.numel(), edge
+    count = positions.numel()
     powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
-    digits: Tensor | None = None
-    while (found := _samples_at(walk, place)) is None:
+
+    def number() -> Tensor:
+        numbers = torch.arange(1, count + 1, device=device).reshape(positions)
+        return torch.stack([numbers // power % _DIGITS for power in powers]).expand(-1, *shape)
+
+    parts = _parts_of(walk, edge, number)
+    if not parts or len({samples for samples, *_ in parts}) > 1 or (len(parts) > 1 and walk.apart):
+        return None
+    samples, axis, sent = parts[0]
+    if samples < 0:
+        return first_axis(shape[0])
+    if sent is None:
+        return first_axis(samples, axis)
+    if samples <= 1 or not count:
+        return _of_one(shape, dim, samples)
+    found_at: list[tuple[Tensor, Tensor]] = []
+    for _, axis, sent in parts:
+        numbers = sum(part.long() * power for part, power in zip(sent, powers, strict=True))
+        owners = along(torch.arange(samples, device=device), axis, numbers.dim()).expand_as(numbers)
+        found_at.append((numbers[numbers > 0] - 1, owners[numbers > 0]))
+    indices, owners = map(torch.cat, zip(*found_at, strict=True))
+    if len(indices) != shape.numel():
+        return None  # something was selected twice, or comes from elsewhere
+    labels = torch.full((count,), -1, device=device)
+    labels[indices] = owners
+    if (labels[indices] != owners).any():
+        return None  # the classes of a position belong to different samples
+    return layout_of(labels.reshape(positions), torch.ones(positions, dtype=torch.bool, device=device), samples, 0)
+
+
+def _parts_of(walk: Walk, edge: Edge, number: Callable[[], Tensor]) -> list[tuple[int, int, Tensor | None]]:
+    """Send numbers upstream, to the nearest outputs of modules of which it is known where samples lie.
+
+    Args:
+        walk: The graph.
+        edge: Where to begin.
+        number: Makes the numbers, ``[V, *shape]``, where they are to be moved.
+
+    Returns:
+        For each output the number of samples, their axis, and the numbers that have arrived there, ``None`` if they were not moved; nothing if a path
+        leads elsewhere.
+    """
+    places, parts = [(edge, None)], []
+    while places:
+        place, sent = places.pop()
+        if (found := _samples_at(walk, place)) is not None:
+            parts.append((*found, sent))
+            continue
         node, name = place[0], operation(place[0])
         ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
         if name in _KEEPS:
-            ways = [(i, upstream) for i, upstream in ways if shape_of(upstream) == shape_of(place)]
-        elif name in _MOVES and len(ways) == 1:
-            if digits is None:
-                numbers = torch.arange(1, count + 1, device=device).reshape(positions)
-                digits = torch.stack([numbers // power % _DIGITS for power in powers]).to(tensor_at(place).dtype).expand(-1, *shape)
-            columns = digits.to(tensor_at(place).dtype)
+            ways = [(sent, upstream) for _, upstream in ways if shape_of(upstream) == shape_of(place)][:1]
+        elif name in _JOINS or (name in _MOVES and len(ways) == 1):
+            sent = (number() if sent is None else sent).to(tensor_at(place).dtype)
+            columns = [sent if nr == place[1] else None for nr in range(outputs_of(node))]
             with torch.no_grad():
-                digits = call_node(node, [columns if nr == place[1] else None for nr in range(outputs_of(node))])[ways[0][0]]
+                returned = call_node(node, columns)
+            ways = [(returned[i], upstream) for i, upstream in ways]
         else:
-            ways = []
+            return []
         if not ways:
-            return None
-        place = ways[0][1]
-    samples, axis_there = found
-    if samples < 0:
-        return first_axis(shape[0])
-    if digits is None:
-        return first_axis(samples, axis_there)
-    if samples <= 1 or not count:
-        return _of_one(shape, dim, samples)
-    numbers = sum(part.long() * power for part, power in zip(digits, powers, strict=True))
-    known = numbers > 0
-    if known.sum() != shape.numel():
-        return None  # something was selected twice
-    owners = along(torch.arange(samples, device=device), axis_there, numbers.dim()).expand_as(numbers)[known]
-    labels = torch.full((count,), -1, device=device)
-    labels[numbers[known] - 1] = owners
-    if (labels[numbers[known] - 1] != owners).any():
-        return None  # the classes of a position belong to different samples
-    return layout_of(labels.reshape(positions), torch.ones(positions, dtype=torch.bool, device=device), samples, 0)
+            return []
+        places += [(upstream, columns) for columns, upstream in ways]
+    return parts
 
 
 def _of_one(shape: torch.Size, dim: int | None, samples: int = 1) -> Layout:

@@ -1,0 +1,90 @@
+"""Outputs that are joined behind the model for one loss: each row, or position, is one of the sample that its output has there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracle import Oracle, Problem, Term
+from test_extensions import close, sum_batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, results
+from backpack.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, DiagHessian, SqrtGGNExact
+from backpack.utils.errors import BackpackError
+
+Outputs = tuple[Tensor, ...]
+# each takes outputs [N, 3] and labels [N, number of outputs]
+JOINED: dict[str, Callable[[Outputs, Tensor], tuple[Tensor, Tensor]]] = {
+    "rows": lambda outs, y: (torch.cat(outs), y.T.flatten()),
+    "stacked": lambda outs, y: (torch.stack(outs, 1).flatten(0, 1), y.flatten()),
+    "stacked in front": lambda outs, y: (torch.stack(outs).flatten(0, 1), y.T.flatten()),
+    "classes": lambda outs, y: (torch.stack(outs, -1), y),
+    "reshaped": lambda outs, y: (torch.cat(outs, 1).view(-1, 3), y.flatten()),
+    "in another order": lambda outs, y: (torch.cat(outs).flip(0), y.T.flatten().flip(0)),
+    "temperature": lambda outs, y: (torch.cat([out * 1.0 for out in outs]) / 1.0, y.T.flatten()),
+    "rows in two steps": lambda outs, y: (torch.cat([*torch.cat(outs[:-1]).unbind(), *outs[-1]]).view(-1, 3), y.T.flatten()),
+}
+LOSSES = {"module": lambda: extend(nn.CrossEntropyLoss()), "function": lambda: F.cross_entropy}
+
+
+class Heads(nn.Module):
+    """A body, and heads with smooth activations."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.body, self.heads = nn.Linear(4, 5), nn.ModuleList(nn.Linear(5, 3) for _ in range(heads))
+
+    def forward(self, x: Tensor) -> Outputs:
+        hidden = self.body(x).tanh()
+        return tuple(head(hidden) for head in self.heads)
+
+
+def problem(heads: int, samples: int) -> Problem:
+    torch.manual_seed(0)
+    y = torch.randint(3, (samples, heads))
+    terms = [Term(nn.CrossEntropyLoss(), y[:, i], head=i) for i in range(heads)]
+    return Problem(Heads(heads).double(), torch.randn(samples, 4, dtype=torch.float64), terms)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("way", JOINED)
+@pytest.mark.parametrize(("heads", "samples"), [(2, 1), (2, 3), (3, 2), (3, 3)])
+def test_one_loss_of_several_outputs(heads: int, samples: int, way: str, loss: str) -> None:
+    """It is the mean of their losses."""
+    made, oracle = problem(heads, samples), Oracle(problem(heads, samples))
+    y = torch.stack([term.target for term in made.terms], 1)
+    extend(made.model)
+    with backpack(BatchGrad(), BatchDiagGGNExact(), DiagGGNExact(), DiagHessian(), SqrtGGNExact()):
+        LOSSES[loss]()(*JOINED[way](made.model(made.x), y)).backward()
+    ggn = oracle.diag_ggn_batch(oracle.hessian_exact)
+    for name, parameter in made.model.named_parameters():
+        close(parameter.grad_batch, oracle.grad_batch[name] / heads)
+        close(parameter.diag_ggn_exact_batch, ggn[name] / heads)
+        close(parameter.diag_ggn_exact, sum_batch(ggn)[name] / heads)
+        close(parameter.sqrt_ggn_exact.square().sum((0, 1)), sum_batch(ggn)[name] / heads)
+        close(parameter.diag_h, sum_batch(oracle.diag_h_batch)[name] / heads)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_samples_of_several_calls_are_not_joined(loss: str) -> None:
+    """A model that was called with other samples each time: which belong together is not known."""
+    made = problem(2, 3)
+    extend(made.model)
+    with pytest.raises(BackpackError), backpack(DiagGGNExact()):
+        out = torch.cat([made.model(made.x)[0], made.model(made.x + 1)[1]])
+        LOSSES[loss]()(out, torch.tensor([0, 1, 2, 2, 1, 0])).backward()
+    assert results(made.model) == {}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_constants_are_not_joined(loss: str) -> None:
+    """Rows that were made of something else than the model's output are of no sample."""
+    made = problem(2, 3)
+    extend(made.model)
+    with pytest.raises(BackpackError), backpack(DiagGGNExact()):
+        out = torch.cat([made.model(made.x)[0], made.model.body.bias[:3].expand(3, 3)])
+        LOSSES[loss]()(out, torch.tensor([0, 1, 2, 2, 1, 0])).backward()
+    assert results(made.model) == {}
