@@ -123,7 +123,7 @@ class Product(NamedTuple):
 
 
 def _key(node: Node) -> str:
-    return node.name().replace("Backward", "")
+    return node.name().replace("Backward", "", 1)  # a second one is that of the derivative of a derivative
 
 
 def is_known(node: Node) -> bool:

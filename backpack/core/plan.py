@@ -177,7 +177,7 @@ class Plan(Tracking):
             if rule is None or rule.is_loss or not call.inputs or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
             given = call.inputs[0]
-            if not isinstance(state, Layout) or not isinstance(given, Slot):
+            if not isinstance(state, Layout) or not isinstance(given, Slot) or len(states) > 1:  # a rule knows nothing of the node's other outputs
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             axes = len(call.outputs[0].shape) - rule.feature_axes(call) if rule.any_batch_axis else 1
@@ -230,7 +230,7 @@ class Plan(Tracking):
         Returns:
             Whether there is one.
         """
-        if self._need is not Need.COLUMNS or set(states.values()) != {SPLIT}:
+        if self._need is not Need.COLUMNS or list(states.values()) != [SPLIT]:
             return False
         unit = next(filter(None, (self._shared_call(node, mark) for mark in marks)), None) or self._shared_node(node)
         if unit is None:

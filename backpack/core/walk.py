@@ -69,7 +69,7 @@ class Walk:
         passed: Nodes at which a loss ends that is taken for a function, as it is linear in log-probabilities.
         consumers: Node to number of edges that lead to it.
         foreign: Number of parameters in the graph that belong to no extended module.
-        double: Whether the graph contains derivatives of derivatives.
+        derived: Nodes at or downstream of derivatives of derivatives, up to what outermost modules return; ``double``: whether a root is one.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
         leaves_out: Whether a term is left out of all quantities.
     """
@@ -82,13 +82,11 @@ class Walk:
         self.reach: dict[Node, int] = {}
         self.marks: dict[Node, list[Mark]] = {}
         self.calls: dict[ModuleCall, None] = {}
-        self.has_data: set[Node] = set()
-        self.to_loss: set[Node] = set()
-        self.to_function: set[Node] = set()
-        self.passed: set[Node] = set()
-        self.double, self.hidden, self.foreign = False, False, 0
+        self.has_data, self.to_loss, self.to_function, self.passed, self.derived = (set[Node]() for _ in range(5))
+        self.hidden, self.foreign = False, 0
         self.consumers: dict[Node, int] = {}
         self.order = self._visit(roots)
+        self.double = not self.derived.isdisjoint(roots)
 
     def _visit(self, roots: list[Node]) -> list[Node]:
         """Visit every node once, and collect what lies upstream of it.
@@ -174,19 +172,21 @@ class Walk:
         if name == "CppFunction":
             name = node.name()
         double, hidden = kind_of(name)
-        self.double |= double
+        self.derived.update((node,) if double else ())
         self.hidden |= hidden
         reach = 0
         for upstream in nexts:
             reach |= self.reach[upstream]
         self.reach[node] = reach
-        for known in (self.has_data, self.to_loss, self.to_function):
+        for known in (self.has_data, self.to_loss, self.to_function, self.derived):
             if known and not known.isdisjoint(nexts):
                 known.add(node)
         if self.second_order and reach and (NAMES[name] in FUNCTIONS or (NAMES[name] == "Sub" and normalizer(node))):
             self.to_function.add(node)
         for mark in self.marks.get(node, ()):
             self.calls[mark.call] = None
+            if node in self.derived and mark.call.root and not mark.call.is_loss:
+                self.derived.discard(node)
             if self.second_order and completes_softmax(mark.call, self.reach, self.is_linear):
                 self.passed.add(node)
             if node in self.passed:
