@@ -436,3 +436,13 @@ def test_numbers_of_all_samples_are_known_again(how: str) -> None:
     with backpack(BatchGrad()), pytest.raises(MixedSamplesError, match=r"all\.weight"):
         F.mse_loss(out, target).backward()
     assert results(model) == {}
+
+
+def test_samples_that_lie_evenly_are_no_positions() -> None:
+    """A model that is called with ``arange`` compares its samples with one another."""
+    net = Net(lambda net, x: net.table(x) @ net.keys(x).T)
+    net.keys = nn.Embedding(TOKENS, 2)
+    extend(net)
+    with backpack(BatchGrad()), pytest.raises(MixedSamplesError):
+        net(torch.arange(5)).square().sum().backward()
+    assert results(net) == {}
