@@ -259,6 +259,8 @@ def test_factors_of_layers_that_are_called_once_for_all_samples(samples: int) ->
     report = verify(Positions().double(), CrossEntropyLoss(), randn(samples, 4, 3), torch.arange(samples) % 2, chosen)
     assert {row.verdict for row in report} == {AGREES}
     assert len(report) == 7 * len(chosen)
+    one_number = verify(Positions().double(), MSELoss(), randn(samples, 4, 3), randn(samples), extensions.KFLR(), output=lambda out: out[:, 0])
+    assert {row.verdict for row in one_number} == {AGREES}
 
 
 class Changing(Module):

@@ -258,7 +258,7 @@ def _factors(at: Comparison, layer: Layer, name: str, value: list, roots: tuple[
     """
     reference, side = at.reference, isqrt(at.entries - 1) + 1
     outputs = len(layer.probe) // layer.groups
-    pairs = [value] if layer.groups == 1 else value
+    pairs, counts = [value] if layer.groups == 1 else value, layer.copies(reference.output)
     if len(pairs) != layer.groups or any(not isinstance(pair, list) or len(pair) != 2 for pair in pairs):
         raise Malformed(f"not a list of two factors{'' if layer.groups == 1 else f' for each of {layer.groups} groups'}")
     for group, pair in enumerate(pairs):
@@ -269,7 +269,7 @@ def _factors(at: Comparison, layer: Layer, name: str, value: list, roots: tuple[
         yield Numbers(_tensor_of(output, (outputs, outputs))[rows][:, rows], expected)
         scores = layer.input_scores(reference.gradient[name], group)
         chosen = reference.pick(scores, side)
-        inputs = layer.inputs(chosen, group, reference.output)
+        inputs = layer.inputs(chosen, group, counts)
         if layer.diagonal:
             yield Numbers(_tensor_of(given, (len(scores),))[chosen], inputs.square().sum(1) / len(reference.output))
         else:

@@ -103,26 +103,27 @@ class Layer:
         Returns:
             For each call 1, or the number of samples if several of them use the same entry of what it has returned: then all see it.
         """
-        touched, counts = [torch.zeros_like(result, dtype=torch.bool) for result in self.results], [1] * len(self.results)
-        for row in output.flatten(1):
-            total = row @ torch.linspace(1, 2, len(row)).to(row)
-            for i, gradient in enumerate(grad(total, self.results, retain_graph=True, materialize_grads=True)):
-                counts[i] = len(output) if ((gradient != 0) & touched[i]).any() else counts[i]
-                touched[i] |= gradient != 0
+        rows, numbers, counts = output.reshape(len(output), -1), torch.arange(len(output)), [1] * len(self.results)
+        totals = rows @ torch.linspace(1, 2, rows.shape[1]).to(rows)
+        for bit in range((len(output) - 1).bit_length()):  # in which any two samples differ at least once
+            used = []
+            for value in (0, 1):
+                chosen = totals[(numbers >> bit) & 1 == value].sum()
+                used.append([g != 0 for g in grad(chosen, self.results, retain_graph=True, materialize_grads=True)])
+            counts = [len(output) if (one & other).any() else count for one, other, count in zip(*used, counts, strict=True)]
         return counts
 
-    def inputs(self, indices: Sequence[int], group: int, output: Tensor) -> Tensor:
+    def inputs(self, indices: Sequence[int], group: int, counts: Sequence[int]) -> Tensor:
         """Return what rows of the weight are multiplied with, at all samples and positions of all calls.
 
         Args:
             indices: Which entries ``k`` of a row.
             group: Which group.
-            output: What the model returned, in its graph, ``[[N, *]]``.
+            counts: How often to count each call.
 
         Returns:
             ``[[K, positions]]``.
         """
-        counts = self.copies(output)
         with torch.no_grad():
             found = [torch.stack([self._input(k, group, *call).flatten() for k in indices]) for call in self.calls]
             return torch.cat([inputs.repeat(1, count) for inputs, count in zip(found, counts, strict=True)], dim=1)
