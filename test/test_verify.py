@@ -553,7 +553,7 @@ def test_error_inside_of_a_product(product: type[BackpropExtension], error: Exce
     def fail(*_: object) -> Tensor:
         raise error
 
-    monkeypatch.setattr(SigmoidDerivatives, "_jac_mat_prod", fail)
+    monkeypatch.setattr(LinearDerivatives, "_jac_mat_prod", fail)
     report = verify(Sequential(Linear(3, 4), Sigmoid(), Linear(4, 3)), MSELoss(), randn(2, 3), randn(2, 3), [product()])
     failed = {row.parameter: row.reason for row in report if row.verdict is FAILED}
     assert failed == dict.fromkeys(("0.weight", "0.bias"), f"{type(error).__name__}: shapes differ")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.elementwise import ActivationDerivatives
 from backpack.core.flow import Flow
 from backpack.core.graph import shape_of
 from backpack.core.loss_nodes import LossNode
@@ -184,6 +186,35 @@ class AverageFlow(ChainFlow):
 Product = Callable[[Tensor], Tensor]
 
 
+def _diagonal(entries: Callable[[], Tensor]) -> Product:
+    """Multiply with a diagonal matrix, which is computed when the first product is asked for.
+
+    Args:
+        entries: Computes its diagonal, in the shape of a column.
+
+    Returns:
+        The product.
+    """
+    once = cache(entries)
+    return lambda mat: mat * once()
+
+
+def _jacobian(call: ModuleCall, grad: Tensor) -> tuple[Product, Product]:
+    """Multiply with the Jacobian of a module's output with respect to its input.
+
+    Args:
+        call: The record of its execution.
+        grad: Gradient with respect to the output.
+
+    Returns:
+        The product, and that with the transposed Jacobian.
+    """
+    rule = call.derivatives
+    if isinstance(rule, ActivationDerivatives):
+        return (_diagonal(lambda: rule.df(call, None, (grad,))),) * 2
+    return partial(rule._jac_mat_prod, call, None, (grad,)), partial(rule._jac_t_mat_prod, call, None, (grad,))
+
+
 @dataclass(frozen=True)
 class MatProdFlow(ChainFlow):
     """A function that multiplies ``[V, *out]`` with a curvature matrix of a module's output.
@@ -203,8 +234,8 @@ class MatProdFlow(ChainFlow):
 
     def through(self, call: ModuleCall, value: Product, grad: Tensor, layout: Layout, over: bool = False) -> Product:
         rule, call = call.derivatives, call.without_graph()
+        forward, backward = _jacobian(call, grad)
         residual = self._residual(call, grad) if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call) else None
-
         shape, own = call.inputs[0].shape, bool(call.versions)
 
         def product(mat: Tensor) -> Tensor:
@@ -212,7 +243,7 @@ class MatProdFlow(ChainFlow):
                 call.refuse_changed()
             # an operation in place on a view acts on the view's base: the module that made the view, Flatten say, is not called then
             columns = mat if mat.shape[1:] == shape else mat.reshape(mat.shape[0], *shape)
-            out = rule._jac_t_mat_prod(call, None, (grad,), value(rule._jac_mat_prod(call, None, (grad,), columns)))
+            out = backward(value(forward(columns)))
             out = out if residual is None else out + residual(columns)
             return out if columns is mat else out.reshape(mat.shape)
 
@@ -220,10 +251,9 @@ class MatProdFlow(ChainFlow):
 
     def _residual(self, call: ModuleCall, grad: Tensor) -> Product:
         rule = call.derivatives
-        if not Curvature.is_pch(self.curvature):
-            return lambda mat: rule._residual_mat_prod(call, None, (grad,), mat)
-        diagonal = Curvature.modify_residual(rule.hessian_diagonal(call, None, (grad,)), self.curvature)
-        return lambda mat: diagonal * mat
+        if not (Curvature.is_pch(self.curvature) or isinstance(rule, ActivationDerivatives)):
+            return partial(rule._residual_mat_prod, call, None, (grad,))
+        return _diagonal(lambda: Curvature.modify_residual(rule.hessian_diagonal(call, None, (grad,)), self.curvature))
 
     def check(self, plan: Plan) -> None:
         super().check(plan)

@@ -6,6 +6,7 @@ from math import prod
 
 from torch import Size, Tensor
 from torch.nn import Linear
+from torch.nn.functional import linear
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Grads, Samples
@@ -66,7 +67,7 @@ class LinearDerivatives(AffineDerivatives):
         return rows.mT.reshape(rows.shape[0], *module.output.shape)
 
     def _jac_mat_prod(self, module: Linear, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        return mat @ module.weight.T
+        return linear(mat, module.weight)
 
     def _jac_t_mat_prod(self, module: Linear, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
         return mat @ module.weight
