@@ -339,6 +339,30 @@ def test_outputs_of_parameters_alone_are_no_samples(returned: Callable, deviatio
     close(model.mean.weight.grad_batch.sum(0), model.mean.weight.grad)
 
 
+@pytest.mark.parametrize("features", [lambda x: x, lambda x: 2 * x, torch.tanh])
+@pytest.mark.parametrize("N", [1, 2, 3])
+def test_heads_of_which_the_bias_alone_is_trained(features: Callable[[Tensor], Tensor], N: int) -> None:
+    """Of an input that requires a gradient, nothing is saved there: it is data all the same."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+            self.a.weight.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = features(x)
+            return self.a(h), self.b(h)
+
+    model, x, y = extend(Heads()), torch.randn(N, 3, requires_grad=True), torch.randn(N, 2)
+    tracked = [p for p in model.parameters() if p.requires_grad]
+    alone = [torch.autograd.grad(sum(F.mse_loss(out, y[n : n + 1]) for out in model(x[n : n + 1])) / N, tracked) for n in range(N)]
+    with backpack(BatchGrad()):
+        sum(F.mse_loss(out, y) for out in model(x)).backward()
+    for i, parameter in enumerate(tracked):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
 def test_outputs_of_several_models_and_parameters_alone() -> None:
     """Another model returns the standard deviation, whatever it was given."""
     mean = extend(nn.Linear(3, 2))

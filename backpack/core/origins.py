@@ -71,6 +71,8 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
     # whether what takes part beside the graph is known to be constant, a number, or to have no rows of its own
     if operation(node) in _ENTRYWISE and any(walk.is_tracked(n) and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
         return True
+    if any(n is not None and not walk.is_tracked(n) and _of_input(n) for n, _ in node.next_functions):
+        return False
     others = [
         tensor for tensor in saved_tensors(node, results=False) if not (is_made(walk, tensor) and tensor.requires_grad)
     ]  # frozen parameters are others
@@ -79,6 +81,19 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
     if not others:
         return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) for n, _ in node.next_functions)
     return all(not tensor.dim() or is_constant(tensor) for tensor in others)
+
+
+def _of_input(node: Node) -> bool:
+    # whether it was computed from an input that requires a gradient, of which nothing need be saved
+    seen, stack = {node}, [node]
+    while stack:
+        node = stack.pop()
+        if hasattr(node, "variable") and not isinstance(node.variable, Parameter):
+            return True
+        new = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= new
+        stack += new
+    return False
 
 
 def is_made(walk: Walk, tensor: Tensor) -> bool:
