@@ -130,6 +130,10 @@ def once() -> Iterator[None]:
 
     Yields:
         Nothing.
+
+    Raises:
+        UnsupportedError: If something has to be read twice that Python does not see: what an operation in place on a part of a tensor has saved.
+        CheckpointError: If torch finds something else wrong with a part.
     """
     group = getattr(checkpoint, "GraphExecGroup", None)  # of torch 2.9
     own = group is not None and group._get_current_group() is None
@@ -139,6 +143,14 @@ def once() -> Iterator[None]:
     with group() as key:
         try:
             yield
+        except checkpoint.CheckpointError as error:
+            if "already unpacked once" not in str(error):
+                raise
+            raise UnsupportedError(
+                "A checkpointed part of the model (torch.utils.checkpoint) writes in place on a part of a tensor, as in `h[:, :1] *= 2`, or reads "
+                "`ctx.saved_tensors` twice: what such an operation has saved is handed out a single time, and is needed more than once. Compute a "
+                "new tensor there (`torch.cat([2 * h[:, :1], h[:, 1:]], 1)`), or run that part without checkpointing."
+            ) from error
         finally:
             for holder in [holder for holder in _kept if key in holder.handles] if len(_kept) else ():
                 holder.handles = dict.fromkeys(holder.handles)
@@ -170,6 +182,8 @@ class Part:
             for holder in [found for reference in self.frame.weak_holders if (found := reference()) is not None][:1]:
                 _keep(holder)
                 self.unpack(holder)
+            if call.part is not None and hasattr(self.frame, "get_inputs"):  # not in old versions of torch
+                self._run_to_the_end()
         finally:
             recording.on = before
         if call.part is not None:
@@ -177,6 +191,16 @@ class Part:
                 f"{call.path} lies in a checkpointed part of the model (torch.utils.checkpoint), which did not call it when it was run again in "
                 "the backward pass. Run that part without checkpointing, or alike both times (no disable() and no extend() in between)."
             )
+
+    def _run_to_the_end(self) -> None:
+        # torch stops at the last tensor that is saved, and does nothing where there is none
+        target_frame_ref = ref(self.frame)
+
+        def drop(_: Any) -> None:
+            target_frame_ref()  # by which the part is known, see ``_find``
+
+        with torch.autograd.graph.saved_tensors_hooks(drop, drop), torch.enable_grad():
+            self.frame.recompute_fn(*self.frame.get_inputs())
 
 
 def _find(hook: Callable) -> tuple[Any, bool]:
