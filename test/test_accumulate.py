@@ -627,7 +627,7 @@ def test_results_that_a_hook_has_replaced(name: str, replace: Callable[[Any], An
     value = parameter.replaced
     with backpack(extension):
         problem.loss(problem.outputs()).backward()
-    assert torch.equal(value, replace(getattr(parameter, field)))
+    close(value, replace(getattr(parameter, field)))  # not bit by bit: products depend on where the numbers lie in memory
 
 
 @pytest.mark.parametrize("name", ["BatchGrad", "KFLR"])
