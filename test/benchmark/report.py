@@ -20,6 +20,8 @@ ORDER = """extended BatchGrad BatchL2Grad SumGradSquared Variance DiagGGNMC Diag
 LABELS = {"ours": "**this package**", "backpack": "BackPACK", "by_hand": "*by hand*", "hooks_only": "*hooks alone*"}
 COLOURS = {"ours": "#1b6ca8", "backpack": "#e08214", "torch.func": "#7a7a7a", "opacus": "#5aae61", "curvlinops": "#9970ab"}
 COLOURS |= {"by_hand": "#d7191c", "hooks_only": "#c2a5cf"}
+SLOW = 2.0
+"""How many times the usual a gradient may take without a note."""
 FLOOR = "by_hand"
 """Drawn as a mark across the bars of the others."""
 INTRODUCTION = """# Benchmarks
@@ -95,31 +97,40 @@ def number(value: float) -> str:
     return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f}"
 
 
-def shown(cell: dict[str, object], field: str, notes: Notes) -> str:
-    """A number, or why there is none, which is said once, beside the times."""
+def shown(cell: dict[str, object], field: str, notes: Notes, usual: float) -> str:
+    """A number, with a note if the gradient beside it was slow, or why there is none; both are said once, beside the times."""
     if field in cell:
-        return number(cell[field])
+        slow = field == "ratio" and cell["gradient"] > SLOW * usual
+        return number(cell[field]) + (notes.cite(beside(cell, usual)) if slow else "")
     return cell["status"] + notes.cite(cell["why"]) if "status" in cell and field == "ratio" else ""
 
 
-def base(cells: Cells, problem: str) -> str:
-    """Milliseconds of the gradient, the median over the cells."""
+def beside(cell: dict[str, object], usual: float) -> str:
+    """What to know of a ratio to a slow gradient."""
+    taken, usually, again = number(1000 * cell["gradient"]), number(1000 * usual), number(cell["ratio"] * cell["gradient"] / usual)
+    return f"Beside it, the gradient took {taken} ms, not {usually}: if its passes, and no busy machine, are the reason, it costs {again} of those."
+
+
+def base(cells: Cells, problem: str) -> float | None:
+    """Seconds of the gradient, the median over the cells."""
     seconds = [cell["gradient"] for (library, name, _), cell in cells.items() if (library, name) == ("ours", problem) and "ratio" in cell]
-    return number(1000 * median(seconds)) if seconds else ""
+    return median(seconds) if seconds else None
 
 
 def table(run: Run, field: str, notes: Notes) -> list[str]:
     """A table of one field, a row for each quantity and library."""
     cells, problems = cells_of(run), list(run["problems"])
+    usual = {problem: base(cells, problem) for problem in problems}
     lines = ["| quantity | library | " + " | ".join(problems) + " |", "|---|---|" + "---:|" * len(problems)]
     if field == "ratio":
-        lines.append("| gradient (ms) | | " + " | ".join(base(cells, problem) for problem in problems) + " |")
+        lines.append("| gradient (ms) | | " + " | ".join(number(1000 * usual[p]) if usual[p] else "" for p in problems) + " |")
     for quantity in quantities(cells):
         title = f"`{quantity}`"
         for library in run["cells"]:
             row = [cells.get((library, problem, quantity), {}) for problem in problems]
             if any(row):
-                lines.append(f"| {title} | {LABELS.get(library, library)} | " + " | ".join(shown(cell, field, notes) for cell in row) + " |")
+                entries = [shown(cell, field, notes, usual[problem]) for problem, cell in zip(problems, row, strict=True)]
+                lines.append(f"| {title} | {LABELS.get(library, library)} | " + " | ".join(entries) + " |")
                 title = ""
     return [*lines, ""]
 
