@@ -139,7 +139,7 @@ def picture(run: Run, title: str, path: Path) -> None:
     """Bars of each quantity, ours beside others, a mark at what is written by hand, a panel for each problem."""
     cells, problems, libraries = cells_of(run), list(run["problems"]), [library for library in run["cells"] if library != FLOOR]
     names = quantities(cells)
-    columns = min(4, len(problems))
+    columns = min(3, len(problems))
     rows = ceil(len(problems) / columns)
     figure = Figure(figsize=(3.4 * columns + 1, 0.32 * len(names) * rows + 1.2), layout="constrained")
     axes = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flatten()
