@@ -151,7 +151,7 @@ def check(trial: Trial, tally: Counter[str]) -> None:
         tally["too much rounding"] += 1
         return
     steps = set(kinds(trial.drawn[3]))
-    factors = not (steps & {"detached", "functional conv", "pairs", *PLACES})  # see test_random.py
+    factors = not (steps & {"detached", "functional conv", "pairs", "derivative", *PLACES})  # see test_random.py
     factors &= not {"lookup", "again"} <= steps  # the output of the first lookup may be read for indices only, which is like detaching it
     factors &= "own" not in steps or not {"HMP", "GGNMP"} & set(trial.names)  # products read a module without rule as a whole
     names = [name for name in trial.names if factors or name not in ("KFAC", "KFLR")]

@@ -95,7 +95,7 @@ def compare(name: str, oracle: Oracle, values: dict[str, Any], names: set[str]) 
     if name == "Variance":  # a difference whose rounding is relative to what is subtracted
         values = {p: value + (oracle.grad[p] / oracle.N).square() for p, value in values.items()}
         all_close(values, {p: value / oracle.N for p, value in oracle.sum_grad_squared.items()})
-    elif name == "KFLR" and names & {"functional conv", "pairs"}:  # they may be read as layers, or have their exact blocks
+    elif name == "KFLR" and names & {"functional conv", "pairs", "derivative"}:  # they may be read as layers, or have exact blocks
         factors, blocks = oracle.kronecker(oracle.hessian_exact), oracle.ggn_blocks(oracle.hessian_exact)
         all_factors_close(values, {p: [blocks[p]] if len(value) == 1 else factors[p] for p, value in values.items()})
     else:

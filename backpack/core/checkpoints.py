@@ -182,8 +182,8 @@ class Part:
             for holder in [found for reference in self.frame.weak_holders if (found := reference()) is not None][:1]:
                 _keep(holder)
                 self.unpack(holder)
-            if call.part is not None and hasattr(self.frame, "get_inputs"):  # not in old versions of torch
-                self._run_to_the_end()
+            if call.part is not None and hasattr(self.frame, "get_inputs"):  # old versions of torch keep them elsewhere
+                self._run()
         finally:
             recording.on = before
         if call.part is not None:
@@ -192,8 +192,8 @@ class Part:
                 "the backward pass. Run that part without checkpointing, or alike both times (no disable() and no extend() in between)."
             )
 
-    def _run_to_the_end(self) -> None:
-        # torch stops at the last tensor that is saved, and does nothing where there is none
+    def _run(self) -> None:
+        # where nothing is saved, torch has no reason to
         target_frame_ref = ref(self.frame)
 
         def drop(_: Any) -> None:
