@@ -339,28 +339,59 @@ def test_outputs_of_parameters_alone_are_no_samples(returned: Callable, deviatio
     close(model.mean.weight.grad_batch.sum(0), model.mean.weight.grad)
 
 
-@pytest.mark.parametrize("features", [lambda x: x, lambda x: 2 * x, torch.tanh])
+class Heads(nn.Module):
+    """Two heads, of which the bias alone is trained in the first one, behind something that has a graph, but no quantities."""
+
+    def __init__(self, features: Callable[[Tensor], Tensor], united: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.b, self.features, self.united = nn.Linear(3, 2), nn.Linear(3, 2), features, united
+        self.a.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.features(x)
+        return self.united(self.a(h), self.b(h))
+
+
+UNTRACKED: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "input": lambda: lambda x: x,
+    "function of the input": lambda: lambda x: 2 * x,
+    "excluded layer": lambda: nn.Linear(3, 3),
+    "excluded bias": lambda: nn.Linear(3, 3).requires_grad_(False),
+    "foreign layer": lambda: nn.Linear(3, 3).forward,
+}
+
+
+def heads(name: str, united: Callable[[Tensor, Tensor], Any]) -> Heads:
+    model = extend(Heads(UNTRACKED[name](), united))
+    if name == "excluded bias":
+        model.features.bias.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("name", UNTRACKED)
 @pytest.mark.parametrize("N", [1, 2, 3])
-def test_heads_of_which_the_bias_alone_is_trained(features: Callable[[Tensor], Tensor], N: int) -> None:
-    """Of an input that requires a gradient, nothing is saved there: it is data all the same."""
-
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
-            self.a.weight.requires_grad_(False)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            h = features(x)
-            return self.a(h), self.b(h)
-
-    model, x, y = extend(Heads()), torch.randn(N, 3, requires_grad=True), torch.randn(N, 2)
-    tracked = [p for p in model.parameters() if p.requires_grad]
+def test_heads_of_which_the_bias_alone_is_trained(name: str, N: int) -> None:
+    """What such a head is given is data, although nothing of it is saved there."""
+    model, x, y = heads(name, lambda a, b: (a, b)), torch.randn(N, 3, requires_grad="input" in name), torch.randn(N, 2)
+    tracked = [model.a.bias, model.b.weight, model.b.bias]
     alone = [torch.autograd.grad(sum(F.mse_loss(out, y[n : n + 1]) for out in model(x[n : n + 1])) / N, tracked) for n in range(N)]
-    with backpack(BatchGrad()):
+    with backpack(BatchGrad(exclude=["features.*"] if "excluded" in name else [])):
         sum(F.mse_loss(out, y) for out in model(x)).backward()
     for i, parameter in enumerate(tracked):
         close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
+@pytest.mark.parametrize("united", [lambda a, b: b @ a.T, lambda a, b: b * a.sum(0)], ids=["products", "sum"])
+@pytest.mark.parametrize("name", UNTRACKED)
+@pytest.mark.parametrize("N", [2, 3])
+def test_samples_that_meet_behind_a_head_of_which_the_bias_alone_is_trained(name: str, united: Callable, N: int) -> None:
+    model, x = heads(name, united), torch.randn(N, 3, requires_grad="input" in name)
+    with (
+        pytest.raises(UnsupportedError, match="samples of the mini-batch influence one another"),
+        backpack(BatchGrad(exclude=["features.*"] if "excluded" in name else [])),
+    ):
+        model(x).square().mean().backward()
+    assert results(model) == {}
 
 
 def test_outputs_of_several_models_and_parameters_alone() -> None:

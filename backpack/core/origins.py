@@ -71,29 +71,33 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
     # whether what takes part beside the graph is known to be constant, a number, or to have no rows of its own
     if operation(node) in _ENTRYWISE and any(walk.is_tracked(n) and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
         return True
-    if any(n is not None and not walk.is_tracked(n) and _of_input(n) for n, _ in node.next_functions):
-        return False
     others = [
         tensor for tensor in saved_tensors(node, results=False) if not (is_made(walk, tensor) and tensor.requires_grad)
     ]  # frozen parameters are others
+    others += [tensor for n, _ in node.next_functions if n is not None and not walk.is_tracked(n) for tensor in _made_from(n)]
     if operation(node) in PIECEWISE_LINEAR:  # the places of maxima
         others = [tensor for tensor in others if tensor.is_floating_point()]
     if not others:
         return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) for n, _ in node.next_functions)
-    return all(not tensor.dim() or is_constant(tensor) for tensor in others)
+    return all(tensor is not None and (not tensor.dim() or is_constant(tensor)) for tensor in others)
 
 
-def _of_input(node: Node) -> bool:
-    # whether it was computed from an input that requires a gradient, of which nothing need be saved
-    seen, stack = {node}, [node]
+def _made_from(node: Node) -> list[Tensor | None]:
+    # what made something that has a graph without tracked parameters, beside parameters, ``None`` for what nothing tells: inputs that require a
+    # gradient, or what a layer was given of which the parameters are excluded, or those of a model that is not extended
+    seen, stack, found = {node}, [node], []
     while stack:
         node = stack.pop()
-        if hasattr(node, "variable") and not isinstance(node.variable, Parameter):
-            return True
-        new = {n for n, _ in node.next_functions if n is not None} - seen
+        if hasattr(node, "variable"):
+            found += [] if isinstance(node.variable, Parameter) else [node.variable]
+            continue
+        upstream = [n for n, _ in node.next_functions]
+        given = [tensor for tensor in saved_tensors(node, results=False) if not tensor.requires_grad]
+        found += given or [None] * (None in upstream)
+        new = {n for n in upstream if n is not None} - seen
         seen |= new
         stack += new
-    return False
+    return found
 
 
 def is_made(walk: Walk, tensor: Tensor) -> bool:
