@@ -355,6 +355,7 @@ class Heads(nn.Module):
 UNTRACKED: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "input": lambda: lambda x: x,
     "function of the input": lambda: lambda x: 2 * x,
+    "input, a parameter": lambda: lambda x: x,
     "excluded layer": lambda: nn.Linear(3, 3),
     "excluded bias": lambda: nn.Linear(3, 3).requires_grad_(False),
     "foreign layer": lambda: nn.Linear(3, 3).forward,
@@ -368,11 +369,16 @@ def heads(name: str, united: Callable[[Tensor, Tensor], Any]) -> Heads:
     return model
 
 
+def given(N: int, name: str) -> Tensor:
+    x = torch.randn(N, 3, requires_grad="input" in name)
+    return nn.Parameter(x) if "parameter" in name else x
+
+
 @pytest.mark.parametrize("name", UNTRACKED)
 @pytest.mark.parametrize("N", [1, 2, 3])
 def test_heads_of_which_the_bias_alone_is_trained(name: str, N: int) -> None:
     """What such a head is given is data, although nothing of it is saved there."""
-    model, x, y = heads(name, lambda a, b: (a, b)), torch.randn(N, 3, requires_grad="input" in name), torch.randn(N, 2)
+    model, x, y = heads(name, lambda a, b: (a, b)), given(N, name), torch.randn(N, 2)
     tracked = [model.a.bias, model.b.weight, model.b.bias]
     alone = [torch.autograd.grad(sum(F.mse_loss(out, y[n : n + 1]) for out in model(x[n : n + 1])) / N, tracked) for n in range(N)]
     with backpack(BatchGrad(exclude=["features.*"] if "excluded" in name else [])):
@@ -385,7 +391,7 @@ def test_heads_of_which_the_bias_alone_is_trained(name: str, N: int) -> None:
 @pytest.mark.parametrize("name", UNTRACKED)
 @pytest.mark.parametrize("N", [2, 3])
 def test_samples_that_meet_behind_a_head_of_which_the_bias_alone_is_trained(name: str, united: Callable, N: int) -> None:
-    model, x = heads(name, united), torch.randn(N, 3, requires_grad="input" in name)
+    model, x = heads(name, united), given(N, name)
     with (
         pytest.raises(UnsupportedError, match="samples of the mini-batch influence one another"),
         backpack(BatchGrad(exclude=["features.*"] if "excluded" in name else [])),

@@ -83,13 +83,13 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
 
 
 def _made_from(node: Node) -> list[Tensor | None]:
-    # what made something that has a graph without tracked parameters, beside parameters, ``None`` for what nothing tells: inputs that require a
-    # gradient, or what a layer was given of which the parameters are excluded, or those of a model that is not extended
+    # what made something that has a graph without tracked parameters, ``None`` for what nothing tells: inputs that require a gradient, or
+    # parameters that are excluded, or of a model that is not extended, and what layers with such parameters were given
     seen, stack, found = {node}, [node], []
     while stack:
         node = stack.pop()
         if hasattr(node, "variable"):
-            found += [] if isinstance(node.variable, Parameter) else [node.variable]
+            found.append(node.variable)
             continue
         upstream = [n for n, _ in node.next_functions]
         given = [tensor for tensor in saved_tensors(node, results=False) if not tensor.requires_grad]
