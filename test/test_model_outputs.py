@@ -387,6 +387,17 @@ def test_heads_of_which_the_bias_alone_is_trained(name: str, N: int) -> None:
         close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
 
 
+def test_head_behind_a_graph_that_was_freed() -> None:
+    """Autograd does not go there, and what was saved cannot be read any more."""
+    model, x = extend(Heads(lambda x: x, lambda a, b: (a, b))), nn.Linear(3, 3)(torch.randn(2, 3)).tanh()
+    x.sum().backward()
+    tracked = [model.a.bias, model.b.weight, model.b.bias]
+    with backpack(BatchGrad()):
+        sum(out.square().sum() for out in model(x)).backward(inputs=tracked)
+    for parameter in tracked:
+        close(parameter.grad_batch.sum(0), parameter.grad)
+
+
 @pytest.mark.parametrize("united", [lambda a, b: b @ a.T, lambda a, b: b * a.sum(0)], ids=["products", "sum"])
 @pytest.mark.parametrize("name", UNTRACKED)
 @pytest.mark.parametrize("N", [2, 3])

@@ -92,7 +92,10 @@ def _made_from(node: Node) -> list[Tensor | None]:
             found.append(node.variable)
             continue
         upstream = [n for n, _ in node.next_functions]
-        given = [tensor for tensor in saved_tensors(node, results=False) if not tensor.requires_grad]
+        try:
+            given = [tensor for tensor in saved_tensors(node, results=False) if not tensor.requires_grad]
+        except RuntimeError:  # an earlier pass, of another model, has freed them
+            return [None]
         found += given or [None] * (None in upstream)
         new = {n for n in upstream if n is not None} - seen
         seen |= new
