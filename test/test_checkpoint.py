@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy, GraphExecGroup, checkpoint,
 
 from backpack import backpack, disable, extend, results
 from backpack.extensions import BatchGrad, DiagGGNExact
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import MixedSamplesError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -311,3 +311,68 @@ def test_other_hooks_for_saved_tensors() -> None:
     with save_on_cpu():
         run(net, DiagGGNExact())
     QUANTITIES["DiagGGNExact"].check(oracle, collect(net, "diag_ggn_exact"))
+
+
+class Scaled(torch.autograd.Function):
+    """A product of which the second factor has no gradient."""
+
+    @staticmethod
+    def forward(ctx, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return w * x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+MADE: dict[str, Callable[[Net, Tensor, Tensor], Tensor]] = {  # of data, which in a checkpoint nothing shows before it runs again
+    "layer": lambda net, x, _: net.a(x),
+    "normalization": lambda net, x, _: net.norm(x),
+    "table": lambda net, _, rows: net.table(rows),
+    "functional table": lambda net, _, rows: F.embedding(rows, net.w),
+    "indexed": lambda net, _, rows: net.w[rows],
+    "selected": lambda net, _, rows: net.w.index_select(0, rows),
+    "scaled": lambda net, x, _: net.w[0] * x,
+    "product": lambda net, x, _: x @ net.w,
+    "functional layer": lambda net, x, _: F.linear(x, net.w),
+    "functional normalization": lambda net, x, _: F.layer_norm(x, (FEATURES,), net.w[0]),
+    "interpolated": lambda net, x, _: torch.lerp(net.w[:N], net.w[1:], x),
+    "slopes": lambda net, x, _: F.prelu(x, net.w[0]),
+    "function of one's own": lambda net, x, _: Scaled.apply(net.w[0], x),
+}
+MEETS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "mean": lambda h, made, _: h + made.mean(0),
+    "scale": lambda h, made, _: h * made.sum(0),
+    "matrix": lambda h, made, x: h @ made.T @ x,
+}
+FEATURES = 4
+LEFT = [(), ("a.weight", "norm.weight"), ("a.bias", "norm.bias")]
+
+
+@pytest.mark.parametrize("run", [lambda part, *given: part(*given), partial(checkpoint, use_reentrant=False)], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("meets", MEETS)
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("left", LEFT, ids=str)
+def test_samples_that_meet_inside(made: str, meets: str, left: tuple[str, ...], run: Callable[..., Tensor]) -> None:
+    """They mix; also where some parameters are left out, or frozen."""
+    make = layers(
+        *(FEATURES, FEATURES, 2),
+        inner=partial(Linear, FEATURES, FEATURES),
+        norm=partial(nn.LayerNorm, FEATURES),
+        table=partial(nn.Embedding, FEATURES, FEATURES),
+        w=parameter(FEATURES, FEATURES),
+    )
+
+    def part(net: Net, x: Tensor, rows: Tensor) -> Tensor:
+        return MEETS[meets](net.inner(x), MADE[made](net, x, rows), x)
+
+    for frozen in (False, True) if left else (False,):
+        net = Net(lambda net, x, rows: net.b(run(partial(part, net), x, rows)), **make())
+        for name in left if frozen else ():
+            net.get_parameter(name).requires_grad_(False)
+        extend(net)
+        for extension in (BatchGrad, DiagGGNExact):
+            with backpack(extension(exclude=() if frozen else left)), pytest.raises(MixedSamplesError, match="influence one another"):
+                F.mse_loss(net(randn(N, FEATURES), torch.tensor([3, 1, 1])), torch.zeros(N, 2)).backward()
+            assert results(net) == {}

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.calls import ModuleCall
+from backpack.core.checkpoints import checkpointed
 from backpack.core.graph import operation, saved_tensors
 from backpack.core.linear import RESHAPES
 from backpack.core.plan import Plan
@@ -98,7 +99,7 @@ def _saved_at(edges: list[Edge], nodes: Iterable[Node], shape: torch.Size) -> Te
         The tensor, or ``None``.
     """
     for node in nodes:
-        for tensor in saved_tensors(node):
+        for tensor in saved_tensors(node) if not checkpointed(node) else ():  # what is computed again is connected to nothing
             place = tensor.grad_fn, tensor.output_nr
             while place[0] is not None and place not in edges and operation(place[0]) in _SAME_ENTRIES:
                 place = place[0].next_functions[0]

@@ -293,9 +293,10 @@ def saved_tensors(node: Node, results: bool = True) -> Iterator[Tensor]:
         results: Also those that it has computed.
 
     Yields:
-        The tensors; none of those of ``torch.utils.checkpoint``, which hands them out a single time.
+        The tensors; those of a checkpointed part are computed again for it.
     """
-    for name in saved_names(type(node)) if not checkpointed(node) else ():
+    keep(node)
+    for name in saved_names(type(node)):
         value = getattr(node, value_name(node, name)) if results or "_saved_result" not in name else None
         yield from (part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor))
 
