@@ -386,6 +386,9 @@ class Net(Module):
             case ("checkpoint", steps):
                 branch = self._chain(steps)
                 return lambda x: checkpoint(branch, x, use_reentrant=False) if self.checkpoints else branch(x)
+            case ("mixed", how, axis, steps):
+                branch = self._chain(steps)
+                return lambda x: MIXED[how](x, branch(x), axis)
             case ("derivative", steps):
                 return partial(_derivative, self._chain(steps))
             case ("bare", how, shape):
@@ -469,6 +472,26 @@ def _derivative(branch: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
+MIXED: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "mean": lambda x, y, axis: x + y.mean(axis, keepdim=True),
+    "sum": lambda x, y, axis: x * y.sum(axis, keepdim=True),
+    "largest": lambda x, y, axis: x - y.amax(axis, keepdim=True),
+    "first": lambda x, y, axis: x + y.narrow(axis, 0, 1),
+    "flipped": lambda x, y, axis: x * y.flip(axis),
+    "rolled": lambda x, y, axis: x + y.roll(1, axis),
+    "sorted": lambda x, y, axis: x + y.sort(axis).values,
+    "cumulated": lambda x, y, axis: x + y.cumsum(axis),
+    "softmax": lambda x, y, axis: x * y.softmax(axis),
+    "standardized": lambda x, y, axis: x + (y - y.mean(axis, keepdim=True)) / (1 + y.var(axis, correction=0, keepdim=True)),
+    "matrix": lambda x, y, axis: _by_matrix(x.movedim(axis, 0), y.movedim(axis, 0)).movedim(0, axis),
+}
+"""Functions by which samples meet."""
+
+
+def _by_matrix(x: Tensor, y: Tensor) -> Tensor:
+    return ((x.flatten(1) @ y.flatten(1).T) @ x.flatten(1)).view(x.shape)
+
+
 def _unite(how: str, x: Tensor, y: Tensor) -> Tensor:
     match how:
         case "residual":
@@ -480,7 +503,12 @@ def _unite(how: str, x: Tensor, y: Tensor) -> Tensor:
     return x + y.detach()
 
 
-BRANCHES = {"residual", "product", "choice", "detached", "residual in place", "cat", "contract", "checkpoint", "derivative"}
+BRANCHES = {"mixed", "residual", "product", "choice", "detached", "residual in place", "cat", "contract", "checkpoint", "derivative"}
+
+
+def names_in(drawn: Drawn) -> set[str]:
+    """Name what occurs in a problem."""
+    return set(kinds(drawn[3])) | ({"derivative"} if drawn[6] == "derived" else set())
 
 
 def kinds(steps: Steps) -> Iterator[str]:
@@ -510,13 +538,14 @@ SEQUENCE = -1
 class At:
     """What is known while a model is drawn: shape of the tensor, where its samples lie, sizes of the linear layers, and of the other ones.
 
-    The shape has 1 instead of the number of samples.
+    The shape has 1 instead of the number of samples; ``mixes`` says whether samples may meet.
     """
 
     shape: tuple[int, ...]
     axis: int
     linears: list[tuple[int, int]]
     layers: list[tuple[tuple[int, ...], int, tuple[int, ...]]]
+    mixes: bool = False
 
     @property
     def others(self) -> list[int]:
@@ -551,6 +580,7 @@ def options(at: At, depth: int) -> list[str]:
     if depth:
         names += ["contract"] * (len(at.shape) > 2 and at.axis != len(at.shape) - 1)
         names += ["residual", "residual", "product", "choice", "detached", "checkpoint", "derivative"]
+        names += ["mixed"] * 4 * at.mixes
         names += ["residual in place"] * (at.axis != len(at.shape) - 1)
     return sorted(names)
 
@@ -654,6 +684,8 @@ def draw_step(draw: st.DrawFn, at: At, depth: int) -> Step:
         case "residual in place":
             at.linears.append((at.size, at.size))
             step = (name, at.size, draw_branch(draw, at, depth))
+        case "mixed":
+            step = (name, draw(st.sampled_from(sorted(MIXED))), at.axis, draw_branch(draw, at, depth))
         case "cat":
             step = (name, axis, draw_branch(draw, at, depth))
             shape[axis] *= 2
@@ -680,7 +712,7 @@ def new_axis(step: Step, at: At) -> int:
 
 def draw_branch(draw: st.DrawFn, at: At, depth: int) -> Steps:
     """Draw steps that end with the shape they began with."""
-    inner = At(at.shape, at.axis, at.linears, at.layers)
+    inner = At(at.shape, at.axis, at.linears, at.layers, at.mixes)
     steps = draw_steps(draw, inner, 2, depth - 1)
     if inner.shape != at.shape or inner.axis != at.axis:
         steps += (fit(inner, at.axis, tuple(at.shape[i] for i in at.others)),)
@@ -726,24 +758,29 @@ def make_term(head: int, N: int, kind: str, shape: tuple[int, ...], reduction: s
     return Term(module, target, head, torch.rand(weights) + 0.2 if reduction == "none" else scale)
 
 
-Drawn = tuple[int, int, tuple[int, ...], Steps, tuple[Step, ...], tuple[tuple[Any, ...], ...]]
+Drawn = tuple[int, int, tuple[int, ...], Steps, tuple[Step, ...], tuple[tuple[Any, ...], ...], str]
 
 
 @st.composite
-def nets(draw: st.DrawFn, batches: tuple[int, ...] = (1, 2, 3)) -> Drawn:
-    """Draw everything about a problem: seed, batch size, shape of the input, steps, heads, losses."""
+def nets(draw: st.DrawFn, batches: tuple[int, ...] = (1, 2, 3), mixing: bool = False) -> Drawn:
+    """Draw everything about a problem: seed, batch size, shape of the input, steps, heads, losses, what these are given.
+
+    In a sixth of the models, if asked, samples may meet.
+    """
     shape = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=2) | st.tuples(*[st.integers(1, 2), *[st.integers(2, 4)] * 2])))
-    at = At((1, *shape), 0, [], [])
+    at = At((1, *shape), 0, [], [], mixing and draw(st.integers(0, 5)) == 0)
     depth = draw(st.sampled_from([2, 2, 2, SEQUENCE]))
     steps = draw_steps(draw, at, 6, depth)
-    count, ends = draw(st.sampled_from([(1, "one"), *[(1, "one"), (1, "twice"), (2, "each"), (2, "joined"), (2, "stacked")] * (depth != SEQUENCE)]))
+    count, ends = draw(
+        st.sampled_from([(1, "one"), *[(1, "one"), (1, "twice"), (2, "each"), (2, "joined"), (2, "stacked"), (1, "derived")] * (depth != SEQUENCE)])
+    )
     out = [tuple(draw(st.lists(st.integers(1, 2), min_size=1, max_size=2))) for _ in range(count)]
     if ends in ("joined", "stacked"):
         out = out[:1] * 2
     heads = tuple(fit(at, 0, one) for one in out)
     first = out[0]
-    out = {"twice": out * 2, "joined": [(2 * first[0], *first[1:])], "stacked": [(2, *first)]}.get(ends, out)
-    return draw(st.integers(0, 99)), draw(st.sampled_from(batches)), shape, steps, heads, tuple(draw(losses(one)) for one in out)
+    out = {"twice": out * 2, "joined": [(2 * first[0], *first[1:])], "stacked": [(2, *first)], "derived": [shape]}.get(ends, out)
+    return draw(st.integers(0, 99)), draw(st.sampled_from(batches)), shape, steps, heads, tuple(draw(losses(one)) for one in out), ends
 
 
 def join(how: Callable[..., Tensor], model: Module, x: Tensor) -> Tensor:
@@ -751,15 +788,20 @@ def join(how: Callable[..., Tensor], model: Module, x: Tensor) -> Tensor:
     return how(model(x), 1)
 
 
+def derive(model: Module, x: Tensor) -> Tensor:
+    """Differentiate the output of a model with respect to its input, behind it."""
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad(model(x)[0].square().sum() / 2, x, create_graph=True, materialize_grads=True)[0]
+
+
 def build(drawn: Drawn) -> Problem:
     """Build what was drawn, the same at every call."""
-    seed, N, shape, steps, heads, terms = drawn
+    seed, N, shape, steps, heads, terms, ends = drawn
     with torch.random.fork_rng(), default_dtype(torch.float64):
         torch.default_generator.manual_seed(seed)
         x = randn(N, *shape)
         built = [make_term(min(head, len(heads) - 1), N, *term) for head, term in enumerate(terms)]
-        stacked = len(terms[0][1]) > len(heads[0][-1])
-        output = partial(join, torch.stack if stacked else torch.cat) if len(heads) > len(terms) else call_model
+        output = {"joined": partial(join, torch.cat), "stacked": partial(join, torch.stack), "derived": derive}.get(ends, call_model)
         return Problem(Net(steps, heads), x, built, output)
 
 

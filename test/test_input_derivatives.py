@@ -1,4 +1,4 @@
-"""Models that return derivatives of networks with respect to their input: energies and forces, residuals of differential equations."""
+"""Derivatives of networks with respect to their input, which a model returns, or which are taken behind it: forces, differential equations."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from oracle import Oracle, Problem, Term
+from oracle import Oracle, Problem, Term, call_model
 from test_extensions import close, sum_batch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, results
 from backpack.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import BackpackError, UnsupportedError
 
 FEATURES = 4
 Function = Callable[["Net", Tensor], Tensor]
@@ -65,36 +65,61 @@ NETS: dict[str, Function] = {
 }
 
 
-def problem(name: str, samples: int) -> Problem:
+def behind_the_model(net: Net, x: Tensor) -> Tensor:
+    """Call the layers one by one, none of them inside of another module."""
+    return net.function(net, x.detach().requires_grad_())
+
+
+PLACES = {"in the model": call_model, "behind it": behind_the_model}
+
+
+def problem(name: str, samples: int, output: Callable[[nn.Module, Tensor], Tensor] = call_model) -> Problem:
     torch.manual_seed(0)
     model, x = Net(NETS[name]).double(), torch.randn(samples, FEATURES, dtype=torch.float64)
-    out = model(x)
-    used = torch.autograd.grad(out.sum(), list(model.parameters()), allow_unused=True)
+    return Problem(freeze_unused(model, x, output), x, [Term(nn.MSELoss(), torch.randn_like(model(x)))], output)
+
+
+def freeze_unused(model: nn.Module, x: Tensor, output: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+    used = torch.autograd.grad(output(model, x).sum(), list(model.parameters()), allow_unused=True)
     for parameter, gradient in zip(list(model.parameters()), used, strict=True):
         parameter.requires_grad_(gradient is not None)
-    return Problem(model, x, [Term(nn.MSELoss(), torch.randn_like(out))])
+    return model
 
 
 def used_in(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-@pytest.mark.parametrize("samples", [1, 3, FEATURES])
-@pytest.mark.parametrize("name", NETS)
-def test_derivatives_that_a_model_returns(name: str, samples: int) -> None:
-    """First order and the generalized Gauss-Newton are exact; as many samples as features can be mistaken for nothing else."""
-    made, oracle = problem(name, samples), Oracle(problem(name, samples))
+def check(made: Problem, oracle: Oracle) -> None:
     extend(made.model)
     extend(made.losses[0])
     with backpack(BatchGrad(), BatchL2Grad(), Variance(), DiagGGNExact(), BatchDiagGGNExact()):
         made.loss(made.outputs()).backward()
     ggn = oracle.diag_ggn_batch(oracle.hessian_exact)
-    for parameter_name, parameter in used_in(made.model).items():
-        close(parameter.grad_batch, oracle.grad_batch[parameter_name])
-        close(parameter.batch_l2, oracle.batch_l2[parameter_name])
-        close(parameter.variance, oracle.variance[parameter_name])
-        close(parameter.diag_ggn_exact_batch, ggn[parameter_name])
-        close(parameter.diag_ggn_exact, sum_batch(ggn)[parameter_name])
+    for name, parameter in used_in(made.model).items():
+        close(parameter.grad_batch, oracle.grad_batch[name])
+        close(parameter.batch_l2, oracle.batch_l2[name])
+        close(parameter.variance, oracle.variance[name])
+        close(parameter.diag_ggn_exact_batch, ggn[name])
+        close(parameter.diag_ggn_exact, sum_batch(ggn)[name])
+
+
+@pytest.mark.parametrize("samples", [1, 3, FEATURES])
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("place", PLACES)
+def test_derivatives(place: str, name: str, samples: int) -> None:
+    """First order and the generalized Gauss-Newton are exact; as many samples as features can be mistaken for nothing else."""
+    made = problem(name, samples, PLACES[place])
+    if place == "behind it" and name in {
+        "matrix",
+        "parametric",
+        "function of groups",
+    }:  # the derivative uses parameters of layers that made none of it
+        extend(made.model)
+        with backpack(BatchGrad()), pytest.raises(BackpackError):
+            made.loss(made.outputs()).backward()
+        return
+    check(made, Oracle(problem(name, samples, PLACES[place])))
 
 
 @pytest.mark.parametrize("name", ["sin", "matrix", "gelu", "softplus", "log_sigmoid", "tanh", "convolution", "normalized"])
@@ -114,13 +139,182 @@ def test_hessian_of_derivatives(name: str) -> None:
     assert results(made.model) == {}
 
 
+# --- in the training loop ---------------------------------------------------------------------------------------------------------------------
+
+Model = Callable[[Tensor], Tensor]
+
+
+def leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+def columns(model: Model, x: Tensor) -> Tensor:
+    t, s = leaf(x[:, :1]), leaf(x[:, 1:])
+    u = model(torch.cat([t, s], 1))
+    return slope(u, t) + u * slope(u, s)[:, :1]
+
+
+def laplacian(model: Model, x: Tensor) -> Tensor:
+    x = leaf(x)
+    first = slope(model(x), x)
+    return sum(slope(first[:, i], x)[:, i : i + 1] for i in range(FEATURES))
+
+
+def of_single_outputs(model: Model, x: Tensor) -> Tensor:
+    x = leaf(x)
+    return sum(slope(out, x) for out in model(x))
+
+
+def with_energy(model: Model, x: Tensor) -> Tensor:
+    x = leaf(x)
+    energy = model(x)
+    return torch.cat([energy, slope(energy, x)], 1)
+
+
+def of_features(model: Model, x: Tensor) -> Tensor:
+    h = model[0](x)
+    return slope(model[2](model[1](h)), h)
+
+
+def moved(model: Model, x: Tensor) -> Tensor:
+    x = leaf(x)
+    return model(x + 0.1 * slope(model(x), x))
+
+
+OUTPUTS: dict[str, Callable[[Model, Tensor], Tensor]] = {
+    "force": lambda model, x: slope(model(x := leaf(x)), x),
+    "energy and force": with_energy,
+    "columns of data": columns,
+    "Laplacian": laplacian,
+    "one output after the other": of_single_outputs,
+    "of a function of the output": lambda model, x: slope(F.softplus(model(x := leaf(x))), x),
+    "with respect to features": of_features,
+    "at a place that was moved": moved,
+}
+MODELS = {"tanh": nn.Tanh, "relu": nn.ReLU, "silu": nn.SiLU}
+
+
+def in_the_loop(name: str, activation: str, samples: int) -> Problem:
+    torch.manual_seed(0)
+    model, x = (
+        nn.Sequential(nn.Linear(FEATURES, 6), MODELS[activation](), nn.Linear(6, 1)).double(),
+        torch.randn(samples, FEATURES, dtype=torch.float64),
+    )
+    out = OUTPUTS[name](model, x)
+    return Problem(
+        freeze_unused(model, x, OUTPUTS[name]) if out.requires_grad else model, x, [Term(nn.MSELoss(), torch.randn_like(out))], OUTPUTS[name]
+    )
+
+
+@pytest.mark.parametrize("samples", [1, 3, FEATURES])
+@pytest.mark.parametrize("activation", MODELS)
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_derivatives_in_the_training_loop(name: str, activation: str, samples: int) -> None:
+    """As those that a model returns."""
+    check(in_the_loop(name, activation, samples), Oracle(in_the_loop(name, activation, samples)))
+
+
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def penalty_of_outputs(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    x = leaf(x)
+    out = model(x)
+    return F.cross_entropy(out, y) + 0.1 * (slope(out, x).norm(dim=1) - 1).square().mean()
+
+
+def penalty_of_losses(model: Model, x: Tensor, y: Tensor) -> Tensor:
+    x = leaf(x)
+    loss = F.cross_entropy(model(x), y, reduction="sum")
+    return loss / len(x) + 0.1 * slope(loss, x).square().sum(1).mean()
+
+
+def score_matching(model: Model, x: Tensor, _: Tensor) -> Tensor:
+    x = leaf(x)
+    score = model(x)
+    return (sum(slope(score[:, i], x)[:, i] for i in range(2)) + 0.5 * score.square().sum(1)).mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "penalty of outputs": penalty_of_outputs,
+    "penalty of losses": penalty_of_losses,
+    "penalty alone": lambda model, x, _: slope(model(x := leaf(x)), x).square().mean(),
+    "score matching": score_matching,
+    "with respect to outputs": lambda model, x, _: slope(h := model(x).square(), h).square().mean() + h.mean(),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_with_derivatives(name: str, samples: int) -> None:
+    """Each sample has the gradient of the loss of a mini-batch of one."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double())
+    x, y = torch.randn(samples, 3, dtype=torch.float64), torch.arange(samples) % 3
+    expected = [
+        torch.autograd.grad(LOSSES[name](model, x[n : n + 1], y[n : n + 1]), used := list(model.parameters()), allow_unused=True)
+        for n in range(samples)
+    ]
+    with backpack(BatchGrad()):
+        LOSSES[name](model, x, y).backward()
+    for parameter, *rows in zip(used, *expected, strict=True):
+        if rows[0] is None:
+            assert not hasattr(parameter, "grad_batch")
+            continue
+        close(parameter.grad_batch, torch.stack(rows) / samples)
+        close(parameter.grad, parameter.grad_batch.sum(0))
+
+
+def of_parameters(model: nn.Module, x: Tensor) -> Tensor:
+    return slope(model(x).square(), model[0].weight).square().sum()
+
+
+def of_a_sum(model: nn.Module, x: Tensor) -> Tensor:
+    x = leaf(x)
+    return slope(model(x).sum() ** 2, x).square().sum(1).mean()
+
+
+def of_what_all_share(model: nn.Module, x: Tensor) -> Tensor:
+    shift = torch.zeros(FEATURES, dtype=torch.float64, requires_grad=True)
+    return (slope(model(x + shift).square(), shift) * model(x)).mean()
+
+
+def of_columns(model: nn.Module, x: Tensor) -> Tensor:
+    turned = leaf(x.T)
+    return slope(model(turned.T).square(), turned).square().sum(0).mean()
+
+
+def of_others(model: nn.Module, x: Tensor) -> Tensor:
+    x = leaf(x)
+    out = model(x.flip(0))
+    return (slope(out.square(), x) + out).square().mean()
+
+
+def of_made_weights(model: nn.Module, x: Tensor) -> Tensor:
+    weight = model[0].weight * 1
+    return slope(F.linear(x, weight).square(), weight).square().sum(1).mean()
+
+
+@pytest.mark.parametrize("samples", [3, FEATURES])
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("loss", [of_parameters, of_a_sum, of_what_all_share, of_columns, of_others, of_made_weights])
+def test_derivatives_that_are_of_no_sample(loss: Callable, extension: type, samples: int) -> None:
+    """Refused, also where there are as many rows as samples, and nothing is left."""
+    model = extend(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Tanh(), nn.Linear(FEATURES, 1)).double())
+    with backpack(extension()), pytest.raises(BackpackError):
+        loss(model, torch.randn(samples, FEATURES, dtype=torch.float64)).backward()
+    assert results(model) == {}
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize("extended", [False, True])
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
-def test_derivatives_in_the_training_loop(extension: type, extended: bool) -> None:
-    """Refused, with a way out."""
+def test_derivatives_outside_of_the_context(extension: type, extended: bool) -> None:
+    """Refused, with two ways out."""
     model, x = extend(nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, 1))), torch.randn(3, FEATURES, requires_grad=True)
     lossfunc = extend(nn.MSELoss()) if extended else F.mse_loss
-    with backpack(extension()), pytest.raises(UnsupportedError, match="in the model's forward pass, and return them"):
-        lossfunc(slope(model(x), x), torch.randn(3, FEATURES)).backward()
+    force = slope(model(x), x)
+    with backpack(extension()), pytest.raises(UnsupportedError, match=r"inside of the context.*or in the model's forward pass, and return them"):
+        lossfunc(force, torch.randn(3, FEATURES)).backward()
     assert results(model) == {}
     assert all(p.grad is None for p in model.parameters())
