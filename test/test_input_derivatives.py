@@ -315,6 +315,9 @@ def test_derivatives_outside_of_the_context(extension: type, extended: bool) -> 
     lossfunc = extend(nn.MSELoss()) if extended else F.mse_loss
     force = slope(model(x), x)
     with backpack(extension()), pytest.raises(UnsupportedError, match=r"inside of the context.*or in the model's forward pass, and return them"):
-        lossfunc(force, torch.randn(3, FEATURES)).backward()
+        lossfunc(force, torch.randn(3, FEATURES)).backward(retain_graph=True)
+    if extended:
+        with backpack(extension()), pytest.raises(UnsupportedError, match="inside of the context"):
+            torch.autograd.grad(lossfunc(force, torch.randn(3, FEATURES)), list(model.parameters()))
     assert results(model) == {}
     assert all(p.grad is None for p in model.parameters())

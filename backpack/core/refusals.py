@@ -369,7 +369,7 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
         NotRecordedError: If the loss is extended, but no parameter belongs to an extended module.
         UnsupportedError: If the graph contains derivatives of derivatives, or parts of it are hidden.
     """
-    if walk.double and not returns:
+    if walk.double and not (returns and walk.to_loss.isdisjoint(walk.roots)):  # of a product with second derivatives, there are none
         raise UnsupportedError(
             "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty), of which no quantities are "
             "computed, also where this is the loss itself (score matching, differential equations), unless they are derivatives with respect to "
