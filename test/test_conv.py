@@ -266,3 +266,55 @@ def test_input_without_batch_axis() -> None:
         close(param.diag_ggn_exact, oracle.diag_ggn_batch(oracle.hessian_exact)[name].sum(0))
     with pytest.raises(MixedSamplesError), backpack(*quantities):
         loss(model(x), target[0]).backward()
+
+
+def changed(module: nn.Module, **attributes: object) -> nn.Module:
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(randn(shape))
+
+
+CHANGED: dict[str, Callable[[], nn.Module]] = {
+    "stride": lambda: changed(nn.Conv2d(4, 3, 3), stride=2),
+    "stride, one number": lambda: changed(nn.Conv2d(4, 3, 3), stride=(2,)),
+    "padding": lambda: changed(nn.Conv2d(4, 3, 3), padding=1),
+    "dilation": lambda: changed(nn.Conv2d(4, 3, 3), dilation=2),
+    "transposed, stride": lambda: changed(nn.ConvTranspose2d(4, 3, 3), stride=2),
+    "one side padded": lambda: changed(nn.Conv2d(4, 3, 3, padding=1, padding_mode="replicate"), _reversed_padding_repeated_twice=[2, 0, 1, 1]),
+    "padding in a mode, of which torch has a copy": lambda: changed(nn.Conv2d(4, 3, 3, padding=(1, 0), padding_mode="circular"), padding=(0, 1)),
+    "padding in a mode, by name": lambda: changed(nn.Conv2d(4, 3, 3, padding=1, padding_mode="circular"), padding="same"),
+    "kernel turned": lambda: changed(nn.Conv2d(4, 3, (1, 3)), weight=weight(3, 4, 3, 1)),
+    "transposed, kernel turned": lambda: changed(nn.ConvTranspose2d(4, 3, (1, 3)), weight=weight(4, 3, 3, 1)),
+    "kernel grown": lambda: changed(nn.Conv2d(4, 3, 1), weight=weight(3, 4, 3, 3)),
+    "channels pruned": lambda: changed(nn.Conv2d(4, 3, 3, bias=False), weight=weight(2, 4, 3, 3)),
+    "transposed, channels pruned": lambda: changed(nn.ConvTranspose2d(4, 3, 3, bias=False), weight=weight(4, 2, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("side", [5, 9])
+@pytest.mark.parametrize("name", CHANGED)
+def test_settings_that_were_changed(name: str, side: int) -> None:
+    """What torch convolves with counts, whatever the attributes say."""
+
+    def build() -> Problem:
+        torch.manual_seed(0)
+        with default_dtype(DOUBLE):
+            model, x = nn.Sequential(CHANGED[name](), nn.Tanh(), nn.Flatten()), randn(2, 4, side, side)
+            return Problem(model, x, [Term(nn.MSELoss(), torch.zeros_like(model(x)))])
+
+    problem, oracle = build(), Oracle(build())
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.KFLR()):
+        problem.loss(problem.outputs()).backward()
+    diagonals, factors = oracle.diag_ggn_batch(oracle.hessian_exact), oracle.kronecker(oracle.hessian_exact)
+    for path, parameter in problem.model.named_parameters():
+        close(parameter.grad, oracle.grad[path])
+        close(parameter.grad_batch, oracle.grad_batch[path])
+        close(parameter.diag_ggn_exact, diagonals[path].sum(0))
+        for found, expected in zip(parameter.kflr, factors[path], strict=True):
+            close(found, expected)

@@ -92,11 +92,12 @@ def _layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int
 
 @reads("Convolution")
 def _convolution(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
-    layout, axes, transposed = _single(states), len(saved(node, "stride")), saved(node, "transposed")
+    layout, axes, transposed = _single(states), len(shape_of((node, 0))) - 2, saved(node, "transposed")
     if layout is None or layout.axis != 0 or axes > 3:
         return None
     weight, groups, edge = _saved_or_shape(node, "weight", 1), saved(node, "groups"), node.next_functions[1]
     settings = {name: saved(node, name) for name in ("stride", "padding", "dilation", "output_padding")}
+    settings = {name: value * axes if len(value) < axes else value for name, value in settings.items()}  # one number is that of all axes
     shape = weight().shape if edge[0] is None else shape_of(edge)
     channels = (shape[0], shape[1] * groups) if transposed else (shape[1] * groups, shape[0])
     settings |= {"in_channels": channels[0], "out_channels": channels[1]}

@@ -254,7 +254,8 @@ def _each(products: Tensor) -> tuple[Tensor, ...]:
 
 def _zeros(module: Module, rows: Tensor, *lead: int) -> Tensor:
     groups, outputs = rows.shape[2:4]
-    return wide(rows.new_empty(0)).new_zeros(*lead, groups, outputs, module.weight.numel() // max(1, groups * outputs))
+    entries = module.weight.numel() // (groups * outputs) if groups * outputs else prod(module.weight.shape[1:])
+    return wide(rows.new_empty(0)).new_zeros(*lead, groups, outputs, entries)
 
 
 def _add_squares(total: Tensor | None, products: Tensor, signs: Tensor | None) -> Tensor:

@@ -99,6 +99,13 @@ class ConvolutionDerivatives(AffineDerivatives):
     def _pad(self, module: Module, inputs: Tensor) -> Tensor:
         return pad(inputs, self._amounts(module), module.padding_mode)
 
+    def applies(self, module: Module) -> bool:
+        # settings may have been changed, or the weight, since the module was made: torch convolves with some of them, or with copies
+        sides = (module.out_channels, module.in_channels // module.groups), (module.in_channels, module.out_channels // module.groups)
+        settings = [module.stride, module.dilation, *[module.padding] * (not isinstance(module.padding, str))]
+        fits = all(isinstance(setting, tuple) and len(setting) == self.N for setting in settings)
+        return fits and module.weight.shape == (*sides[self.weight_axis], *module.kernel_size)
+
     def groups(self, module: Module) -> int:
         return module.groups
 
@@ -299,6 +306,12 @@ class ConvNDDerivatives(ConvolutionDerivatives):
 
     ``padding_mode`` other than zeros, and ``padding="same"`` where it is not the same at both ends, are done beforehand, as in the module itself.
     """
+
+    def applies(self, module: Module) -> bool:
+        if not super().applies(module):
+            return False
+        amounts = [amount for pair in reversed(paddings(module)) for amount in pair]
+        return module.padding_mode == "zeros" or amounts == list(module._reversed_padding_repeated_twice)
 
     def _amounts(self, module: Module) -> list[tuple[int, int]]:
         amounts = paddings(module)
