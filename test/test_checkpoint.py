@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -376,3 +378,32 @@ def test_samples_that_meet_inside(made: str, meets: str, left: tuple[str, ...], 
             with backpack(extension(exclude=() if frozen else left)), pytest.raises(MixedSamplesError, match="influence one another"):
                 F.mse_loss(net(randn(N, FEATURES), torch.tensor([3, 1, 1])), torch.zeros(N, 2)).backward()
             assert results(net) == {}
+
+
+def test_parts_that_run_again_in_several_threads() -> None:
+    """Each thread has a model of its own."""
+    found, barrier = [], threading.Barrier(3)
+
+    def work() -> None:
+        model = extend(
+            Net(lambda net, x: net.b(checkpoint(lambda h: net.a(net.a(net.a(net.a(h)).tanh())).tanh(), x, use_reentrant=False)), **parts())
+        )
+        x, y = randn(4, 3), torch.zeros(4, 2)
+        barrier.wait()
+        for _ in range(40):
+            model.zero_grad()
+            with backpack(BatchGrad()):
+                F.mse_loss(model(x), y).backward()
+            found.append(all(torch.allclose(p.grad_batch.sum(0), p.grad, atol=1e-5) for p in model.parameters()))
+
+    parts, interval = layers(3, 3, 2), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # often
+    try:
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == [True] * 120

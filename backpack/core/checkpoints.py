@@ -10,6 +10,7 @@ Private symbols of torch are known here as in ``graph.py``.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -36,11 +37,12 @@ class _Handles(dict):
 
 
 _kept: WeakSet = WeakSet()
+_keeping = threading.Lock()
 _recorded: WeakKeyDictionary[Any, list[ref[ModuleCall]]] = WeakKeyDictionary()
 
 
-class _Again:
-    """A part that is run again: how many of its calls have been seen."""
+class _Again(threading.local):
+    """A part that the thread runs again: how many of its calls have been seen."""
 
     hook: Callable | None = None
     seen = 0
@@ -121,7 +123,8 @@ def keep(node: Node) -> None:
 def _keep(holder: Any) -> None:
     if type(holder.handles) is dict:
         holder.handles = _Handles(holder.handles)
-        _kept.add(holder)
+        with _keeping:
+            _kept.add(holder)
 
 
 @contextmanager
@@ -152,9 +155,10 @@ def once() -> Iterator[None]:
                 "new tensor there (`torch.cat([2 * h[:, :1], h[:, 1:]], 1)`), or run that part without checkpointing."
             ) from error
         finally:
-            for holder in [holder for holder in _kept if key in holder.handles] if len(_kept) else ():
-                holder.handles = dict.fromkeys(holder.handles)
-                _kept.discard(holder)
+            with _keeping:
+                for holder in [holder for holder in _kept if key in holder.handles] if len(_kept) else ():
+                    holder.handles = dict.fromkeys(holder.handles)
+                    _kept.discard(holder)
 
 
 class Part:
