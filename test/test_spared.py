@@ -306,3 +306,32 @@ def test_exceptions_leave_nothing() -> None:
         net(x).square().sum().backward()
     for param, expected in zip(net.parameters(), plain(), strict=True):
         close(param.grad, expected, 1e-12)
+
+
+class Between(nn.Module):
+    """A hook on what the model makes of its weight."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.weight, self.bias = how, nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.t() if self.how == "turned" else self.weight.view_as(self.weight)
+        weight.register_hook(lambda grad: 2 * grad)
+        return torch.addmm(self.bias, x, weight) if self.how == "turned" else nn.functional.linear(x, weight, self.bias)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-full backward hook:FutureWarning")
+@pytest.mark.parametrize("how", ["turned", "view", "module"])
+def test_variance_where_hooks_change_the_gradient(how: str) -> None:
+    """It is that of what samples contribute, alone as beside their gradients."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2) if how == "module" else Between(how)
+    if how == "module":
+        model.register_backward_hook(lambda _, inner, __: tuple(None if grad is None else 2 * grad for grad in inner))
+    model, x = extend(nn.Sequential(model.double())), torch.randn(4, 3, dtype=torch.float64)
+    for extension in (extensions.BatchGrad(), extensions.Variance()):
+        with backpack(extension):
+            model(x).square().sum().backward()
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.variance, parameter.grad_batch.var(0, correction=0))

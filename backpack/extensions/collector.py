@@ -35,6 +35,15 @@ from backpack.utils.pages import written
 from backpack.utils.precision import in_type
 
 
+def _untouched(call: Any, parameter: Parameter) -> bool:
+    # whether no hook of a tensor, or of a module, can change the gradient of a parameter on its way from a layer
+    if parameter._backward_hooks:
+        return False
+    if call.module is None:  # code in between may have hooked what it has made of the parameter
+        return any(getattr(node, "variable", None) is parameter for node, _ in call.node.next_functions)
+    return not (call.module._backward_hooks and call.module._is_full_backward_hook is False)
+
+
 class Collector(Reader):
     """Quantities of one backward pass.
 
@@ -194,7 +203,7 @@ class Collector(Reader):
             if alone and whole and (id(parameter), key) not in self._states and extension.get_subsampling() is None and use.layout.plain:
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, use, name)
-                if isinstance(value, FromGradient) and (parameter._backward_hooks or not self._after_gradients):
+                if isinstance(value, FromGradient) and not (self._after_gradients and _untouched(use.call, parameter)):
                     value = value.function(use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0])
                 if value is not NotImplemented:
                     self._values[place] = value
