@@ -564,6 +564,14 @@ graph(
 graph(
     "bare matrix", lambda net, x: net.a(net.tanh(x @ net.matrix)), layers(3, 4, tanh=Tanh, matrix=parameter(3, 3)), (3,), "nested", "other parameters"
 )
+graph(
+    "bare matrix, axis exchanged with itself",
+    lambda net, x: net.a(net.tanh(x @ net.matrix.transpose(1, -1))),
+    layers(3, 4, tanh=Tanh, matrix=parameter(3, 3)),
+    (3,),
+    "nested",
+    "other parameters",
+)
 graph("samples of different size", different_sizes, layers(3, 4, tanh=Tanh, matrix=parameter(3, 3)), (3,), "nested", "other parameters")
 graph("transpose between squares", lambda net, x: net.b(net.a(x).transpose(1, 2)).mean(1), layers(3, 3, 4), (3, 3))
 graph(

@@ -314,3 +314,25 @@ def test_layers_do_not_return_nested_tensors() -> None:
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"nested tensor.*padded tensors with masks"):
         torch.nested.to_padded_tensor(out, 0.0).sum().backward()
     assert results(model) == {}
+
+
+class Holding(nn.Module):
+    """A model that holds its data, with time first, and returns a row for each sample."""
+
+    def __init__(self, steps: int, samples: int) -> None:
+        super().__init__()
+        self.x, self.layer = torch.randn(steps, samples, 3, dtype=torch.float64), nn.Linear(3, 2).double()
+
+    def forward(self) -> Tensor:
+        return self.layer(self.x).tanh().sum(0)
+
+
+@pytest.mark.parametrize(("steps", "samples"), [(2, 4), (5, 3), (3, 3), (4, 1)])
+def test_models_that_are_given_nothing(steps: int, samples: int) -> None:
+    """The samples lie on axis 0 of what they return, as of any model."""
+    model = extend(Holding(steps, samples))
+    expected = [torch.autograd.grad(row.square().sum(), list(model.parameters()), retain_graph=True) for row in model()]
+    with backpack(BatchGrad()):
+        model().square().sum().backward()
+    for parameter, *rows in zip(model.parameters(), *expected, strict=True):
+        close(parameter.grad_batch, torch.stack(rows))

@@ -163,3 +163,15 @@ def test_factor_that_is_too_large() -> None:
     loss = lossfunc(model(tensor([[0], [1]])), randn(2, 1, 1))
     with pytest.raises(UnsupportedError, match="40,?000 x 40,?000"), backpack(extensions.KFAC()):
         loss.backward()
+
+
+@pytest.mark.parametrize("make", [lambda: Embedding(5, 3), lambda: EmbeddingBag(5, 3), lambda: EmbeddingBag(5, 3, mode="sum")])
+def test_padding_that_is_counted_from_the_end(make: Callable[[], Module]) -> None:
+    """Set later on: torch counts it from the end, too."""
+    model = Sequential(make(), Linear(3, 2)).to(DOUBLE)
+    model[0].padding_idx = -1
+    extend(model)
+    with backpack(extensions.BatchGrad()):
+        model(tensor([[4, 1], [4, 4], [0, 4]])).square().sum().backward()
+    close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
+    assert not model[0].weight.grad[4].any()

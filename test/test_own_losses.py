@@ -604,3 +604,35 @@ def test_losses_that_are_flat_where_margins_are_kept() -> None:
             extend(loss)(extend(layer)(10 * x if expected == "couples" else x), y).backward()
         assert hasattr(layer.weight, "diag_ggn_exact") == (expected is None)
         assert expected is not None or not layer.weight.diag_ggn_exact.any()
+
+
+class Welsch(nn.Module):
+    """A robust loss whose curvature is negative for outliers."""
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return (1 - torch.exp(-((out - target) ** 2) / 2)).sum()
+
+
+@pytest.mark.parametrize(("dtype", "residual"), [(torch.float32, 5.0), (torch.float64, 7.0)])
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.SqrtGGNExact, extensions.KFLR])
+def test_little_negative_curvature_of_an_outlier(extension: type, dtype: torch.dtype, residual: float) -> None:
+    """It is little beside that of the others, but not beside its own size, and the Jacobian of an outlier is large."""
+    model, lossfunc = extend(nn.Linear(1, 1, dtype=dtype)), extend(Welsch())
+    x = torch.tensor([[0.1], [0.2], [1000.0]], dtype=dtype)
+    target = model(x).detach() - torch.tensor([[0.1], [-0.2], [residual]], dtype=dtype)
+    with backpack(extension()), pytest.raises(LossValueError, match="negative eigenvalues"):
+        lossfunc(model(x), target).backward()
+    assert results(model) == {}
+
+
+class WritesOnPrediction(nn.Module):
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return out.sub_(target).pow(4).sum()
+
+
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.KFLR, extensions.DiagHessian])
+def test_losses_that_write_on_the_prediction(extension: type) -> None:
+    model, lossfunc, x, _ = make(WritesOnPrediction())
+    with backpack(extension()), pytest.raises(UnsupportedError, match="WritesOnPrediction.*in-place operation"):
+        lossfunc(model(x), torch.zeros(N, C, dtype=torch.float64)).backward()
+    assert results(model) == {}

@@ -118,7 +118,7 @@ def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
     rows, first = shape[axis], batch_of(call)
     if rows == first:
         return rows
-    if not call.inputs or lacks_batch(call) or any(lacks_batch(mark.call) for mark in marks):
+    if lacks_batch(call) or any(lacks_batch(mark.call) for mark in marks):
         return None
     second = shape[1:2] == (first,) and len(shape) > _MATRIX
     if rows in lengths_of(call):

@@ -214,8 +214,7 @@ def _way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
     """
     node, way = edge[0], []
     if turned:
-        stays = operation(node) == "Permute" and saved(node, "dims")[0] in (0, -2)
-        if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2 or stays:
+        if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2 or _stays(node):
             return None
         way.append(node)
         edge = node.next_functions[0]
@@ -226,6 +225,13 @@ def _way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
         way.append(node)
         node = node.next_functions[0][0]
     return [*way, node] if node is not None and node.name() == LEAF and shape_of((node, 0)) == shape else None
+
+
+def _stays(node: Node) -> bool:
+    # whether a permutation of two axes permutes none
+    if operation(node) == "Permute":
+        return saved(node, "dims")[0] in (0, -2)
+    return operation(node) == "Transpose" and (saved(node, "dim0") - saved(node, "dim1")) % 2 == 0
 
 
 def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias: bool = False) -> Unit | None:

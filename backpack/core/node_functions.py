@@ -317,7 +317,8 @@ def _attention(node: Node, active: Collection[int]) -> Blocks:
         See ``blocks``.
     """
     query, key, value = (saved(node, name) for name in ("query", "key", "value"))
-    scale, bias = saved(node, "scale") or query.shape[-1] ** -0.5, _bias(node)
+    scale, bias = saved(node, "scale"), _bias(node)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
 
     def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = (scale * query @ key.mT).flatten(-4, -3)

@@ -56,6 +56,20 @@ def tolerance(values: Tensor, dtype: torch.dtype) -> float:
     return sqrt(torch.finfo(dtype).eps) * largest(values)
 
 
+def tolerances(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the difference from numbers that is taken for rounding, for each sample: where they are small, what they stand for may be large.
+
+    Args:
+        values: The numbers ``[N, *]``.
+        dtype: The type in which they were computed.
+
+    Returns:
+        The differences ``[N, 1, ...]``, relative to the sum of a sample's numbers, without those that are not finite.
+    """
+    sizes = values.nan_to_num(0.0, 0.0, 0.0).abs().unsqueeze(-1).flatten(1).sum(1)
+    return sqrt(torch.finfo(dtype).eps) * sizes.view(-1, *[1] * (values.dim() - 1))
+
+
 def in_type(value: Any, dtype: torch.dtype) -> Any:
     """Convert a result.
 

@@ -145,7 +145,7 @@ class EmbeddingDerivatives(LookupDerivatives):
         indices = subsample(module.input0, subsampling=subsampling).long()
         samples = torch.arange(len(indices), device=indices.device).repeat_interleave(prod(indices.shape[1:]))
         indices = indices.reshape(-1)
-        return Lookups(samples, indices, None if module.padding_idx is None else indices != module.padding_idx)
+        return Lookups(samples, indices, None if module.padding_idx is None else indices != module.padding_idx % len(module.weight))
 
     def rows(self, module: Embedding, mat: Tensor, lookups: Lookups) -> Tensor:
         return mat.reshape(mat.shape[0], len(lookups.indices), mat.shape[-1])
@@ -213,7 +213,7 @@ class EmbeddingBagDerivatives(LookupDerivatives):
         else:  # the last of the bags that begin here or before: others that begin here are empty
             samples = torch.searchsorted(offsets[:bags].long(), entries, right=True) - 1
         if module.padding_idx is not None:
-            used = indices != module.padding_idx
+            used = indices != module.padding_idx % len(module.weight)
             factors = used if factors is None else factors * used
         if module.mode == "mean":
             used = torch.ones_like(samples) if factors is None else factors.long()  # a count in half precision would stop at 256

@@ -27,7 +27,7 @@ from backpack.utils.eigen import eigh
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.module_state import kept_random_state, kept_state
 from backpack.utils.nested import tensors_in
-from backpack.utils.precision import largest, tolerance, wide
+from backpack.utils.precision import largest, tolerance, tolerances, wide
 from backpack.utils.subsampling import subsample
 
 
@@ -66,7 +66,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         if self.hessian_is_psd():
             return True
         values, _ = eigh(wide(self._blocks(module)))
-        return not exceeds(-values, tolerance(values, module.input0.dtype), module)
+        return not exceeds(-values, tolerances(values, module.input0.dtype), module)
 
     def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
         weights = super().position_weights(module, g_out)
@@ -219,7 +219,7 @@ def non_negative(values: Tensor, module: Module, what: str) -> Tensor:
     Raises:
         LossValueError: If some are negative.
     """
-    if exceeds(-values, tolerance(values, module.input0.dtype), module):
+    if exceeds(-values, tolerances(values, module.input0.dtype), module):
         raise LossValueError(
             f"The Hessian of {module} has negative {what} (smallest {values.min().item():.3g}, largest {values.max().item():.3g}), so "
             "that it has no real square root. Use a quantity that needs none (DiagHessian, HMP, or backpack.hessianfree), a convex loss, "
@@ -261,7 +261,7 @@ def _in_blocks(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]]) 
     return blocks, (probed - torch.einsum("nij,nj->ni", blocks, probe)).abs(), tolerance(probed, point.dtype)
 
 
-def exceeds(errors: Tensor, allowed: float, module: Module, scale: float = 1.0) -> bool:
+def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: float = 1.0) -> bool:
     """Say whether differences are more than rounding errors.
 
     Args:
@@ -323,12 +323,13 @@ def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor 
         )
     with torch.enable_grad():
         point = recorded.detach().requires_grad_()
-        output = _evaluate(module, point)
         try:
+            output = _evaluate(module, point)
             product = _hessian_product((output * weights).sum(), point)
             products = [product(vector) for vector in vectors]
         except RuntimeError as error:
-            raise UnsupportedError(f"{module} cannot be differentiated twice: {error}") from error
+            known = isinstance(error, UnsupportedError)
+            raise error if known else UnsupportedError(f"{module} cannot be differentiated twice: {error}") from error
         functions = [node.name().removesuffix("Backward") for node in nodes_below([output]) if isinstance(node, BackwardCFunction)]
         if functions and not _is_complete(
             product, lambda at: grad((_call(module, at)[0][0] * weights).sum(), at, materialize_grads=True)[0], recorded
