@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,6 +20,7 @@ from backpack.context import CTX
 from backpack.core.calls import Mark
 from backpack.core.checkpoints import once
 from backpack.core.connect import Connection
+from backpack.core.derived import count_as_returned
 from backpack.core.engine import Request, refuse_hidden, transformed, unwatch, watch, without_saved_hooks
 from backpack.core.owners import owners
 from backpack.core.passing import Pass
@@ -212,6 +214,12 @@ def _on_backward(request: Request) -> Any:
     Returns:
         What the original call returns.
     """
+    result = _with_hook(request)
+    count_as_returned(request, result)
+    return result
+
+
+def _with_hook(request: Request) -> Any:
     hook, stay = CTX.get_extension_hook(), CTX.get_retain_graph()
     alone = hook is not no_op and not CTX.get_active_exts() and not request.batched
     if _is_inside() or transformed() or not (stay or alone):
@@ -320,7 +328,7 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
         extension.saved_quantities.clear()  # of what was left by hand
     try:
         for node, mark, extension, chosen in mapped(plan, extensions) if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
-            handles.append(node.register_prehook(_mapped_hook(carry, collector, node, mark, extension, chosen)))
+            handles.append(node.register_prehook(partial(_at_mapped, carry, collector, node, mark, extension, chosen)))
         handles += carry.install()
         with reusing(_remove_stale(plan.walk, plan.uses, extensions, entry)):
             result = request.execute(collector.spared.edges)
@@ -374,8 +382,11 @@ def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[Ba
     return stale
 
 
-def _mapped_hook(carry: Pass, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension) -> Callable:
-    """Return a node hook that runs a user's rule.
+@torch.no_grad()
+def _at_mapped(
+    carry: Pass, collector: Collector, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension, grads: tuple[Tensor | None, ...]
+) -> None:
+    """Run a user's rule, right before autograd runs a node.
 
     Args:
         carry: Knows what flows carry.
@@ -384,14 +395,6 @@ def _mapped_hook(carry: Pass, collector: Collector, node: Node, mark: Mark, exte
         mark: The call's mark there.
         extension: The extension.
         chosen: The user's rule.
-
-    Returns:
-        The hook.
+        grads: Gradients of the node's outputs.
     """
-
-    def hook(grads: tuple[Tensor | None, ...]) -> None:
-        with torch.no_grad():
-            edge = node, mark.nr
-            collector.at_mapped(mark.call, extension, chosen, grads[mark.nr], carry.peek(extension.flow, edge))
-
-    return hook
+    collector.at_mapped(mark.call, extension, chosen, grads[mark.nr], carry.peek(extension.flow, (node, mark.nr)))

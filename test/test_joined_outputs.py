@@ -88,3 +88,43 @@ def test_constants_are_not_joined(loss: str) -> None:
         out = torch.cat([made.model(made.x)[0], made.model.body.bias[:3].expand(3, 3)])
         LOSSES[loss]()(out, torch.tensor([0, 1, 2, 2, 1, 0])).backward()
     assert results(made.model) == {}
+
+
+PIECES: dict[str, Callable[[nn.Module, nn.Module, Tensor], Tensor]] = {
+    "both models": lambda body, head, x: torch.cat([head(body(part)) for part in x.split(2)]),
+    "the second": lambda body, head, x: torch.cat([head(part) for part in body(x).split(2)]),
+    "the second, slices": lambda body, head, x: torch.cat([head(h[:2]), head(h[2:])]) if (h := body(x)) is not None else h,
+    "the second, of other sizes": lambda body, head, x: torch.cat([head(part) for part in body(x).split([1, 3])]),
+}
+WHOLE: dict[str, Callable[[nn.Module, nn.Module, Tensor], Tensor]] = {
+    "one after the other": lambda body, head, x: head(body(x)),
+    "joined in between": lambda body, head, x: head(torch.cat([body(part) for part in x.split(2)])),
+    "same samples": lambda body, head, x: head(body(x)) + head(body(2 * x)),
+}
+
+
+def chained() -> tuple[nn.Module, nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return extend(nn.Sequential(nn.Linear(2, 4), nn.Tanh()).double()), extend(nn.Linear(4, 3).double()), torch.randn(4, 2, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("way", PIECES)
+def test_pieces_of_chained_models(way: str, extension: type) -> None:
+    """Rows of other pieces are other samples, or not: that is not known."""
+    body, head, x = chained()
+    with backpack(extension()), pytest.raises(BackpackError):
+        F.cross_entropy(PIECES[way](body, head, x), torch.tensor([0, 1, 2, 0])).backward()
+    assert results(body) == results(head) == {}
+
+
+@pytest.mark.parametrize("way", WHOLE)
+def test_chained_models(way: str) -> None:
+    body, head, x = chained()
+    parameters = [*body.parameters(), *head.parameters()]
+    losses = F.cross_entropy(WHOLE[way](body, head, x), torch.tensor([0, 1, 2, 0]), reduction="none")
+    expected = [torch.autograd.grad(loss / 4, parameters, retain_graph=True) for loss in losses]
+    with backpack(BatchGrad()):
+        F.cross_entropy(WHOLE[way](body, head, x), torch.tensor([0, 1, 2, 0])).backward()
+    for parameter, *rows in zip(parameters, *expected, strict=True):
+        close(parameter.grad_batch, torch.stack(rows))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack.core.calls import Mark, ModuleCall
+from backpack.core.graph import operation, saved, shape_of
 from backpack.core.samples import Layout, along, label_tensor
 from backpack.core.slots import Slot
 from backpack.utils.nested import tensors_in
@@ -174,17 +175,28 @@ def of_others(calls: Iterable[ModuleCall], is_data: Callable[[Slot], bool]) -> s
         is_data: Says of a tensor whether it depends on no parameter.
 
     Returns:
-        Their calls with data alone.
+        Their calls with data alone, or with some rows of what another module has returned.
     """
     found: dict[Any, dict[Any, ModuleCall]] = {}
     for call in calls:
-        nested = nested_in(call)
+        nested, piece = nested_in(call), _piece(call)
+        if piece is not None:
+            found.setdefault(call.recorder, {})[piece] = call
         if all(map(is_data, call.tensor_inputs)) and not any(tensor.grad_fn is not None for tensor in nested):
             slot = next(iter(call.tensor_inputs), None)  # the mini-batch; what is not held any more was another one
             tensor, version = (next(iter(nested), None), 0) if slot is None else (slot.tensor, slot.version)
             memory = (tensor.shape, tensor.data_ptr(), tensor.stride(), version) if place_of(tensor) else id(slot if tensor is None else tensor)
             found.setdefault(call.recorder, {})[memory] = call
     return {call for same in found.values() if len(same) > 1 for call in same.values()}
+
+
+def _piece(call: ModuleCall) -> tuple | None:
+    # which rows of a tensor of the graph a module was given, if they were cut out
+    edge = next((slot.edge for slot in call.tensor_inputs), None)
+    name = None if edge is None else operation(edge[0])
+    if name not in ("Slice", "Split", "SplitWithSizes") or saved(edge[0], "dim") not in (0, -len(shape_of(edge))):
+        return None
+    return edge[0].next_functions[0], edge[1], saved(edge[0], "start") if name == "Slice" else None
 
 
 def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -> bool | None:

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from backpack.core.batches import rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
+from backpack.core.engine import Request, transformed
 from backpack.core.owners import owners
 from backpack.core.slots import Slot
+from backpack.core.state import recording
 from backpack.utils.differentiation import nodes_below
 
 
-def count_as_returned(roots: Iterable[Tensor | GradientEdge], inputs: Iterable[Tensor | GradientEdge], derivatives: Iterable[Tensor | None]) -> None:
+def count_as_returned(request: Request, result: Any) -> None:
     """Let derivatives with respect to data, of what a model has returned, count among its outputs, so that they may be part of its loss.
 
     Args:
-        roots: What was differentiated.
-        inputs: With respect to what. Of these, only tensors with a row for each sample count, which are data, or have been returned by a module.
-        derivatives: What has come of it, with a graph.
+        request: A call of autograd. Of what it differentiates with respect to, only tensors with a row for each sample count, which are data, or have
+            been returned by a module.
+        result: What has come of it.
     """
-    marks = [mark for node in nodes_below(roots) for mark in node.metadata.get(KEY, ())]
+    if not (request.returns and request.create_graph and recording.on) or request.batched or transformed():
+        return
+    marks = [mark for node in nodes_below(request.roots) for mark in node.metadata.get(KEY, ())]
     call = max((mark.call for mark in marks if mark.call.root and not mark.call.is_loss), key=lambda call: call.order, default=None)
     rows = None if call is None else rows_of(call)
-    for given, derivative in zip(inputs, derivatives, strict=True) if rows is not None else ():
+    for given, derivative in zip(request.inputs, result, strict=True) if rows is not None else ():
         if (
             derivative is not None
             and derivative.grad_fn is not None

@@ -17,9 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.overrides import has_torch_function
 
-from backpack.core.derived import count_as_returned
 from backpack.core.owners import owners
-from backpack.core.state import recording
 from backpack.utils.differentiation import nodes_below
 from backpack.utils.errors import UnsupportedError
 
@@ -93,10 +91,7 @@ class _WatchedEngine:
         request = Request(execute, roots, inputs, not accumulates, create_graph, keep_graph, batched)
         if accumulates and not batched and _called.node is not None:
             _refuse_hidden(_called.node, [leaf for leaf in _leaves(request) if isinstance(leaf, Parameter)])
-        result = self._handler(request)
-        if request.returns and create_graph and recording.on and not (batched or transformed()):
-            count_as_returned(roots, inputs, result)
-        return result
+        return self._handler(request)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -42,8 +42,8 @@ def refuse_joined(walk: Walk) -> None:
     found: dict[Node, _Rows | None] = {}  # None where rows of different calls have been compared, or united
     for node in reversed(walk.order if walk.apart else ()):
         roots = [mark.call for mark in walk.marks.get(node, ()) if mark.call.root and not mark.call.is_loss]
-        if not walk.reach.get(node) or roots:  # another model tells the samples
-            if calls := frozenset(roots) & walk.apart:
+        if not walk.reach.get(node) or roots:
+            if calls := frozenset(roots) & walk.apart or _passed_on(roots, found):
                 found[node] = _Rows(calls, False, False)
             continue
         given = [found[n] for n, _ in node.next_functions if n in found]
@@ -62,6 +62,13 @@ def refuse_joined(walk: Walk) -> None:
                 "what it has joined; or call backward for each loss (backpack(..., accumulate=True)).",
                 walk.named(walk.reach[root]),
             )
+
+
+def _passed_on(models: list[ModuleCall], found: dict[Node, _Rows | None]) -> frozenset[ModuleCall]:
+    # the call whose rows, alone, other models were given; else these tell the samples
+    edges = [slot.edge for call in models for slot in call.tensor_inputs if slot.edge is not None]
+    given = {found[node] for node, _ in edges if node in found}
+    return next(iter(given)).calls if len(given) == 1 and all(rows is not None and not rows.joined for rows in given) else frozenset()
 
 
 def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
