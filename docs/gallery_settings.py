@@ -15,6 +15,7 @@ ORDER = [
     "influence",
     "spectra",
     "tangent_kernel",
+    "differential_equation",
     "autoencoder_blocks",
     "any_model",
     "language_model",
