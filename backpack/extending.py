@@ -38,7 +38,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
 
     Raises:
         ArgumentTypeError: If ``module`` is no ``torch.nn.Module``.
-        UnsupportedError: If it was scripted, or contains a module that was.
+        UnsupportedError: If it was scripted, or contains a module that was; with ``use_converter``, if a graph would be another function.
 
     Example:
         >>> model = extend(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)))

@@ -13,6 +13,8 @@ PACKAGE = Path(__file__).parents[1] / "backpack"
 # Longest prefix wins. A module imports from its own layer and from those below.
 LAYERS = {
     "backpack.custom_module": 0,
+    "backpack.custom_module.graph_utils": 1,
+    "backpack.custom_module.tracing": 1,  # runs models of the user's
     "backpack.utils.errors": 0,  # every layer raises these
     "backpack.verification.draws": 0,  # these know plain autograd only
     "backpack.verification.layers": 0,

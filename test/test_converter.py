@@ -1,15 +1,19 @@
 """The conversion keeps what a model computes, its parameters and its modes, leaves the model itself alone, and replaces functions by modules."""
 
+import random
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 from backpack import backpack, extend
 from backpack.custom_module import function_rules
@@ -479,6 +483,231 @@ def test_control_flow_is_refused() -> None:
         convert(OneInput(lambda m, x: m.a(x) if x.sum() > 0 else m.b(x)))
 
 
+# What is no part of the class's forward pass
+
+
+class Called(OneInput):
+    """Doubles what its forward pass returns."""
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        return 2.0 * super().__call__(*args)
+
+
+def two_layers(m: nn.Module, x: Tensor) -> Tensor:
+    return m.b(m.a(x) * 0.5)
+
+
+def patched(model: nn.Module) -> None:
+    model.forward = MethodType(lambda m, x: m.b(m.a(x).exp()), model)
+
+
+ADAPTED = {
+    "forward hook": lambda model: model.register_forward_hook(lambda m, args, out: 2.0 * out),
+    "forward pre-hook": lambda model: model.register_forward_pre_hook(lambda m, args: 2.0 * args[0]),
+    "backward hook": lambda model: model.register_full_backward_hook(lambda m, g_inp, g_out: (2.0 * g_inp[0],)),
+    "backward pre-hook": lambda model: model.register_full_backward_pre_hook(lambda m, g_out: (2.0 * g_out[0],)),
+    "forward": patched,
+}
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["root", "container"])
+@pytest.mark.parametrize("adapt", ADAPTED.values(), ids=ADAPTED)
+def test_modules_that_are_adapted_stay(adapt: Callable[[nn.Module], object], inside: bool) -> None:
+    model = part = OneInput(two_layers)
+    if inside:
+        model = nn.Sequential(nn.Linear(4, 4).double(), part)
+    adapt(part)
+    with pytest.warns(UserWarning, match=rf"^{int(inside)} \(OneInput\) has hooks, or a forward of its own"):
+        converted = convert_module_to_backpack(model, False)
+    X = rand(3, 4).requires_grad_()
+    assert_same(model, converted, X)
+    gradients = [torch.autograd.grad(net(X).square().sum(), X)[0] for net in (model, converted)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_hooks_that_look_are_called_once_in_each_forward_pass() -> None:
+    model, seen = nn.Sequential(OneInput(two_layers)), []
+    model[0].register_forward_hook(lambda m, args, out: seen.append(out))
+    with pytest.warns(UserWarning, match="remove them before"):
+        converted = convert_module_to_backpack(model, False)
+    assert seen == []
+    out = converted(rand(3, 4))
+    assert len(seen) == 1 and seen[0] is out
+
+
+def test_hooks_of_extend_are_no_adaptation() -> None:
+    model = extend(nn.Sequential(OneInput(two_layers)))
+    assert operations(extend(model, use_converter=True)) == []
+
+
+def test_call_of_the_class() -> None:
+    model = Called(two_layers)
+    converted = convert(model)
+    assert operations(converted) == []
+    assert_same(model, converted, rand(3, 4))
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "parametrization", "pruning"])
+def test_weights_that_hooks_compute(kind: str) -> None:
+    """They are computed in each forward pass, from parameters that are there."""
+    model = OneInput(lambda m, x: m.b(m.a(x)) @ m.w)
+    model.w = nn.Parameter(rand(4, 4))
+    if kind == "weight_norm":
+        with pytest.warns(FutureWarning):
+            weight_norm(model, "w")
+    elif kind == "parametrization":
+        parametrizations.weight_norm(model, "w")
+    else:
+        prune.random_unstructured(model, "w", 0.5)
+    converted = convert(model, warns=kind != "parametrization")  # torch counts a class that it has parametrized as its own
+    assert_same(model, converted, rand(3, 4))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    assert_same(model, converted, rand(3, 4))
+
+
+# Buffers, and what changes from call to call
+
+
+class Buffered(OneInput):
+    """A model with tensors that are no parameters."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__(function)
+        self.register_buffer("mean", torch.ones(4, dtype=torch.float64))
+        self.cache, self.listed, self.calls, self.last = self.mean * 2, [self.mean * 3], 0, None
+
+
+def averaged(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    m.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+    return m.b(h * m.mean)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_buffers_change_in_each_forward_pass_and_not_before(training: bool) -> None:
+    model = Buffered(averaged).train(training)
+    expected = deepcopy(model)
+    converted = convert(model, warns=True)
+    assert torch.equal(model.mean, expected.mean)
+    for _ in range(3):
+        X = rand(5, 4)
+        torch.testing.assert_close(converted(X), expected(X), rtol=0, atol=1e-14)
+        torch.testing.assert_close(model.mean, expected.mean, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.a(x) + 2.0 * m.mean,
+        lambda m, x: m.a(x) - m.mean[:2].repeat(2),
+        lambda m, x: m.a(x) + m.b.bias.exp(),
+        lambda m, x: m.a(x) + m.b.weight.T[0],
+        lambda m, x: m.a(x) * m.mean[0] + torch.ones(4, dtype=torch.float64),
+        lambda m, x: m.a(x) + F.relu(m.cache) + m.listed[0],
+    ],
+)
+def test_what_is_computed_from_parameters_and_buffers_is_no_summand(function: Callable[..., Tensor]) -> None:
+    """It need not have the shape that modules need."""
+    model, X = Buffered(function), rand(3, 4)
+    converted = convert(model, warns=True)
+    torch.testing.assert_close(converted(X), model(X), rtol=0, atol=1e-14)
+    model.mean.mul_(2)
+    torch.testing.assert_close(converted(X), model(X), rtol=0, atol=1e-14)
+
+
+def drop(draw: Callable[[], float], m: nn.Module, x: Tensor) -> Tensor:
+    return m.b(m.a(x)) if draw() < 0.5 else m.a(x)
+
+
+DRAWN = {
+    "noise": lambda m, x: m.a(x) + torch.randn(4, dtype=torch.float64),
+    "torch": partial(drop, lambda: torch.rand(1)),
+    "python": partial(drop, random.random),
+    "numpy": partial(drop, lambda: np.random.rand(1)),
+}
+
+
+@pytest.mark.parametrize("function", DRAWN.values(), ids=DRAWN)
+def test_draws_outside_of_modules_are_refused(function: Callable[..., Tensor]) -> None:
+    model = OneInput(function)
+    state = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    with pytest.raises(NotImplementedError, match="OneInput draws random numbers .*without conversion"):
+        convert(model)
+    assert torch.equal(torch.get_rng_state(), state[0]) and (random.getstate(), np.random.get_state()[1].tolist()) == state[1:]
+
+
+def test_draws_inside_of_the_graph_are_kept() -> None:
+    model, X = OneInput(lambda m, x: m.b(F.dropout(m.a(x) + torch.randn_like(x), 0.5))), rand(3, 4)
+    converted = convert(model, warns=True)
+    assert not torch.equal(converted(X), converted(X))
+    assert_same(model, converted, X)
+
+
+def test_draws_in_the_other_mode_warn() -> None:
+    model = OneInput(lambda m, x: m.b(m.a(x)) + torch.randn(4, dtype=torch.float64) if m.training else m.b(m.a(x))).eval()
+    with pytest.warns(UserWarning, match="depends on the training flag"):
+        assert_same(model, convert_module_to_backpack(model, False), rand(3, 4))
+
+
+def with_the_last(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x) if m.last is None else m.a(x) + m.last
+    m.last = h.detach()
+    return h
+
+
+def every_other(m: nn.Module, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.a(x) if m.calls % 2 else m.b(x)
+
+
+def decaying(m: nn.Module, x: Tensor) -> Tensor:
+    m.cache.mul_(0.9)
+    return m.a(x) * m.cache
+
+
+def decaying_list(m: nn.Module, x: Tensor) -> Tensor:
+    m.listed[0] *= 0.9
+    return m.a(x) * m.listed[0]
+
+
+def new_mean(m: nn.Module, x: Tensor) -> Tensor:
+    h = m.a(x)
+    m.mean = 0.9 * m.mean + 0.1 * h.detach().mean(0)
+    return h * m.mean
+
+
+@pytest.mark.parametrize("function", [with_the_last, every_other, decaying, decaying_list, new_mean])
+def test_what_changes_from_call_to_call_is_refused(function: Callable[..., Tensor]) -> None:
+    model = Buffered(function)
+    before = deepcopy(model)
+    with pytest.raises(NotImplementedError, match="Buffered does something else when it runs again: .*without conversion"):
+        convert(model)
+    assert (model.calls, model.last) == (0, None)
+    assert torch.equal(model.cache, before.cache) and torch.equal(model.listed[0], before.listed[0])
+
+
+def test_failed_conversion_leaves_the_model_as_it_is() -> None:
+    def function(m: nn.Module, x: Tensor) -> Tensor:
+        m.cache.mul_(0.9)
+        return x if x.sum() > 0 else averaged(m, x)
+
+    model = Buffered(function)
+    before = deepcopy(model)
+    with pytest.raises(NotImplementedError, match="cannot be traced: TraceError: .*without conversion"):
+        convert(model)
+    assert torch.equal(model.mean, before.mean) and torch.equal(model.cache, before.cache)
+
+
+def test_differences_of_integers_are_refused() -> None:
+    """They wrap around, or have more digits than a ``float``."""
+    model = OneInput(lambda m, x: m.b(m.a(x)) * (x.byte() - (2 * x).byte()))
+    converted = convert(model, warns=True)
+    with pytest.raises(NotImplementedError, match=r"`byte \+ -1 \* byte_1` is computed with integers \(torch.uint8\).*without conversion"):
+        converted(3 * torch.ones(2, 4, dtype=torch.float64))
+
+
 # Modules called several times
 
 
@@ -600,6 +829,12 @@ def test_recurrent_layers_that_cannot_be_split_are_refused(layer: nn.Module, fun
         convert(Recurrent(layer, function))
 
 
+def test_recurrent_layer_with_a_hook_stays() -> None:
+    model = Recurrent(nn.RNN(3, 2, 2), output)
+    model.lstm.register_forward_hook(lambda m, args, out: (2.0 * out[0], out[1]))
+    assert_same(model, convert(model), rand(6, 4, 4))
+
+
 # The model itself
 
 
@@ -629,6 +864,16 @@ def test_parameters_buffers_and_attributes_are_shared() -> None:
     with torch.no_grad():
         model.scale.mul_(2)
     assert_same(model, converted, rand(3, 4))
+
+
+def test_buffers_of_any_kind() -> None:
+    model = OneInput(lambda m, x: torch.sparse.mm(m.adjacent, m.a(x)) * m.undefined.isnan())
+    model.register_buffer("adjacent", rand(3, 3).to_sparse())
+    model.register_buffer("undefined", torch.tensor(torch.nan))
+    converted, X = convert(model, warns=True), rand(3, 4)
+    torch.testing.assert_close(converted(X), model(X))
+    model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    assert convert(model)(X.float()).shape == (3, 4)
 
 
 def test_frozen_parameters_stay_frozen() -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from backpack.custom_module.branching import SumModule
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
-from backpack.custom_module.scale_module import ScaleModule
+from backpack.custom_module.scale_module import ScaleModule, _ScaledSummand
 from backpack.custom_module.slicing import Slicing
 from backpack.utils.errors import ArgumentError
 
@@ -74,7 +74,7 @@ class ModuleGraph:
         self.root = root
         self.graph = graph
         self.debug = debug
-        self._numbers: set[Node] = set()
+        self._constants: set[Node] = set()
 
     def call(self, module: Module, *args: Node, prefix: str | None = None) -> Node:
         """Attach a new module to the root, in its mode, and call it at the current place of the graph.
@@ -93,7 +93,7 @@ class ModuleGraph:
         return self.graph.call_module(name, args)
 
     def is_tensor(self, value: object) -> bool:
-        """Tell whether an argument is a tensor that the model computes: not a parameter, a buffer or a size.
+        """Tell whether an argument is a tensor that the model computes from its input: not a size, nor made of parameters and buffers alone.
 
         Args:
             value: Argument of a node.
@@ -101,7 +101,7 @@ class ModuleGraph:
         Returns:
             Whether it is one.
         """
-        return isinstance(value, Node) and value.op != "get_attr" and value not in self._numbers
+        return isinstance(value, Node) and value not in self._constants
 
     def log(self, message: str) -> None:
         """Print a message if this was asked for.
@@ -125,16 +125,16 @@ class ModuleGraph:
     def replace_functions(self) -> None:
         """Replace functions and methods by the modules that the rules name."""
         for node in list(self.graph.nodes):
-            if self._is_number(node):
-                self._numbers.add(node)
+            if self._is_constant(node):
+                self._constants.add(node)
             elif node.op in {"call_function", "call_method"} and node.target in RULES and _fits(RULES[node.target], node):
                 with self.graph.inserting_before(node):
                     new = RULES[node.target](self, *node.args, **node.kwargs)
                 if new is not None:
                     self.replace(node, new)
 
-    def _is_number(self, node: Node) -> bool:
-        """Tell whether a node stands for a size, a number or another thing that is no tensor.
+    def _is_constant(self, node: Node) -> bool:
+        """Tell whether a node stands for a parameter, a buffer, a size, a number or another thing that is no tensor.
 
         Args:
             node: The node.
@@ -146,9 +146,9 @@ class ModuleGraph:
             return isinstance(node.args[0], int | float) if node.args else False
         if node.op == "call_method" and node.target in NUMBER_METHODS:
             return True
-        if node.target is getattr:
-            return node.args[1] not in TENSOR_ATTRIBUTES
-        return node.op in {"call_function", "call_method"} and node.all_input_nodes != [] and self._numbers.issuperset(node.all_input_nodes)
+        if node.op == "get_attr" or node.target is getattr and node.args[1] not in TENSOR_ATTRIBUTES:
+            return True
+        return node.op in {"call_function", "call_method"} and node.all_input_nodes != [] and self._constants.issuperset(node.all_input_nodes)
 
 
 Rule = Callable[..., Node | None]
@@ -185,7 +185,7 @@ def _transform_add(graph: ModuleGraph, input: Argument, other: Argument, *, alph
     if not graph.is_tensor(input) or not graph.is_tensor(other) or not isinstance(alpha, int | float):
         return None
     if alpha != 1:
-        other = graph.call(ScaleModule(float(alpha)), other)
+        other = graph.call(_ScaledSummand(float(alpha), f"`{input} + {alpha} * {other}`"), other, prefix="scale_module")
     return graph.call(SumModule(), input, other)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.utils.errors import ArgumentError
+from backpack.utils.errors import ArgumentError, UnsupportedError
 
 
 class ScaleModule(Module):
@@ -38,3 +38,36 @@ class ScaleModule(Module):
 
     def extra_repr(self) -> str:
         return f"weight={self.weight}"
+
+
+class _ScaledSummand(ScaleModule):
+    """Factor of a summand that a sum or a difference has been split into: ``a + (-1.0 * b)`` is ``a - b``, but not where ``b`` has integers."""
+
+    def __init__(self, weight: float, operation: str) -> None:
+        """Store the number.
+
+        Args:
+            weight: The factor.
+            operation: What was split, for messages.
+        """
+        super().__init__(weight)
+        self.operation = operation
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Scale the input.
+
+        Args:
+            input: A tensor of real or complex numbers.
+
+        Returns:
+            ``weight * input``.
+
+        Raises:
+            UnsupportedError: If the input has integers.
+        """
+        if not (input.is_floating_point() or input.is_complex()):
+            raise UnsupportedError(
+                f"{self.operation} is computed with integers ({input.dtype}), and would be with floating-point numbers after the conversion. "
+                "Use the model without conversion, or convert the second summand to floating-point numbers."
+            )
+        return super().forward(input)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 
 @contextmanager
@@ -62,7 +63,7 @@ def _random_states(devices: Iterable[torch.device]) -> list[Tensor]:
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
     if id(value) not in copies:
         if isinstance(value, Tensor):
-            copies[id(value)] = value if isinstance(value, Parameter) else value.clone()
+            copies[id(value)] = value if isinstance(value, Parameter) or is_lazy(value) else value.clone()
         elif isinstance(value, list | dict | set | deque):
             copies[id(value)] = new = copy(value)
             for key, part in () if isinstance(new, set) else [*(new.items() if isinstance(new, dict) else enumerate(new))]:
