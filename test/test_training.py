@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from backpack import backpack, clear, extend
-from backpack.extensions import HMP, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
+from backpack.extensions import GGNMP, HMP, KFLR, KFRA, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
+from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import BackpackError
 
 EXACT = ("grad_batch", "batch_l2", "variance", "diag_ggn_exact")
@@ -204,6 +205,40 @@ INNER: dict[str, tuple[Callable[[Module], Any], Callable[[Tensor], Tensor]]] = {
         triple,
     ),
 }
+
+
+class Squared(Module):
+    """Has no rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.tanh().square()
+
+
+@pytest.mark.parametrize("extension", [KFRA(), GGNMP(), HMP()], ids=lambda extension: type(extension).__name__)
+def test_forward_hooks_of_a_module_that_runs_again(extension: BackpropExtension) -> None:
+    """They are called again, as part of it; not so after they were removed. What has no rule is not run again for other quantities."""
+    torch.manual_seed(0)
+    model, lossfunc, x, y = (
+        Sequential(Linear(4, 4), Squared(), Linear(4, 3)).double(),
+        CrossEntropyLoss(),
+        torch.rand(5, 4).double(),
+        torch.arange(5) % 3,
+    )
+    extend(model), extend(lossfunc)
+    calls = []
+    for used, removed in ((BatchGrad(), False), (DiagGGNExact(), False), (extension, False), (extension, True)):
+        seen: list[Tensor] = []
+        handle = model[1].register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
+        loss = lossfunc(model(x), y)
+        if removed:
+            handle.remove()
+        with backpack(used):
+            loss.backward()
+        if callable(product := getattr(model[0].weight, used.savefield)):
+            product(torch.ones(1, 4, 4).double())
+        handle.remove()
+        calls.append(len(seen))
+    assert calls[0] == calls[1] == calls[3] == 1 < calls[2]
 
 
 def residual_of_activation(change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
