@@ -193,6 +193,10 @@ def refuse_overwriting(plan: Plan, extensions: Iterable[BackpropExtension], cont
                 )
 
 
+def _shapes(value: Any) -> list:
+    return list(map(_shapes, value)) if isinstance(value, list) else list(value.shape)
+
+
 class _What(NamedTuple):
     """What messages call a result: as its parameter is called when one is written."""
 
@@ -232,6 +236,9 @@ class Earlier:
 
         Args:
             hooked: Whether an extension hook may delete results of the pass.
+
+        Raises:
+            UnsupportedError: If a parameter is used in another way than before, so that its results are of different structure.
         """
         if not self._found:
             return
@@ -241,6 +248,16 @@ class Earlier:
             certain = not hooked and extension.flow is not None
             coming |= {(id(p), field) for p in self._plan.uses if id(p) not in excluded and (certain or (id(p), field) in self._found)}
         pairs = self._pairs(coming)
+        foreseen = {ext.savefield: {} if ext.has_module_exts else ext.foreseen(self._plan) for ext in self._extensions}
+        for (key, field), _, before in pairs:
+            parameter = self._parameters[key]
+            if parameter in foreseen[field] and foreseen[field][parameter] != before.extra:
+                raise UnsupportedError(
+                    f"{field} of {{names}}: passes that accumulate use this parameter in another way (transposed, say, in a functional operation, as "
+                    "the table of an Embedding, or with other groups), so that their results are of different structure. Call clear(model) in "
+                    "between, take a diagonal (DiagGGNExact, DiagGGNMC), or leave it out: {exclude}.",
+                    owners.about([parameter]),
+                )
         if changed := [self._found[key][0] for key, *_ in pairs if self._found[key][2].version != version_of(self._found[key][0])]:
             warn(
                 f"{owners[changed[0]]} was changed between passes that accumulate, by a step of an optimizer, say: quantities of both values are "
@@ -314,7 +331,7 @@ class Earlier:
             parts = MicroBatches(before, part_of(vars(parameter)[field], note, what))
             if not combination.fits(*parts):
                 raise UnsupportedError(
-                    f"{what}: passes that accumulate have results of shapes {' and '.join(str(list(part.value.shape)) for part in parts)}."
+                    f"{what}: passes that accumulate have results of shapes {' and '.join(str(_shapes(part.value)) for part in parts)}."
                 )
             united.append((parameter, field, combination.united(parts), note))
         for entry in united:

@@ -15,6 +15,7 @@ from cases import CASES
 from oracle import Oracle, Problem, Term
 from test_extensions import MC, QUANTITIES, Expect, close, collect
 from torch import Tensor, einsum, nn
+from torch.nn import functional as F
 
 from backpack import backpack, clear, extend, extensions, leave_out, results, unscale
 from backpack.core.owners import owners
@@ -498,6 +499,81 @@ def test_changed_shape_is_refused() -> None:
         with pytest.raises(UnsupportedError, match=r"weight\.sqrt_ggn_exact.*\[8, 2, 2, 3\] and \[10, 2, 2, 3\]|bias\.sqrt"):
             lossfunc(model(torch.rand(2, 5, 3)), torch.rand(2, 5, 2)).backward()
         assert model.weight.sqrt_ggn_exact.shape == (8, 2, 2, 3)
+
+
+_TABLE, _VECTOR, _SQUARE = (7, 3), (1, 3), (3, 3)
+_INDEX, _ROWS, _SEQUENCES = torch.tensor([0, 1, 1, 6]), torch.rand(4, 3), torch.rand(4, 6, 5)
+
+
+@pytest.mark.parametrize(
+    ("shape", "one", "other"),
+    [
+        (_SQUARE, lambda w: F.linear(_ROWS, w), lambda w: _ROWS @ w),
+        (_TABLE, lambda w: F.embedding(_INDEX, w), lambda w: F.linear(_ROWS, w)),
+        (_TABLE, lambda w: F.embedding(_INDEX, w), lambda w: F.one_hot(_INDEX, 7).to(w.dtype) @ w),
+        (_VECTOR, lambda w: F.linear(_ROWS, w), lambda w: _ROWS * w),
+        ((6, 6, 1), lambda w: F.conv1d(_SEQUENCES, w), lambda w: F.conv_transpose1d(_SEQUENCES, w)),
+        ((6, 3, 2), lambda w: F.conv1d(_SEQUENCES, w, groups=2), lambda w: F.conv1d(_SEQUENCES[:, :3], w)),
+    ],
+    ids=["transposed", "table", "one-hot", "vector", "conv", "groups"],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_factors_of_different_structure_are_refused(shape: tuple[int, ...], one: Callable, other: Callable, turned: bool) -> None:
+    """As in one pass; before anything is computed: the results are those of the passes before, and so is the gradient."""
+    model, lossfunc = extend(_OnOneParameter(torch.rand(shape))), extend(nn.MSELoss(reduction="sum"))
+    first, last = (other, one) if turned else (one, other)
+    with backpack(extensions.KFLR(), accumulate=True):
+        for output in (model(first), model(first)):
+            lossfunc(output, torch.zeros_like(output)).backward()
+        before, gradient = deepcopy(model.weight.kflr), model.weight.grad.clone()
+        loss = lossfunc(output := model(last), torch.zeros_like(output))
+        with pytest.raises(UnsupportedError, match=r"kflr of weight.* in another way.*exclude="):
+            loss.backward()
+    assert all(map(torch.equal, flat(model.weight.kflr), flat(before)))
+    assert torch.equal(model.weight.grad, gradient)
+
+
+@pytest.mark.parametrize(
+    ("shape", "one", "other"),
+    [
+        (_SQUARE, lambda w: F.linear(_ROWS, w), lambda w: _ROWS @ w.t()),
+        (_TABLE, lambda w: F.embedding(_INDEX, w), lambda w: F.embedding(_INDEX[:2], w)),
+        ((6, 3, 2), lambda w: F.conv1d(_SEQUENCES, w, groups=2), lambda w: F.conv1d(_SEQUENCES[:, :, :3], w, groups=2)),
+        ((3,), lambda w: _ROWS * w, lambda w: torch.zeros_like(_ROWS) + w),
+    ],
+    ids=["linear", "table", "groups", "vector"],
+)
+def test_factors_of_different_operations_are_united(shape: tuple[int, ...], one: Callable, other: Callable) -> None:
+    model, lossfunc, each, samples = extend(_OnOneParameter(torch.rand(shape))), extend(nn.MSELoss(reduction="sum")), [], []
+    with backpack(extensions.KFLR()):
+        for function in (one, other):
+            output = model(function)
+            lossfunc(output, torch.zeros_like(output)).backward()
+            each.append(flat(model.weight.kflr))
+            samples.append(len(output))
+    with backpack(extensions.KFLR(), accumulate=True):
+        for function in (one, other):
+            output = model(function)
+            lossfunc(output, torch.zeros_like(output)).backward()
+    for k, found in enumerate(flat(model.weight.kflr)):
+        is_mean = len(each[0]) > 1 and k % 2 == (0 if shape == _TABLE else 1)
+        parts = [factors[k] * n / sum(samples) if is_mean else factors[k] for factors, n in zip(each, samples, strict=True)]
+        close(found, sum(parts))
+
+
+def flat(factors: list) -> list[Tensor]:
+    return [f for part in factors for f in (part if isinstance(part, list) else [part])]
+
+
+class _OnOneParameter(nn.Module):
+    """Whatever function of one parameter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, function: Callable[[Tensor], Tensor]) -> Tensor:
+        return function(self.weight)
 
 
 def test_create_graph_is_refused() -> None:

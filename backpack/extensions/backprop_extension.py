@@ -204,6 +204,17 @@ class BackpropExtension(Excluding, ABC):
         """
         return self.combination if type(self).finish is self._said_by("combination").finish else None
 
+    def foreseen(self, plan: Plan) -> dict[Parameter, Any]:
+        """Tell before a pass what its results must have in common with others that they are united with.
+
+        Args:
+            plan: The plan of the pass.
+
+        Returns:
+            The extra of the results, see ``Noted``, as far as known; nothing, by default.
+        """
+        return {}
+
     @classmethod
     def _said_by(cls, name: str) -> type[BackpropExtension]:
         return next(part for part in cls.__mro__ if name in vars(part))

@@ -14,7 +14,7 @@ Where the loss is multiplied by ``a``, a quantity of degree ``d`` is multiplied 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -270,10 +270,24 @@ class CentredSquares(Combination):
         return Part(parts.total(squares) / samples, parts.samples, whole)
 
 
+class Structure(NamedTuple):
+    """How the two sides of a parameter lie in it.
+
+    Attributes:
+        mean: Place of the input side, a mean over samples, among the factors.
+        groups: Number of groups of channels that do not meet.
+        layout: What uses have in common whose matrices lie in the parameter alike.
+    """
+
+    mean: int
+    groups: int = 1
+    layout: Hashable = None
+
+
 class Factors(Combination):
     """Kronecker factors: sums over samples, of degree one, and means over samples, of degree zero.
 
-    Each value is a list of factors, or one such list a group. The extra is the place of the mean among the two sides, ``None`` for one side.
+    Each value is a list of factors, or one such list a group. The extra is the ``Structure``, ``None`` for one side.
     """
 
     def __init__(self, unites: bool) -> None:
@@ -287,18 +301,25 @@ class Factors(Combination):
     def lacks(self, part: Part, union: bool) -> bool:
         return part.extra is None and (len(part.value) > 1 or isinstance(part.value[0], list))
 
+    def fits(self, one: Part, other: Part) -> bool:
+        return one.extra == other.extra and [f.shape for f in _flat(one)] == [f.shape for f in _flat(other)]
+
     def scaled(self, part: Part, factor: float) -> Part:
-        factors = [given if k % 2 == part.extra else given * factor for k, given in enumerate(_flat(part))]
+        factors = [given if self._is_mean(k, part) else given * factor for k, given in enumerate(_flat(part))]
         return part._replace(value=_like(part, factors))
 
     def united(self, parts: Parts) -> Part:
         def unite(k: int) -> Tensor:
-            if k % 2 == parts.some.extra:
+            if self._is_mean(k, parts.some):
                 return parts.total(lambda part: _flat(part)[k] * part.samples) / max(parts.samples, 1)
             return parts.total(lambda part: _flat(part)[k])
 
         factors = [unite(k) for k in range(len(_flat(parts.some)))]
         return parts.some._replace(value=_like(parts.some, factors), samples=parts.samples)
+
+    @staticmethod
+    def _is_mean(k: int, part: Part) -> bool:
+        return part.extra is not None and k % 2 == part.extra.mean
 
 
 class Function(Combination):

@@ -105,6 +105,10 @@ class PositionDerivatives(AffineDerivatives):
         self._rule, self._groups = rule, groups
         self.transposed = rule.transposed
 
+    @property
+    def weight_layout(self) -> Hashable:
+        return self._rule.weight_layout
+
     def groups(self, module: Positions) -> int:
         return self._groups
 

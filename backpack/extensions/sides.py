@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
+from backpack.extensions.combining import Structure
 
 _NUMBER = torch.zeros(())
 
@@ -26,13 +27,13 @@ class Sides(NamedTuple):
         inputs: Shape of the input-side Kronecker factor: ``[G, K, K]``, ``[1, K]`` if it is diagonal, ``None`` if there is none.
         outputs: Shape of the columns of a sample at the output, summed over positions: ``[G, O]``.
         positions: Number of positions that share the parameter in a sample.
-        layout: What uses have in common whose matrices lie in the parameter alike.
+        structure: How the two sides lie in the parameter, ``None`` if there is one.
     """
 
     inputs: tuple[int, ...] | None
     outputs: tuple[int, int]
     positions: int = 1
-    layout: Hashable = None
+    structure: Structure | None = None
 
 
 def units_of(plan: Plan) -> Iterator[Unit]:
@@ -88,6 +89,19 @@ def rows_of(unit: Unit) -> Size:
     return unit.rows
 
 
+def structure_by(rule: AffineDerivatives | None, groups: int = 1) -> Structure:
+    """Say how the two sides of a weight lie in it.
+
+    Args:
+        rule: The rule of the layer; ``None`` for a table, whose first axis belongs to one-hot vectors.
+        groups: Number of groups.
+
+    Returns:
+        The structure.
+    """
+    return Structure(0) if rule is None else Structure(int(not rule.transposed), groups, rule.weight_layout)
+
+
 def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False) -> Sides:
     """Look at a parameter from one of its uses.
 
@@ -102,7 +116,7 @@ def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False)
     """
     rule = unit.call.derivatives
     if isinstance(rule, EmbeddingDerivatives) and not mean_input:
-        return Sides((1, parameter.shape[0]), (1, parameter.shape[1]))
+        return Sides((1, parameter.shape[0]), (1, parameter.shape[1]), structure=structure_by(None))
     if not isinstance(rule, AffineDerivatives):
         return Sides(None, (1, parameter.numel()))
     rows, groups, outputs, positions = rows_of(unit)
@@ -110,7 +124,7 @@ def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False)
     if name == "bias":
         return Sides(None, (1, groups * outputs), positions)
     length = parameter.numel() // max(1, groups * outputs)
-    return Sides((groups, length, length), (groups, outputs), positions, rule.weight_layout)
+    return Sides((groups, length, length), (groups, outputs), positions, structure_by(rule, groups))
 
 
 def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides]]:

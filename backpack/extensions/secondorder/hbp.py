@@ -29,7 +29,7 @@ from backpack.extensions.kronecker import KroneckerRule, KroneckerState, OutputS
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, checked_draws
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
-from backpack.extensions.sides import Sides, sides, sides_of
+from backpack.extensions.sides import Sides, sides, sides_of, structure_by
 from backpack.utils.errors import ArgumentError, UnsupportedError, merge
 from backpack.utils.precision import wide
 
@@ -109,6 +109,9 @@ class HBP(SecondOrderBackpropExtension):
     def rule_at(self, samples: int) -> Rule:
         return ValueRule() if self._averages else KroneckerRule(self.averages_inputs)
 
+    def foreseen(self, plan: Plan) -> dict[Parameter, Any]:
+        return {parameter: uses[0].structure for parameter, uses in sides_of(plan).items()}
+
     def rule_key(self) -> Any:
         return ("kronecker", self.flow, self._ea_strategy)
 
@@ -131,7 +134,7 @@ class HBP(SecondOrderBackpropExtension):
             shape = list(parameter.shape)
             if id(parameter) in loose and sum(size > 1 for size in shape) > 1:
                 why = f"{{names}} of shape {shape}: used by an operation or a layer without a rule for Kronecker factors"
-            elif len({(use.inputs, use.layout) for use in uses}) > 1:
+            elif len({(use.inputs, use.structure) for use in uses}) > 1:
                 why = (
                     "{names}: used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
                     "or transposed), so that its Kronecker factors are not defined"
@@ -176,14 +179,13 @@ class HBP(SecondOrderBackpropExtension):
     def finish(self, state: Any, parameter: Parameter) -> Noted:
         if self._averages:
             factors = self._from_average(*state)
-            return Noted(factors, 1 if len(factors) > 1 else None)
+            return Noted(factors, structure_by(state[0].call.derivatives) if len(factors) > 1 else None)
         sides, inputs = state.outputs.moment(), state.take_inputs()
         if inputs is None:
             return Noted([sides[0]], None)
-        if inputs.dim() == 2:
-            return Noted([inputs[0], sides[0]], 0)
-        pairs = [[inputs[i], sides[i]] if state.rule.transposed else [sides[i], inputs[i]] for i in range(len(sides))]
-        return Noted(pairs[0] if len(pairs) == 1 else pairs, 0 if state.rule.transposed else 1)
+        structure = structure_by(None if inputs.dim() == 2 else state.rule, len(inputs))
+        pairs = [[inputs[i], sides[i]] if structure.mean == 0 else [sides[i], inputs[i]] for i in range(len(sides))]
+        return Noted(pairs[0] if len(pairs) == 1 else pairs, structure)
 
     @property
     def averages_inputs(self) -> bool:
