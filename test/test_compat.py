@@ -31,7 +31,6 @@ from backpack.extensions import (
     KFLR,
     KFRA,
     PCHMP,
-    BatchDiagHessian,
     BatchGrad,
     DiagGGNExact,
     DiagHessian,
@@ -381,13 +380,13 @@ def test_subsampled_square_root() -> None:
     check(problem, "of_SqrtGGN", values(problem, "sqrt_ggn_exact"))
 
 
-def test_families_of_the_hessian() -> None:
+@pytest.mark.parametrize("chosen", [None, [0], [2, 1, 0], [1, 1, 1], [-1, 3], list(range(N))[::-1]], ids=str)
+def test_families_of_the_hessian(chosen: list[int] | None) -> None:
     problem = build()
-    run(problem, Assembled("DiagH"), Assembled("BatchDiagH"))
-    other = build()
-    run(other, DiagHessian(), BatchDiagHessian())
-    check(problem, "of_DiagH", values(other, "diag_h"))
-    check(problem, "of_BatchDiagH", values(other, "diag_h_batch"))
+    run(problem, Assembled("DiagH", subsampling=chosen), Assembled("BatchDiagH", subsampling=chosen), factor=2.5)
+    diagonals = {name: 2.5 * (d if chosen is None else d[chosen]) for name, d in Oracle(build()).diag_h_batch.items()}
+    check(problem, "of_DiagH", sum_batch(diagonals))
+    check(problem, "of_BatchDiagH", diagonals)
 
 
 class AssembledHBP(HBP):

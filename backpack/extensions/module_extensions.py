@@ -298,14 +298,16 @@ class DiagHBaseModule(MatToJacMat):
         super().__init__(derivatives, params)
 
     def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
-        flow, at = SignedSqrtFlow(), _execution(module, self.derivatives)
+        flow, at, chosen = SignedSqrtFlow(), _execution(module, self.derivatives), extension.get_subsampling()
         if self.derivatives.is_loss:
-            return signed_matrices(flow.start(at, g_out[0], first_axis(len(at.input0))))
-        arrived = {Source(i): mat for i, mat in enumerate(bpQuantities["matrices"])}
-        layout = first_axis(len(g_out[0]))
-        result, residual = flow.through(at, arrived, g_out[0], layout), flow.residual_at(at, g_out[0], layout)
-        born = signed_matrices({} if residual is None else dict([residual]))
-        return {"matrices": [*(result[source] for source in arrived), *born["matrices"]], "signs": [*bpQuantities["signs"], *born["signs"]]}
+            carried, born = {"matrices": [], "signs": []}, flow.start(at, g_out[0], first_axis(len(at.input0)))
+        else:
+            carried = bpQuantities | {"matrices": super().backpropagate(extension, module, g_inp, g_out, bpQuantities["matrices"])}
+            residual = flow.residual_at(at, g_out[0], first_axis(len(g_out[0])))
+            born = {} if residual is None else dict([residual])
+        new = signed_matrices(born)
+        new["matrices"] = [subsample(mat, 1, chosen) for mat in new["matrices"]]
+        return {key: [*carried[key], *new[key]] for key in new}
 
     def _diagonal(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, bp: dict[str, list]) -> Tensor:
         parts = [self._columns(name, ext, module, g_inp, g_out, mat).square().sum(self._axes) for mat in bp["matrices"]]
