@@ -904,6 +904,67 @@ def test_functional_operation_in_between() -> None:
     assert results(problem.model) == {}
 
 
+class TwoHeads(Module):
+    """Two outputs, each with a loss of its own."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.act, self.head, self.function = Linear(4, 5), Tanh(), Linear(5, 3), function
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.body(x)
+        return self.head(self.act(h)), self.function(h)
+
+
+@pytest.mark.parametrize("function", [lambda h: h, lambda h: 2 * h, lambda h: h + h.tanh()], ids=["identity", "scaled", "residual"])
+def test_functional_operation_beside_a_path_of_modules(function: Callable[[Tensor], Tensor]) -> None:
+    """What passes the modules is not all of it."""
+
+    class SideBySide(SecondOrderBackpropExtension):
+        @staticmethod
+        def accumulate_backpropagated_quantities(existing: Tensor, other: Tensor) -> Tensor:
+            return torch.cat([existing, other])
+
+    model, one, two, x = extend(TwoHeads(function).double()), extend(MSELoss()), extend(MSELoss()), torch.rand(N, 4, dtype=torch.float64)
+    complete = model.function(x) is x
+    with nullcontext() if complete else pytest.raises(AssertionError, match=r"'own'.*on the way.*body\.weight.*(Mul|Add).*exclude="):
+        first, second = model(x)
+        with backpack(SideBySide("own", own_entries())):
+            (one(first, torch.zeros_like(first)) + two(second, torch.zeros_like(second))).backward()
+    if not complete:
+        assert results(model) == {}
+        first, second = model(x)
+        with backpack(SideBySide("own", own_entries(), exclude=[model.body])):
+            (one(first, torch.zeros_like(first)) + two(second, torch.zeros_like(second))).backward()
+    for layer in (model.body, model.head) if complete else (model.head,):
+        columns = [f * (2 / f.numel()) ** 0.5 for f in model(x)]  # of a root of the losses' Hessian, per unit of their derivatives
+        squares = torch.zeros_like(layer.bias)
+        for output in columns:
+            for entry in output.flatten():
+                (derivative,) = torch.autograd.grad(entry, layer.bias, retain_graph=True, allow_unused=True)
+                squares += 0 if derivative is None else derivative.square()
+        close(layer.bias.own, squares)
+
+
+def test_losses_of_a_container_with_two_outputs() -> None:
+    """They do not meet there: the container arranges other modules, which are told."""
+
+    class Two(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = Linear(4, 3), Linear(4, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.left(x), self.right(x)
+
+    model, one, two, x = extend(Two().double()), extend(MSELoss()), extend(MSELoss()), torch.rand(N, 4, dtype=torch.float64)
+    with backpack(SecondOrderBackpropExtension("own", own_entries())):
+        first, second = model(x)
+        (one(first, torch.zeros_like(first)) + two(second, torch.zeros_like(second))).backward()
+    for layer in (model.left, model.right):
+        close(layer.weight.own, (2 / 3 * x.square().mean(0)).expand(3, 4))
+
+
 def test_default_backpropagate_warns() -> None:
     class ParametersOnly(ModuleExtension):
         def weight(self, *_: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import reading
 from backpack.core.samples import Layout, first_axis, seen_through_reshape, settle
+from backpack.core.slots import Slot
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import as_published
@@ -79,7 +81,49 @@ def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[No
         out = extension.excluded()
         if unheard := [p for p in plan.uses if p not in heard and id(p) not in out]:
             extension.fail_at(owners.about(unheard))
+        if extension.expects_backpropagation_quantities():
+            told = answered(plan, extension)
+            for call in places:
+                if extension.module_extension(call.module) is not None:
+                    _refuse_lost(plan, call, extension, told)
     return found
+
+
+def _told(slot: Slot, extension: BackpropExtension) -> list[ModuleCall]:
+    """List the calls to which what an extension carries is handed on from an input of another one.
+
+    Args:
+        slot: The input.
+        extension: The extension.
+
+    Returns:
+        Those that made it, and will be asked. A call that has returned its input is told by what has used that, and is there, too.
+    """
+    return [maker for maker in makers(slot) if extension.module_extension(maker.module) is not None]
+
+
+def _refuse_lost(plan: Plan, call: ModuleCall, extension: BackpropExtension, told: int) -> None:
+    """Refuse an input of a call that no call has made which will be asked: what is carried there is lost, although other paths may deliver something.
+
+    Args:
+        plan: The plan.
+        call: The call, which has a module extension.
+        extension: The extension.
+        told: Bit set of the parameters at which it makes something of what arrives.
+
+    Raises:
+        LossNotExtendedError: If some of these lie upstream of such an input.
+    """
+    for slot in call.tensor_inputs:
+        node = None if slot.edge is None else slot.edge[0]
+        lost = plan.walk.reach.get(node, 0) & told
+        if lost and not _told(slot, extension):
+            raise LossNotExtendedError(
+                f"What {extension.savefield!r} carries is lost at an input of {call.path}, on the way to {{names}}: {plan.walk.where(node)} has made "
+                "it. Every operation in between must be a module that is extended and has a module extension. Write it as one, or leave these "
+                "parameters out: {exclude}.",
+                plan.walk.named(lost),
+            )
 
 
 def answered(plan: Plan, extension: BackpropExtension) -> int:
@@ -188,7 +232,8 @@ def ask(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension,
         below = carries and any(slot.edge is not None for slot in call.tensor_inputs)
         carried = chosen.backpropagate(extension, module, *given) if below else None
     losses, unite = saved.losses.get(call, frozenset([call])), extension.accumulate_backpropagated_quantities
-    for maker in makers(call) if carried is not None else ():
+    told = (_told(slot, extension) for slot in call.tensor_inputs) if carried is not None else ()
+    for maker in chain.from_iterable(calls for calls in told if call not in calls):
         if saved.losses.setdefault(maker, losses) != losses:
             if type(extension).accumulate_backpropagated_quantities is BackpropExtension.accumulate_backpropagated_quantities:
                 named = ", ".join(sorted(loss.path for loss in saved.losses[maker] | losses))

@@ -7,6 +7,7 @@ from typing import Any
 
 from backpack.core.calls import KEY, ModuleCall
 from backpack.core.operations import NAMES
+from backpack.core.slots import Slot
 
 
 class SavedQuantities:
@@ -51,24 +52,20 @@ class SavedQuantities:
         self.losses.clear()
 
 
-def makers(call: ModuleCall) -> list[ModuleCall]:
-    """List the calls that made the inputs of a call, to which it hands on what is carried.
+def makers(slot: Slot) -> list[ModuleCall]:
+    """List the calls that made the input of another one, which hands on to them what is carried.
 
     Each makes a tensor of its own, although many may be views with the same base. Operations that keep all entries in their order may lie in between,
     where the shape is the same again.
 
     Args:
-        call: The call.
+        slot: The input.
 
     Returns:
-        The calls, those of one input after those of another. A call that has returned its input is told by what has used that, and tells nobody.
+        The calls: a container and the last one in it have made the same tensor, and so has a call that returned its input.
     """
-    found: list[ModuleCall] = []
-    for slot in call.tensor_inputs:
-        edge, makers = slot.edge, []
-        while edge is not None and edge[0] is not None and not makers:
-            makers = [mark for mark in edge[0].metadata.get(KEY, ()) if mark.nr == edge[1] and not mark.base]
-            edge = None if NAMES[type(edge[0]).__name__] else edge[0].next_functions[0]
-        calls = [mark.call for mark in makers if mark.call.outputs[mark.index].shape == slot.shape]
-        found += [] if call in calls else calls
-    return found
+    edge, makers = slot.edge, []
+    while edge is not None and edge[0] is not None and not makers:
+        makers = [mark for mark in edge[0].metadata.get(KEY, ()) if mark.nr == edge[1] and not mark.base]
+        edge = None if NAMES[type(edge[0]).__name__] else edge[0].next_functions[0]
+    return [mark.call for mark in makers if mark.call.outputs[mark.index].shape == slot.shape]
