@@ -88,7 +88,7 @@ def _extended(modules: list[Module]) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    parts = dict.fromkeys(part for module in modules for part in module.modules() if FLAG not in vars(part))
+    parts = dict.fromkeys(part for module in modules for part in module.modules() if recorder_of(part) is None)
     names = owners.names(parameter for module in modules for parameter in module.parameters())
     paths = {recorder: recorder.path for module in modules for part in module.modules() if (recorder := recorder_of(part)) is not None}
     try:

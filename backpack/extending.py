@@ -64,24 +64,22 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
     mine = set(module.parameters())
     roots = owners.around(module) if mine else [module]
     paths = {child: path for root in roots for path, child in root.named_modules()}
-    own = [child for child in module.modules() if copies_itself(child)]
-    for child in own:
-        if recorder_of(child) is None:  # a copy may have lost it, and kept the flag
-            child.__dict__.pop(FLAG, None)
     # children first, as the extension hook visits them
     for child in reversed(list(module.modules())):
         path = paths[child]
         if debug:
             print(f"[DEBUG] Extending {path or type(module).__name__}: {type(child).__name__}")
-        if (child is module or not is_no_op(child)) and not vars(child).get(FLAG, False):  # a wrapper may show its model's
+        recorder = recorder_of(child)
+        # a wrapper may show the flag of its model; hooks are lost, and flags kept, by CTX.remove_hooks() and some copies
+        if (child is module or not is_no_op(child)) and (recorder is None or not vars(child).get(FLAG, False)):
             _register_hooks(child, path)
             setattr(child, FLAG, True)
-        elif mine and (recorder := recorder_of(child)) is not None:
+        elif mine and recorder is not None:
             recorder.path = path
     for root in roots:
         owners.name(root, mine)
     recorders = {child: recorder for child in module.modules() if (recorder := recorder_of(child)) is not None}
-    for outer in own:
+    for outer in filter(copies_itself, module.modules()):
         for child in recorders.keys() & set(outer.modules()) - {outer}:
             recorders[child].around = ref(outer)
     if module in recorders:
@@ -141,7 +139,7 @@ def leave_out(term: Tensor) -> Tensor:
         term: What is added to the loss.
 
     Returns:
-        The same tensor.
+        What to add in its place: the term itself, where it has no gradient.
 
     Raises:
         ArgumentTypeError: If ``term`` is no tensor.
@@ -152,7 +150,7 @@ def leave_out(term: Tensor) -> Tensor:
     if not isinstance(term, Tensor):
         raise ArgumentTypeError(f"leave_out() needs a tensor, got {term!r} of type {type(term).__name__}.")
     if term.requires_grad and torch.is_grad_enabled():
-        term = term.view_as(term)  # a node of its own, even where the term is used elsewhere, too
+        term = term.clone()  # a node of its own, even where the term is used elsewhere, and no view, which `loss += ...` would give another one
         term.grad_fn.metadata[LEFT_OUT] = True
     return term
 

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import default_collate
 
 import backpack as package
-from backpack import CTX, backpack, clear, disable, extend, extensions, memory_cleanup, results, unextend
+from backpack import CTX, backpack, clear, disable, explain, extend, extensions, memory_cleanup, results, unextend
 from backpack.core.owners import owners
 from backpack.core.state import recording
 from backpack.extensions import HBP, HMP, KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, SqrtGGNExact, SumGradSquared, Variance
@@ -378,7 +378,7 @@ def test_wrapper_that_shows_attributes_of_its_model() -> None:
 
 
 def test_extend_after_removing_all_hooks() -> None:
-    """``CTX.remove_hooks()`` leaves the flags; resetting them lets ``extend`` install its hooks again."""
+    """``CTX.remove_hooks()`` leaves the flags; ``extend`` asks for the hooks, too."""
     problem = extended()
     extend(problem.model)
     removed = Linear(2, 2)
@@ -389,11 +389,11 @@ def test_extend_after_removing_all_hooks() -> None:
     assert not calls
     assert all(counts == [0, 0, 0, 0] for counts in hook_counts(problem.model).values())
     assert problem.model._backpack_extend
-    extend(problem.model)  # sees the flags, installs nothing
     with backpack(BatchGrad()), pytest.raises(AttributeError, match="extend"):
         loss_of(problem).backward()
-    for module in (*problem.model.modules(), *problem.losses):
-        module._backpack_extend = False
+    explain(problem.model, problem.losses[0], problem.x, problem.terms[0].target, [BatchGrad()])
+    assert all(counts == [0, 0, 0, 0] for counts in hook_counts(problem.model).values())
+    for module in (problem.model, *problem.losses):
         extend(module)
     check_step(problem)
 
@@ -1529,6 +1529,18 @@ def test_penalty_on_the_gradient() -> None:
     with backpack(BatchGrad()), pytest.raises(NotImplementedError):  # reaches the parameters through the activations, as the loss does
         (loss + package.leave_out(penalty)).backward()
     assert results(problem.model) == {}
+
+
+@pytest.mark.parametrize("place", ["first", "last", "twice"])
+def test_left_out_terms_in_operations_in_place(place: str) -> None:
+    problem = extended()
+    penalty = package.leave_out(sum(p.square().sum() for p in problem.model.parameters()))
+    loss, other = (loss_of(problem), penalty) if place == "last" else (penalty, loss_of(problem))
+    loss += other
+    loss += package.leave_out(3 * next(problem.model.parameters()).sum()) if place == "twice" else 0
+    with backpack(BatchGrad()):
+        loss.backward()
+    check(problem.model, "grad_batch")
 
 
 def test_left_out_term_that_shares_activations() -> None:
