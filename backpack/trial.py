@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from backpack.core.calls import RANDOM
+from backpack.core.crossings import Gap
 from backpack.core.flow import BatchFirst, Flow
+from backpack.core.graph import tensor_at
 from backpack.core.plan import Plan
 from backpack.core.starts import Start
 from backpack.core.units import Unit
@@ -21,6 +24,7 @@ from backpack.extensions.collector import Collector
 from backpack.extensions.curvature import Curvature
 from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.loss_scale import position_weights
+from backpack.utils.columns import distinct_columns
 from backpack.utils.errors import BackpackError
 
 _LARGEST = 2**27
@@ -69,6 +73,20 @@ def try_rules(loss: Tensor, plan: Plan, collector: Collector) -> None:
             if unit.call.derivatives is not RANDOM and plan.walk.reach[node] & bits and unit.layout.samples:
                 with torch.no_grad():
                     _try_unit(flow, plan, unit, bits)
+        for node, gap in plan.gaps.items() if flow.crosses_gaps and not flow.is_gradient else ():
+            if isinstance(node, BackwardCFunction) and plan.walk.reach[node] & bits:
+                with _about(plan, plan.walk.reach[node] & bits), torch.no_grad():
+                    _try_gap(gap)
+
+
+def _try_gap(gap: Gap) -> None:
+    """Send columns through a custom function, which tell whether its backward is linear.
+
+    Args:
+        gap: Its node.
+    """
+    tensors = [(nr, tensor_at((gap.node, nr))) for nr in gap.states]
+    gap.call({nr: distinct_columns(torch.empty(2, *t.shape, dtype=t.dtype, device=t.device)) for nr, t in tensors})
 
 
 def _start(flow: Flow, start: Start, grad: Tensor) -> None:

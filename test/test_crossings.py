@@ -543,14 +543,16 @@ class Changed(Function):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("N", [1, 5])
-def test_changes_of_the_gradient_that_are_linear(N: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("change", [lambda g: -3 * g, lambda g: g.mul_(-3)], ids=["out of place", "in place"])
+def test_changes_of_the_gradient_that_are_linear(change: Callable[[Tensor], Tensor], N: int, dtype: torch.dtype) -> None:
     """Reversed and scaled: so are all columns."""
     torch.manual_seed(0)
     x, y = torch.randn(N, 4, dtype=dtype), torch.arange(N) % 3
-    model = extend(Net(lambda h, _: Changed.apply(h, lambda g: -3 * g), lambda h: h)).to(dtype)
+    model = extend(Net(lambda h, _: Changed.apply(h, change), lambda h: h)).to(dtype)
     other = extend(Net(lambda h, _: h, lambda h: h)).to(dtype)
     other.load_state_dict(model.state_dict())
     for net in (model, other):
+        assert not explain(net, F.cross_entropy, x, y, [BatchGrad(), DiagGGNExact()]).refused
         with backpack(BatchGrad(), DiagGGNExact()):
             F.cross_entropy(net(x), y).backward()
     rtol = 8 * torch.finfo(dtype).eps
@@ -568,6 +570,9 @@ def test_changes_of_the_gradient_that_are_not_linear(N: int, change: Callable[[T
         with backpack(extension()), pytest.raises(UnsupportedError, match="backward of Changed .* is not linear"):
             F.cross_entropy(model(x), y).backward()
         assert results(model) == {}
+    refused = explain(model, F.cross_entropy, x, y, [DiagGGNExact(), BatchGrad()]).refused
+    assert {(row.parameter, row.extension) for row in refused} == {(f"first.{name}", "DiagGGNExact") for name in ("weight", "bias")}
+    assert all("is not linear" in row.reason for row in refused)
     model.zero_grad()
     with backpack(BatchGrad()):
         F.cross_entropy(model(x), y).backward()

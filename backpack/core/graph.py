@@ -194,17 +194,18 @@ def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -
         return columns
     keep(node)
     custom = isinstance(node, BackwardCFunction)
+    own = custom or name in _STRIDED  # the backward of a custom function may write on what it is given, too
     apply = node.apply if custom else node
     given = [i for i, c in enumerate(columns) if c is not None]
     count = columns[given[0]].shape[0]
-    if count == 1 and not custom and name not in _STRIDED:  # the usual case, and every microsecond counts in a recurrent network
+    if count == 1 and not own:  # the usual case, and every microsecond counts in a recurrent network
         out = node(*[None if c is None else c[0] for c in columns])
         return [None if t is None else _in_memory(t)[None] for t in (out if isinstance(out, tuple) else (out,))]
 
     def one(*parts: Tensor) -> tuple:
         full = _zeros(node) if custom and len(given) < len(columns) else [None] * len(columns)
         for i, part in zip(given, parts, strict=True):
-            full[i] = part.clone(memory_format=torch.contiguous_format) if name in _STRIDED else part
+            full[i] = part.clone(memory_format=torch.contiguous_format) if own else part
         with calling(node) if custom else nullcontext():
             out = apply(*full)
         out = out if isinstance(out, tuple) else (out,)
