@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import FrameType
 
 import pytest
 from torch import rand, tensor
@@ -13,7 +14,7 @@ from torch.nn import CrossEntropyLoss, Linear, ReLU, Sequential
 
 from backpack import backpack, extend
 from backpack.core.owners import owners
-from backpack.extensions import BatchL2Grad, DiagGGNMC, SumGradSquared, Variance
+from backpack.extensions import BatchL2Grad, DiagGGNMC, SumGradSquared, Variance, hook_queue
 
 X, Y = rand(4, 8), tensor([0, 1, 2, 3])
 
@@ -69,6 +70,29 @@ def calls_a_pair(*extensions: type, extended: bool = True) -> float:
 
         counts.append(python_calls(step))
     return (counts[1] - counts[0]) / 8
+
+
+def test_hooks_of_many_modules() -> None:
+    """What waits is found by what happens, not by asking everything that waits: four times the modules are four times the work."""
+    counts = []
+    for pairs in (10, 40):
+        model, visited = extend(Sequential(*[part for _ in range(pairs) for part in (Linear(8, 8), ReLU())])), []
+        events = 0
+
+        def profile(frame: FrameType, event: str, argument: object) -> None:
+            nonlocal events
+            events += frame.f_code.co_filename == hook_queue.__file__
+
+        with backpack(BatchL2Grad(), extension_hook=visited.append):
+            loss = model(X).sum()
+            sys.setprofile(profile)
+            try:
+                loss.backward()
+            finally:
+                sys.setprofile(None)
+        assert sorted(map(id, visited)) == sorted(map(id, model))
+        counts.append(events)
+    assert counts[1] < 5 * counts[0]
 
 
 @pytest.mark.parametrize(

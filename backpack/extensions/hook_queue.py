@@ -34,6 +34,11 @@ class HookQueue:
         for call in () if plan is None else {unit.call for unit in plan.units.values()}:
             if call.module in self._waiting:
                 self._waiting[call.module].add(call)
+        self._idle = [module for module, events in self._waiting.items() if not events]
+        self._waiters: dict[Any, list[Module]] = {}
+        for module, events in self._waiting.items():
+            for event in events:
+                self._waiters.setdefault(event, []).append(module)
 
     def happened(self, event: Any) -> None:
         """Run the hooks of modules that wait for nothing else: losses first, and others without a quantity, when anything happens at all.
@@ -41,10 +46,12 @@ class HookQueue:
         Args:
             event: A call, the id of a parameter, or a module.
         """
-        for module, events in list(self._waiting.items()):
-            events.discard(event)
-            if not events and module in self._waiting:
-                self._run(module)
+        idle, self._idle = self._idle, []
+        for module in (*idle, *self._waiters.pop(event, ())):
+            if module in self._waiting:
+                self._waiting[module].discard(event)
+                if not self._waiting[module]:
+                    self._run(module)
 
     def run_all(self) -> None:
         """Run the hooks that are left, of containers after those of what is inside."""
