@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -112,6 +113,18 @@ def saved(node: Node, name: str) -> Any:
     if saves_tensor(node, name):
         keep(node)
     return _signed(getattr(node, f"_saved_{name}"))
+
+
+def setting_reader(*names: str) -> Callable[[Node], Any]:
+    """Make a reader of what nodes have saved, other than tensors: without a call of a Python function.
+
+    Args:
+        *names: Under which names.
+
+    Returns:
+        A function that returns the value, or the tuple of values. Negative numbers may be reported as unsigned ones.
+    """
+    return attrgetter(*(f"_saved_{name}" for name in names))
 
 
 def _signed(value: Any) -> Any:

@@ -119,8 +119,9 @@ def refuse_as_loss(marks: Iterable[Mark]) -> None:
             if swapped := _swapped(mark.call):
                 raise LossValueError(f"{swapped}.")
             raise LossValueError(
-                f"{mark.call.path} has parameters of its own, or depends on more than its arguments: its curvature with respect to the prediction is "
-                "not all of it. Move layers into the model, and give the loss their output."
+                f"{mark.call.path} has parameters of its own, depends on more than its arguments, or has computed something else than its class "
+                "does, as with a hook or a patched function: its curvature with respect to the prediction is not known, or not all of it. Move "
+                "layers into the model, and give the loss their output; write what a hook computes as a loss of your own."
             )
 
 

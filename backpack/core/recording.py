@@ -141,6 +141,8 @@ class Recorder:
                     call.see(module, args, kwargs)
                     if vars(module).get("inplace") is True:
                         call.derivatives = None  # what it was given has been overwritten since
+                elif len(module._forward_pre_hooks) > 1 and not module._modules and not self.options.hold(module):
+                    call.derivatives = None  # such a hook has set an option
                 call.seen = None
                 self._end(module, call, output)
 

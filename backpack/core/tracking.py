@@ -15,7 +15,7 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import operation, shape_of
 from backpack.core.linear import is_linear
-from backpack.core.losses import refuse_without_loss
+from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, refuse_without_loss
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
 from backpack.core.samples import Layout, first_axis, settle, unite
@@ -80,6 +80,9 @@ class Tracking:
         """
         start = start_at(self.walk, node, marks, self._second_order, self._curved.get(node))
         if start is None:
+            if operation(node) in LINEAR_IN_LOG_PROBABILITIES and all(mark.call.recorder.bare for mark in marks):
+                # a cross-entropy that was told other things than its class says: it is one of the softmax below
+                self.walk.to_loss.discard(node)
             return not self._second_order and self._start_at_time(node)
         self.losses[node] = start
         self._covered |= start.inside

@@ -1,0 +1,367 @@
+"""What operations in autograd's graph were told beside their inputs, compared with what the rule of a layer takes it to be: the layer's options.
+
+They differ where something else than the ``forward`` of the layer has called the operation (a hook, a patched function), and where an option is not
+that of the forward pass any more, or can only be asked now, as one of a class. In a checkpointed part numbers are compared, but no tensors: for those
+it would have to run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import isclose, isfinite
+from typing import Any, NamedTuple
+
+import torch
+from numpy import unravel_index
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.nn import RMSNorm
+
+from backpack.core.calls import ModuleCall
+from backpack.core.checkpoints import checkpointed
+from backpack.core.graph import has_saved, saved, saves_tensor, setting_reader, shape_of
+from backpack.core.slots import Slot
+from backpack.utils.conv import paddings
+from backpack.utils.errors import OverwrittenError
+from backpack.utils.precision import wide
+
+Check = Callable[[ModuleCall, Node], bool]
+"""Says whether a node of a call was told what the rule takes it to be."""
+REDUCTIONS = ("none", "mean", "sum")
+
+
+class Constant(NamedTuple):
+    """What an operation is told in any case, compared without a call of a function: that of most layers.
+
+    Attributes:
+        read: Reads it off a node.
+        value: What it is.
+    """
+
+    read: Callable[[Node], Any]
+    value: Any
+
+
+SUM, SUM_OF_PRODUCT = Constant(setting_reader("alpha"), 1), Constant(setting_reader("alpha", "beta"), (1, 1))
+
+
+def told(names: Iterable[str], wanted: Callable[[ModuleCall], tuple], data: Iterable[str] = ()) -> Check:
+    """Compare what a node was told.
+
+    Args:
+        names: Under which names it is saved.
+        wanted: Computes of the call what that should be.
+        data: Names of tensors that have to be those of the layer.
+
+    Returns:
+        The check.
+    """
+    return lambda call, node: tuple(saved(node, name) for name in names) == wanted(call) and all(_same_data(call, node, name) for name in data)
+
+
+def same(*names: str, data: Iterable[str] = ()) -> Check:
+    """Compare what has the same name at the node and at the layer.
+
+    Args:
+        *names: Names of numbers.
+        data: Names of tensors.
+
+    Returns:
+        The check.
+    """
+    return told(names, lambda call: tuple(getattr(call, name) for name in names), data)
+
+
+def reduced(*names: str, data: Iterable[str] = ()) -> Check:
+    """Compare the reduction of a loss, and other options of the same name.
+
+    Args:
+        *names: Names of numbers.
+        data: Names of tensors.
+
+    Returns:
+        The check.
+    """
+    return told(("reduction", *names), lambda call: (REDUCTIONS.index(call.reduction), *(getattr(call, name) for name in names)), data)
+
+
+def _same_data(call: ModuleCall, node: Node, name: str) -> bool:
+    # tensors without a graph: weights of classes, running statistics, the target
+    if checkpointed(node):
+        return True
+    had = saved(node, name)
+    if name == "target":
+        slot = call.inputs[1] if len(call.inputs) > 1 else None
+        given = slot.tensor if isinstance(slot, Slot) else None
+        if given is None:  # no rule reads it
+            return True
+    else:
+        try:
+            given = getattr(call, name)
+        except OverwrittenError:  # refused where a rule reads it
+            return True
+    return given is had or (isinstance(given, Tensor) and isinstance(had, Tensor) and given.data_ptr() == had.data_ptr())
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _along(value: Any, axes: int) -> tuple:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,) * axes
+
+
+def sizes(*names: str, axes: int = 2, numbers: Iterable[str] = ()) -> Check:
+    """Compare sizes along axes: for torch, ``3`` is ``(3, 3)``, and a line that is pooled an image with one row.
+
+    Args:
+        *names: Names of sizes.
+        axes: Number of axes.
+        numbers: Names of what is the same for all axes; ``None`` where the layer has no such option.
+
+    Returns:
+        The check.
+    """
+
+    def wanted(call: ModuleCall) -> tuple:
+        rows = {name: ((0,) if name == "padding" else (1,)) if axes == 1 else () for name in names}
+        return *(rows[name] + _along(getattr(call, name), axes) for name in names), *(getattr(call, name, None) for name in numbers)
+
+    return told((*names, *numbers), wanted)
+
+
+def _amounts(call: ModuleCall) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+    # what torch's convolution pads, on both sides, and what is padded before
+    axes = len(call.kernel_size)
+    amounts = [(amount, amount) for amount in _along(call.padding, axes)] if not isinstance(call.padding, str) else paddings(call)
+    if call.padding_mode != "zeros":
+        return (0,) * axes, amounts
+    return tuple(before for before, _ in amounts), [(0, after - before) for before, after in amounts]
+
+
+def _convolved(call: ModuleCall) -> tuple:
+    # of one that is transposed, the rest of the padding is in the shape of the output
+    axes, transposed = len(call.kernel_size), call.transposed
+    padding = _along(call.padding, axes) if transposed else _amounts(call)[0]
+    return _along(call.stride, axes), padding, _along(call.dilation, axes), call.groups, transposed
+
+
+CONVOLVED = told(("stride", "padding", "dilation", "groups", "transposed"), _convolved)
+
+
+def padded(call: ModuleCall, node: Node) -> bool:
+    """Compare amounts of padding, before and after each axis from the last one backward: of a layer of padding, or of what a convolution adds itself.
+
+    Args:
+        call: The call.
+        node: The node.
+
+    Returns:
+        Whether they agree.
+    """
+    if hasattr(call, "padding_mode"):
+        wanted = [amount for pair in reversed(_amounts(call)[1]) for amount in pair]
+    else:
+        wanted = call.pad if hasattr(call, "pad") else call.padding
+    return saved(node, "pad" if has_saved(node, "pad") else "padding") == tuple(wanted)
+
+
+def resized(call: ModuleCall, node: Node) -> bool:
+    """Compare how entries are placed where a layer interpolates.
+
+    Args:
+        call: The call.
+        node: The node.
+
+    Returns:
+        Whether it is done alike.
+    """
+    scales = tuple(saved(node, name) for name in ("scales", "scales_d", "scales_h", "scales_w") if has_saved(node, name))
+    told_scales = call.size is None and not call.recompute_scale_factor
+    wanted = _along(call.scale_factor if told_scales else None, len(scales))
+    return scales == wanted and (not has_saved(node, "align_corners") or saved(node, "align_corners") == bool(call.align_corners))
+
+
+def along(axis: Callable[[ModuleCall], int | None]) -> Check:
+    """Compare the axis along which exponentials are normalized.
+
+    Args:
+        axis: Says which it is; ``None`` for torch's choice.
+
+    Returns:
+        The check.
+    """
+
+    def check(call: ModuleCall, node: Node) -> bool:
+        axes, dim = len(shape_of((node, 0))), axis(call)
+        return saved(node, "dim") % max(1, axes) == (int(axes not in (0, 1, 3)) if dim is None else dim) % max(1, axes)
+
+    return check
+
+
+def mean_slope(call: ModuleCall, node: Node) -> bool:
+    """Compare the slope of a random unit that is not random.
+
+    Args:
+        call: The call.
+        node: The node.
+
+    Returns:
+        Whether it is the mean of the bounds.
+    """
+    return isclose(saved(node, "negative_slope"), (call.lower + call.upper) / 2, rel_tol=1e-6)  # torch computes it in the precision of the input
+
+
+def of_table(call: ModuleCall) -> tuple:
+    """Say what a table of vectors is told.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        Which row is never trained, -1 for none, and whether gradients are divided by frequencies.
+    """
+    index = -1 if call.padding_idx is None else call.padding_idx % call.num_embeddings
+    return index, call.scale_grad_by_freq
+
+
+def of_bags(call: ModuleCall) -> tuple:
+    """Say what a table of vectors is told that are united.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        What ``of_table`` does, and the number of the mode.
+    """
+    return *of_table(call), ("sum", "mean", "max").index(call.mode)
+
+
+def of_classes(call: ModuleCall) -> int:
+    """Say on which axis a loss finds classes.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        The axis.
+    """
+    return int(len(call.inputs[0].shape) > 1)
+
+
+def factor(name: str) -> Check:
+    """Compare a number that an operation multiplies by.
+
+    Args:
+        name: Name of the option.
+
+    Returns:
+        The check.
+    """
+
+    def check(call: ModuleCall, node: Node) -> bool:
+        other = None if checkpointed(node) else saved(node, "other")
+        return other is None or other.dim() > 0 or other.item() == getattr(call, name)
+
+    return check
+
+
+def smoothed(call: ModuleCall, node: Node) -> bool:
+    """Compare the numbers by which a cross-entropy with smoothed labels multiplies.
+
+    Args:
+        call: The call.
+        node: The node of a product.
+
+    Returns:
+        Whether they are those of the loss.
+    """
+    shape, amount = call.inputs[0].shape, call.label_smoothing
+    return saves_tensor(node, "other") or any(isclose(saved(node, "other"), n) for n in (1 - amount, amount / shape[of_classes(call)]))
+
+
+# --- normalizations ---------------------------------------------------------------------------------------------------------------------------
+
+
+def of_channels(*data: str) -> dict[str, Check]:
+    """Compare what a normalization of each channel is told.
+
+    Args:
+        *data: Names of running statistics, where the rule reads them.
+
+    Returns:
+        Name of an operation to the check.
+    """
+
+    def wanted(call: ModuleCall) -> tuple:
+        return call.eps, call.training or call.running_mean is None or not call.track_running_stats
+
+    return {
+        f"{name}BatchNorm": told((eps, "training"), wanted, data) for name, eps in (("Native", "eps"), ("Cudnn", "epsilon"), ("Miopen", "epsilon"))
+    }
+
+
+def of_neighbours() -> dict[str, Check]:
+    """Compare what the normalization by neighbouring channels is told; but for the number that is added, which nodes do not save.
+
+    Returns:
+        Name of an operation to the check.
+    """
+
+    def windows(call: ModuleCall, node: Node) -> bool:
+        return saved(node, "kernel_size") == (call.size, *[1] * (len(saved(node, "kernel_size")) - 1))
+
+    return {"Pow": told(("exponent",), lambda call: (call.beta,)), "Mul": factor("alpha"), "AvgPool2D": windows, "AvgPool3D": windows}
+
+
+def of_entries(call: ModuleCall, node: Node) -> bool:
+    """Compare what the normalization of the last axes is told.
+
+    Args:
+        call: The call.
+        node: The node of all of it.
+
+    Returns:
+        Whether it is what the layer says.
+    """
+    return saved(node, "normalized_shape") == tuple(call.normalized_shape) and _same_deviation(call, node, ("result2", "result1"), node, "input")
+
+
+def root_of_mean(call: ModuleCall, node: Node) -> bool:
+    """Compare what the normalization by the root of the mean square is told, where it is made of plain operations.
+
+    Args:
+        call: The call.
+        node: The node of the inverse root.
+
+    Returns:
+        Whether it is what the layer says.
+    """
+    mean = node.next_functions[0][0].next_functions[0][0]
+    square, axes = mean.next_functions[0][0], len(call.normalized_shape)
+    dims = sorted(dim % len(shape_of((square, 0))) for dim in saved(mean, "dim"))
+    return dims == [*range(len(shape_of((square, 0))))][-axes:] and _same_deviation(call, node, ("result",), square, "self")
+
+
+def _same_deviation(call: ModuleCall, node: Node, results: Iterable[str], source: Node, given: str) -> bool:
+    """Compare what is added to variances, which nodes do not save, by what has become of it: at those entries where it weighs most.
+
+    Args:
+        call: The call.
+        node: The node that has saved inverse deviations.
+        results: Under which of these names.
+        source: The node that has saved the input.
+        given: Under which name.
+
+    Returns:
+        Whether it is the same; also if this is not at hand.
+    """
+    if checkpointed(node) or checkpointed(source):
+        return True
+    scale, rows = next(saved(node, name) for name in results if has_saved(node, name)), saved(source, given)
+    if scale is None or rows is None or not scale.numel():
+        return True
+    most = int(scale.argmax())
+    row = wide(rows.detach()[tuple(map(int, unravel_index(most, rows.shape[: -len(call.normalized_shape)])))])
+    variance = (row.square().mean() if isinstance(call.module, RMSNorm) else row.var(correction=0)).item()
+    eps, found = torch.finfo(row.dtype).eps if call.eps is None else call.eps, scale.flatten()[most].item()
+    return not isfinite(found) or isclose((variance + eps) * found**2, 1, rel_tol=torch.finfo(rows.dtype).eps ** 0.5)
