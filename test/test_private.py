@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend
 from backpack.core import graph
 from backpack.core.checkpoints import checkpointed
-from backpack.core.graph import call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, shape_of
+from backpack.core.graph import call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, setting_reader, shape_of
 from backpack.extensions import BatchGrad
 from backpack.utils.columns import compare_mixture
 
@@ -134,6 +134,13 @@ def test_saved_numbers_may_be_negative() -> None:
     assert saved(x.softmax(-2).grad_fn, "dim") == -2
     assert saved(x.logsumexp(-2).grad_fn, "dim") == (-2,)
     assert saved(x.permute(0, -1, -2).grad_fn, "dims") == (0, -1, -2)
+
+
+def test_settings_are_read_as_they_were_given() -> None:
+    x = torch.rand(3, 2, requires_grad=True)
+    node = torch.addmm(x, x, torch.rand(2, 2), alpha=0.1, beta=3).grad_fn
+    assert setting_reader("alpha", "beta")(node) == (0.1, 3)
+    assert setting_reader("alpha")(node) == 0.1
 
 
 @pytest.mark.parametrize("axes", [1, 2, 3])

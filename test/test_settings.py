@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import Oracle, Problem, Term
 from test_extensions import close
-from test_pieces import check
+from test_pieces import check, pieces
 from test_silent_errors import expected_by
 from torch import Tensor, nn
 from torch.nn import Conv1d, Conv2d, Flatten, Linear, Module, MSELoss, Sequential, Tanh, Unflatten
@@ -304,6 +304,14 @@ def test_option_that_hooks_set(view: bool, first: bool) -> None:
         extend(module)
     hooked(activation(problem.model))
     check(problem, oracle)
+
+
+def test_copies_of_what_is_saved() -> None:
+    """Hooks may keep tensors elsewhere: where they lie tells nothing then."""
+    model, loss = nn.BatchNorm1d(3).double().eval(), nn.CrossEntropyLoss(WEIGHTS)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+        out = extend(loss)(extend(model)(torch.randn(2, 3, dtype=torch.float64, requires_grad=True)), LABELS[:2])
+    assert [does for _, could, does in pieces(out) if could] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["LeakyReLU", "Conv1d", "MaxPool1d", "GroupNorm", "LayerNorm, axes"])

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from numpy import unravel_index
-from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import RMSNorm
 
@@ -89,24 +88,21 @@ def _same_data(call: ModuleCall, node: Node, name: str) -> bool:
     # tensors without a graph: weights of classes, running statistics, the target
     if checkpointed(node):
         return True
+    try:
+        slot = call.inputs[1] if name == "target" else None
+        given = slot.tensor if isinstance(slot, Slot) else getattr(call, name, None)
+    except OverwrittenError:  # refused where a rule reads it
+        return True
     had = saved(node, name)
-    if name == "target":
-        slot = call.inputs[1] if len(call.inputs) > 1 else None
-        given = slot.tensor if isinstance(slot, Slot) else None
-        if given is None:  # no rule reads it
-            return True
-    else:
-        try:
-            given = getattr(call, name)
-        except OverwrittenError:  # refused where a rule reads it
-            return True
-    return given is had or (isinstance(given, Tensor) and isinstance(had, Tensor) and given.data_ptr() == had.data_ptr())
+    if given is None or had is None:
+        return given is had or name == "target"  # which is kept where a rule reads it
+    return given.data_ptr() == had.data_ptr() or torch.equal(given, had)  # as with hooks that keep copies
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _along(value: Any, axes: int) -> tuple:
+def _each(value: Any, axes: int) -> tuple:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,) * axes
 
 
@@ -124,7 +120,7 @@ def sizes(*names: str, axes: int = 2, numbers: Iterable[str] = ()) -> Check:
 
     def wanted(call: ModuleCall) -> tuple:
         rows = {name: ((0,) if name == "padding" else (1,)) if axes == 1 else () for name in names}
-        return *(rows[name] + _along(getattr(call, name), axes) for name in names), *(getattr(call, name, None) for name in numbers)
+        return *(rows[name] + _each(getattr(call, name), axes) for name in names), *(getattr(call, name, None) for name in numbers)
 
     return told((*names, *numbers), wanted)
 
@@ -132,7 +128,7 @@ def sizes(*names: str, axes: int = 2, numbers: Iterable[str] = ()) -> Check:
 def _amounts(call: ModuleCall) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     # what torch's convolution pads, on both sides, and what is padded before
     axes = len(call.kernel_size)
-    amounts = [(amount, amount) for amount in _along(call.padding, axes)] if not isinstance(call.padding, str) else paddings(call)
+    amounts = [(amount, amount) for amount in _each(call.padding, axes)] if not isinstance(call.padding, str) else paddings(call)
     if call.padding_mode != "zeros":
         return (0,) * axes, amounts
     return tuple(before for before, _ in amounts), [(0, after - before) for before, after in amounts]
@@ -141,8 +137,8 @@ def _amounts(call: ModuleCall) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
 def _convolved(call: ModuleCall) -> tuple:
     # of one that is transposed, the rest of the padding is in the shape of the output
     axes, transposed = len(call.kernel_size), call.transposed
-    padding = _along(call.padding, axes) if transposed else _amounts(call)[0]
-    return _along(call.stride, axes), padding, _along(call.dilation, axes), call.groups, transposed
+    padding = _each(call.padding, axes) if transposed else _amounts(call)[0]
+    return _each(call.stride, axes), padding, _each(call.dilation, axes), call.groups, transposed
 
 
 CONVOLVED = told(("stride", "padding", "dilation", "groups", "transposed"), _convolved)
@@ -177,7 +173,7 @@ def resized(call: ModuleCall, node: Node) -> bool:
     """
     scales = tuple(saved(node, name) for name in ("scales", "scales_d", "scales_h", "scales_w") if has_saved(node, name))
     told_scales = call.size is None and not call.recompute_scale_factor
-    wanted = _along(call.scale_factor if told_scales else None, len(scales))
+    wanted = _each(call.scale_factor if told_scales else None, len(scales))
     return scales == wanted and (not has_saved(node, "align_corners") or saved(node, "align_corners") == bool(call.align_corners))
 
 
@@ -293,7 +289,7 @@ def of_channels(*data: str) -> dict[str, Check]:
     """
 
     def wanted(call: ModuleCall) -> tuple:
-        return call.eps, call.training or call.running_mean is None or not call.track_running_stats
+        return call.eps, call.training or not call.track_running_stats
 
     return {
         f"{name}BatchNorm": told((eps, "training"), wanted, data) for name, eps in (("Native", "eps"), ("Cudnn", "epsilon"), ("Miopen", "epsilon"))
@@ -323,7 +319,7 @@ def of_entries(call: ModuleCall, node: Node) -> bool:
     Returns:
         Whether it is what the layer says.
     """
-    return saved(node, "normalized_shape") == tuple(call.normalized_shape) and _same_deviation(call, node, ("result2", "result1"), node, "input")
+    return saved(node, "normalized_shape") == tuple(call.normalized_shape) and _same_deviation(call, node, "result2", "result1")
 
 
 def root_of_mean(call: ModuleCall, node: Node) -> bool:
@@ -339,29 +335,29 @@ def root_of_mean(call: ModuleCall, node: Node) -> bool:
     mean = node.next_functions[0][0].next_functions[0][0]
     square, axes = mean.next_functions[0][0], len(call.normalized_shape)
     dims = sorted(dim % len(shape_of((square, 0))) for dim in saved(mean, "dim"))
-    return dims == [*range(len(shape_of((square, 0))))][-axes:] and _same_deviation(call, node, ("result",), square, "self")
+    return dims == [*range(len(shape_of((square, 0))))][-axes:] and _same_deviation(call, node, "result")
 
 
-def _same_deviation(call: ModuleCall, node: Node, results: Iterable[str], source: Node, given: str) -> bool:
+def _same_deviation(call: ModuleCall, node: Node, *names: str) -> bool:
     """Compare what is added to variances, which nodes do not save, by what has become of it: at those entries where it weighs most.
 
     Args:
         call: The call.
         node: The node that has saved inverse deviations.
-        results: Under which of these names.
-        source: The node that has saved the input.
-        given: Under which name.
+        *names: Under the first of these names that it has.
 
     Returns:
         Whether it is the same; also if this is not at hand.
     """
-    if checkpointed(node) or checkpointed(source):
+    try:
+        given = None if checkpointed(node) else call.tensor("input0")
+    except OverwrittenError:  # refused where a rule reads it
         return True
-    scale, rows = next(saved(node, name) for name in results if has_saved(node, name)), saved(source, given)
-    if scale is None or rows is None or not scale.numel():
+    scale = None if given is None else next(saved(node, name) for name in names if has_saved(node, name))
+    if scale is None or not scale.numel():
         return True
     most = int(scale.argmax())
-    row = wide(rows.detach()[tuple(map(int, unravel_index(most, rows.shape[: -len(call.normalized_shape)])))])
+    row = wide(given[tuple(map(int, unravel_index(most, given.shape[: -len(call.normalized_shape)])))])
     variance = (row.square().mean() if isinstance(call.module, RMSNorm) else row.var(correction=0)).item()
     eps, found = torch.finfo(row.dtype).eps if call.eps is None else call.eps, scale.flatten()[most].item()
-    return not isfinite(found) or isclose((variance + eps) * found**2, 1, rel_tol=torch.finfo(rows.dtype).eps ** 0.5)
+    return not isfinite(found) or isclose((variance + eps) * found**2, 1, rel_tol=torch.finfo(given.dtype).eps ** 0.5)
