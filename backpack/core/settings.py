@@ -127,7 +127,7 @@ def sizes(*names: str, axes: int = 2, numbers: Iterable[str] = ()) -> Check:
 
 def _amounts(call: ModuleCall) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
     # what torch's convolution pads, on both sides, and what is padded before
-    axes = len(call.kernel_size)
+    axes = call.weight.dim() - 2
     amounts = [(amount, amount) for amount in _each(call.padding, axes)] if not isinstance(call.padding, str) else paddings(call)
     if call.padding_mode != "zeros":
         return (0,) * axes, amounts
@@ -136,7 +136,7 @@ def _amounts(call: ModuleCall) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
 
 def _convolved(call: ModuleCall) -> tuple:
     # of one that is transposed, the rest of the padding is in the shape of the output
-    axes, transposed = len(call.kernel_size), call.transposed
+    axes, transposed = call.weight.dim() - 2, call.transposed
     padding = _each(call.padding, axes) if transposed else _amounts(call)[0]
     return _each(call.stride, axes), padding, _each(call.dilation, axes), call.groups, transposed
 
