@@ -20,6 +20,7 @@ from backpack.core.graph import shape_of
 from backpack.core.linear import RESHAPES
 from backpack.core.settings import (
     CONVOLVED,
+    ENTRIES,
     SUM,
     SUM_OF_PRODUCT,
     Check,
@@ -30,7 +31,6 @@ from backpack.core.settings import (
     of_bags,
     of_channels,
     of_classes,
-    of_entries,
     of_neighbours,
     of_table,
     padded,
@@ -205,9 +205,9 @@ _TABLE: dict[type[Module], Row] = {
         f"{_BATCH_NORM}|{_NO_SAMPLES}", nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, **of_channels("running_mean", "running_var")
     ),
     **_all(f"({_BATCH_NORM}( Repeat)*)?", nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, **of_channels()),
-    **_all("NativeLayerNorm", nn.LayerNorm, NativeLayerNorm=of_entries),
+    **_all("NativeLayerNorm", nn.LayerNorm, NativeLayerNorm=ENTRIES),
     **_all("NativeGroupNorm", nn.GroupNorm, NativeGroupNorm=told(("group", "eps"), lambda call: (call.num_groups, call.eps))),
-    **_all(_rms_norm, nn.RMSNorm, FusedRmsNorm=of_entries, Rsqrt=root_of_mean),
+    **_all(_rms_norm, nn.RMSNorm, FusedRmsNorm=ENTRIES, Rsqrt=root_of_mean),
     **_all("(Div Pow Add Mul AvgPool[23]D ConstantPadNd Mul again again)?", nn.LocalResponseNorm, **of_neighbours()),
     **_all("Softmax", nn.Softmax, Softmax=along(lambda call: call.dim)),
     **_all("Softmax", nn.Softmax2d, Softmax=along(lambda call: -3)),

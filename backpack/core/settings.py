@@ -8,13 +8,11 @@ it would have to run again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import isclose, isfinite
+from math import isclose
 from typing import Any, NamedTuple
 
 import torch
-from numpy import unravel_index
 from torch.autograd.graph import Node
-from torch.nn import RMSNorm
 
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
@@ -22,7 +20,6 @@ from backpack.core.graph import has_saved, saved, saves_tensor, setting_reader, 
 from backpack.core.slots import Slot
 from backpack.utils.conv import paddings
 from backpack.utils.errors import OverwrittenError
-from backpack.utils.precision import wide
 
 Check = Callable[[ModuleCall, Node], bool]
 """Says whether a node of a call was told what the rule takes it to be."""
@@ -309,55 +306,21 @@ def of_neighbours() -> dict[str, Check]:
     return {"Pow": told(("exponent",), lambda call: (call.beta,)), "Mul": factor("alpha"), "AvgPool2D": windows, "AvgPool3D": windows}
 
 
-def of_entries(call: ModuleCall, node: Node) -> bool:
-    """Compare what the normalization of the last axes is told.
-
-    Args:
-        call: The call.
-        node: The node of all of it.
-
-    Returns:
-        Whether it is what the layer says.
-    """
-    return saved(node, "normalized_shape") == tuple(call.normalized_shape) and _same_deviation(call, node, "result2", "result1")
+ENTRIES = told(("normalized_shape",), lambda call: (tuple(call.normalized_shape),))
+"""The last axes, over which a normalization goes. What is added to variances is not among what nodes save."""
 
 
 def root_of_mean(call: ModuleCall, node: Node) -> bool:
-    """Compare what the normalization by the root of the mean square is told, where it is made of plain operations.
+    """Compare over which axes the normalization by the root of the mean square goes, where it is made of plain operations.
 
     Args:
         call: The call.
         node: The node of the inverse root.
 
     Returns:
-        Whether it is what the layer says.
+        Whether these are those of the layer.
     """
     mean = node.next_functions[0][0].next_functions[0][0]
     square, axes = mean.next_functions[0][0], len(call.normalized_shape)
     dims = sorted(dim % len(shape_of((square, 0))) for dim in saved(mean, "dim"))
-    return dims == [*range(len(shape_of((square, 0))))][-axes:] and _same_deviation(call, node, "result")
-
-
-def _same_deviation(call: ModuleCall, node: Node, *names: str) -> bool:
-    """Compare what is added to variances, which nodes do not save, by what has become of it: at those entries where it weighs most.
-
-    Args:
-        call: The call.
-        node: The node that has saved inverse deviations.
-        *names: Under the first of these names that it has.
-
-    Returns:
-        Whether it is the same; also if this is not at hand.
-    """
-    try:
-        given = None if checkpointed(node) else call.tensor("input0")
-    except OverwrittenError:  # refused where a rule reads it
-        return True
-    scale = None if given is None else next(saved(node, name) for name in names if has_saved(node, name))
-    if scale is None or not scale.numel():
-        return True
-    most = int(scale.argmax())
-    row = wide(given[tuple(map(int, unravel_index(most, given.shape[: -len(call.normalized_shape)])))])
-    variance = (row.square().mean() if isinstance(call.module, RMSNorm) else row.var(correction=0)).item()
-    eps, found = torch.finfo(row.dtype).eps if call.eps is None else call.eps, scale.flatten()[most].item()
-    return not isfinite(found) or isclose((variance + eps) * found**2, 1, rel_tol=torch.finfo(given.dtype).eps ** 0.5)
+    return dims == [*range(len(shape_of((square, 0))))][-axes:]
