@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from backpack import backpack, clear, explain, extend, extensions, register
+from backpack import backpack, clear, explain, extend, extensions, register, results
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.utils.errors import BackpackError
 
@@ -192,6 +193,48 @@ def test_what_few_samples_use_is_there_for_all(users: int, positions: int | None
         found[-1] += [factor for p in problem.model.null.parameters() for factor in p.kflr]
     for value, expected in zip(*found, strict=True):
         close(value, expected)
+
+
+class Kept(nn.Module):
+    """Keeps what one of its parts makes for all samples: of a parameter, of a constant, of numbers."""
+
+    def __init__(self, made: Callable[[Kept], Tensor]) -> None:
+        super().__init__()
+        self.made, self.layer, self.function, self.table = made, nn.Linear(3, 4), nn.Linear(3, 4), nn.Embedding(3, 4)
+        self.seed, self.grid = nn.Parameter(torch.randn(3, 3)), nn.Buffer(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.made(self)
+        return x @ self.kept.T
+
+
+KEPT: dict[str, Callable[[Kept], Tensor]] = {
+    "layer of a parameter": lambda net: net.layer(net.seed),
+    "layer of a buffer": lambda net: net.layer(net.grid),
+    "layer of a table": lambda net: net.layer(net.table(torch.arange(3))[:, :3]),
+    "table": lambda net: net.table(torch.arange(3)),
+    "function of a parameter": lambda net: F.linear(net.seed, net.function.weight, net.function.bias),
+    "function of a table": lambda net: net.table(torch.arange(3)).tanh(),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("N", [2, 3])
+def test_penalty_on_what_is_there_for_all_samples(name: str, N: int) -> None:
+    """It belongs to none of them."""
+    with torch.random.fork_rng(), default_dtype(torch.float64):
+        torch.manual_seed(0)
+        model, x, y = Kept(KEPT[name]), torch.randn(N, 4), torch.randn(N, 3)
+    used = [p for p in model.parameters() if torch.autograd.grad(model(x).sum(), p, allow_unused=True)[0] is not None]
+    alone = [torch.autograd.grad((model(x[n : n + 1]) - y[n : n + 1]).square().sum(), used) for n in range(N)]
+    extend(model)
+    with pytest.raises(BackpackError, match="used outside of everything that has samples"), backpack(extensions.BatchGrad()):
+        ((model(x) - y).square().sum() + model.kept.square().sum()).backward()
+    assert results(model) == {}
+    with backpack(extensions.BatchGrad()):
+        (model(x) - y).square().sum().backward()
+    for i, parameter in enumerate(used):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
 
 
 def test_rules_of_users_get_no_further_axis() -> None:

@@ -230,7 +230,7 @@ class Plan(Tracking):
         Returns:
             Whether there is one.
         """
-        if self._need is not Need.COLUMNS or list(states.values()) != [SPLIT]:
+        if self._need is not Need.COLUMNS or node in self._bare or list(states.values()) != [SPLIT]:
             return False
         unit = next(filter(None, (self._shared_call(node, mark) for mark in marks)), None) or self._shared_node(node)
         if unit is None:
@@ -275,7 +275,7 @@ class Plan(Tracking):
             The unit; ``None`` if there is no rule, or it takes axes as they are.
         """
         shape = shape_of((node, 0))
-        if node in self._bare or not shape or operation(node) == "Bmm":  # its matrices may belong to an axis each
+        if not shape or operation(node) == "Bmm":  # its matrices may belong to an axis each
             return None
         axis = max(len(shape) - 2, 0)
         unit = read(node, {0: Layout(axis, (0,) * shape[axis], 1)}, self.walk)
