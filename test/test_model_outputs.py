@@ -620,3 +620,80 @@ def test_outputs_of_other_rows_than_samples(way: str, first: bool, extended: boo
     with backpack(BatchGrad()), pytest.raises((UnsupportedError, UnattributedError)):
         (loss + F.mse_loss(one, torch.zeros_like(one)) if first else loss).backward()
     assert results(model) == {}
+
+
+class Both(torch.autograd.Function):
+    """Two results of one function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, w)
+        return x * w, x + w
+
+    @staticmethod
+    def backward(ctx: Any, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return a * w + b, (a * x + b).sum(0)
+
+
+class Keeping(nn.Module):
+    """Keeps one of several results of an operation, and returns what the others give."""
+
+    def __init__(self, way: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self.layer, self.head, self.scale, self.memory = nn.Linear(4, 4), nn.Linear(2, 2), nn.Parameter(torch.randn(4)), nn.Buffer(torch.randn(2, 4))
+        self.lstm, self.way = nn.LSTM(2, 3, batch_first=True), way
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, self.kept = self.way(self, x)
+        return out
+
+
+KEPT_OF_SAMPLES: dict[str, Callable[[Keeping, Tensor], tuple[Tensor, Tensor]]] = {
+    "features": lambda net, x: net.layer(x).chunk(2, -1),
+    "features of a product": lambda net, x: (net.scale * net.layer(x)).split([1, 3], 1),
+    "features, behind a layer": lambda net, x: (net.head((h := net.layer(x).tanh().chunk(2, -1))[0]), h[1]),
+    "parts of each sample": lambda net, x: net.layer(torch.stack([x, x.sin()])).unbind(0),
+    "states of a recurrent layer": lambda net, x: ((out := net.lstm(x.view(-1, 2, 2)))[0], out[1][1]),
+    "eigenvectors": lambda net, x: torch.linalg.eigh(net.layer(x).unsqueeze(2) * x.unsqueeze(1) + torch.arange(4).diag()),
+}
+KEPT_OF_NONE: dict[str, Callable[[Keeping, Tensor], tuple[Tensor, Tensor]]] = {
+    "rows": lambda net, x: net.layer(torch.cat([x, net.memory])).split([len(x), 2]),
+    "rows of a product": lambda net, x: (net.scale * torch.cat([x, net.memory])).split([len(x), 2]),
+    "rows of a loop": lambda net, x: (torch.stack((rows := net.layer(torch.cat([x, net.memory])).unbind())[: len(x)]), rows[-1]),
+    "slices": lambda net, x: ((h := net.layer(torch.cat([x, net.memory])))[: len(x)], h[len(x) :]),
+    "as many rows": lambda net, x: net.layer(torch.cat([x, net.memory.repeat(2, 1)[: len(x)]])).chunk(2),
+    "function of a parameter": lambda net, x: Both.apply(x, net.scale),
+    "function of a parameter, behind a layer": lambda net, x: Both.apply(net.layer(x), net.scale),
+}
+
+
+def with_penalty(model: Keeping, x: Tensor) -> Tensor:
+    return model(x).pow(3).sum() + model.kept.pow(3).sum()
+
+
+def used_by(model: Keeping, x: Tensor) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if torch.autograd.grad(with_penalty(model, x), p, allow_unused=True)[0] is not None]
+
+
+@pytest.mark.parametrize("name", KEPT_OF_SAMPLES)
+@pytest.mark.parametrize("N", [1, 3, 4])
+def test_penalties_on_other_results_of_an_operation(name: str, N: int) -> None:
+    model, x = Keeping(KEPT_OF_SAMPLES[name]), torch.randn(N, 4)
+    used = used_by(model, x)
+    alone = [torch.autograd.grad(with_penalty(model, row), used) for row in x.split(1)]
+    extend(model)
+    with backpack(BatchGrad()):
+        with_penalty(model, x).backward()
+    for parameter, gradients in zip(used, zip(*alone, strict=True), strict=True):
+        close(parameter.grad_batch, torch.stack(gradients))
+
+
+@pytest.mark.parametrize("name", KEPT_OF_NONE)
+@pytest.mark.parametrize("N", [3, 4])
+def test_penalties_on_results_of_no_sample(name: str, N: int) -> None:
+    """As where the operation has one result for each."""
+    model, x = extend(Keeping(KEPT_OF_NONE[name])), torch.randn(N, 4)
+    with backpack(BatchGrad()), pytest.raises(UnattributedError, match="used outside of everything that has samples"):
+        with_penalty(model, x).backward()
+    assert results(model) == {}

@@ -124,6 +124,8 @@ class Plan(Tracking):
             return
         if node in self._bare:
             self._complete(node, marks)
+            if not self._bare[node] <= states.keys():  # what arrives at its other outputs goes on upstream, in one gradient with that of samples
+                self._pass_without_samples(node)
         if node in self._passed:  # autograd's gradient there is that of a product which has been read, too
             states.update(dict.fromkeys(states, SPLIT))
         if SPLIT in states.values():
@@ -146,10 +148,10 @@ class Plan(Tracking):
         if curved and node in self.walk.to_loss:
             refuse_as_loss(self.walk.marks.get(node, ()))
             refuse_curved(node, curved)
-        for upstream, _ in node.next_functions if LEFT_OUT not in node.metadata else ():
+        for upstream, nr in node.next_functions if LEFT_OUT not in node.metadata else ():
             if upstream is not None:
                 self._above.add(upstream)
-                self._bare.add(upstream)
+                self._bare.setdefault(upstream, set()).add(nr)
                 if curved:
                     self._curved[upstream] = curved
 
@@ -177,7 +179,8 @@ class Plan(Tracking):
             if rule is None or rule.is_loss or not call.inputs or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
             given = call.inputs[0]
-            if not isinstance(state, Layout) or not isinstance(given, Slot) or len(states) > 1:  # a rule knows nothing of the node's other outputs
+            others = len(states.keys() | self._bare.get(node, ())) > 1  # of which a rule knows nothing
+            if not isinstance(state, Layout) or not isinstance(given, Slot) or others:
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
             axes = len(call.outputs[0].shape) - rule.feature_axes(call) if rule.any_batch_axis else 1

@@ -50,7 +50,7 @@ class Tracking:
         self.batches: dict[Parameter, int] = {}
         self._samples_at: dict[Node, int] = {}
         self._above: set[Node] = set()
-        self._bare: set[Node] = set()
+        self._bare: dict[Node, set[int]] = {}  # numbers of its outputs
         self._curved: dict[Node, Node] = {}
         self._unsure: set[Node] = set()
         self._guessed: dict[Node, frozenset[Node]] = {}
