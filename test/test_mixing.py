@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from backpack import backpack, extend, results
 from backpack.extensions import BatchGrad, DiagGGNExact
-from backpack.utils.errors import MixedSamplesError
+from backpack.utils.errors import MixedSamplesError, UnsupportedError
 
 LENGTH, TOKENS = 3, 9
 Function = Callable[["Net", Tensor], Tensor]
@@ -136,15 +136,13 @@ ALONE: dict[str, Function] = {
     "batch norm of chosen words": lambda net, x: net.layer(x) + net.norm(net.table.weight[net.chosen]).square().mean(0),
     "batch norm of positions": lambda net, x: net.layer(x) + net.norm(net.table.weight[torch.arange(max(2, len(x)) + 2)[2:]]).square().mean(0),
     "softmax over features that come first": features_first,
+    "classes, some of them used": lambda net, x: cat([x[:, 0] @ (c := net.grid @ net.weight).T, x[:, 1] * c[: len(x)]], 1),
 }
 
 
-@pytest.mark.parametrize("differentiated", [False, True])
-@pytest.mark.parametrize("name", ALONE)
-def test_samples_alone(name: str, differentiated: bool) -> None:
-    """Whether the gradient of the input is asked for makes no difference, here and below."""
+def check(function: Function, differentiated: bool = False) -> None:
     for samples in (1, 2, 4, 5):
-        made, oracle = problem(ALONE[name], samples, False), Oracle(problem(ALONE[name], samples, False))
+        made, oracle = problem(function, samples, False), Oracle(problem(function, samples, False))
         made.x.requires_grad_(differentiated)
         run(made)
         ggn = sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))
@@ -152,6 +150,13 @@ def test_samples_alone(name: str, differentiated: bool) -> None:
             if parameter.requires_grad:
                 close(parameter.grad_batch, oracle.grad_batch[parameter_name])
                 close(parameter.diag_ggn_exact, ggn[parameter_name])
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("name", ALONE)
+def test_samples_alone(name: str, differentiated: bool) -> None:
+    """Whether the gradient of the input is asked for makes no difference, here and below."""
+    check(ALONE[name], differentiated)
 
 
 MIXED: dict[str, Function] = {
@@ -174,6 +179,10 @@ MIXED: dict[str, Function] = {
     "keys that are repeated": lambda net, x: net.layer(x[:, 0]) @ net.other((2 * x[1:, 0]).repeat_interleave(2, 0)).T[:, :1],
     "keys that are moved": lambda net, x: net.layer(x[:, 0]) @ net.other(cat([x[1:, 0], x[1:, 0] + 1])).T[:, :1],
     "keys of all samples": lambda net, x: torch.softmax(net.layer(x[:, 0]) @ net.other(x[:, 1]).T, 1) @ x[:, 0],
+    "keys of prepared data": lambda net, x: torch.softmax(x[:, 0] @ ((3 * x[:, 1]) @ net.weight).T, 1) @ x[:, 0],
+    "values of prepared data": lambda net, x: torch.softmax(x[:, 0] @ net.weight @ x[:, 1].T, 1) @ ((3 * x[:, 0]) @ net.layer.weight),
+    "negatives of prepared data": lambda net, x: torch.softmax(x[:, 0] @ ((3 * x[:, 1:]).flatten(0, 1) @ net.weight).T, 1)[:, :2],
+    "batch norm of prepared frames": lambda net, x: net.norm((x / 3).flatten(0, 1) @ net.weight).view(x.shape),
 }
 MIXED_TOKENS: dict[str, Function] = {
     "flat": lambda net, x: net.table(x) + net.table(x.reshape(-1)).view(*x.shape, 2).sum(0),
@@ -194,6 +203,60 @@ def test_mixed_samples(name: str, differentiated: bool) -> None:
         made = problem({**MIXED, **MIXED_TOKENS}[name], samples, name in MIXED_TOKENS)
         made.x.requires_grad_(differentiated)
         with pytest.raises(MixedSamplesError, match=r"mixes them|is summed over the"):
+            run(made)
+        assert results(made.model) == {}
+
+
+PREPARED: dict[str, Function] = {
+    "rows": lambda net, x: (2 * x[:, 0]) @ net.weight,
+    "positions": lambda net, x: (x / 3) @ net.weight,
+    "positions, flat": lambda net, x: F.linear((x / 3).flatten(0, 1), net.weight, net.vector).view(x.shape),
+    "positions in front": lambda net, x: ((x.transpose(0, 1) / 3) @ net.weight).transpose(0, 1),
+    "matrix in front": lambda net, x: (net.weight @ (x / 3).mT).mT,
+    "rows, matrix in front": lambda net, x: (net.weight @ (x[:, 0] / 3).T).T,
+    "scaled": lambda net, x: (x / 3) * net.vector,
+    "scaled, flat": lambda net, x: ((x / 3).flatten(0, 1) * net.vector).view(x.shape),
+    "moved": lambda net, x: ((x / 3).flatten(0, 1) + net.vector).view(x.shape),
+    "convolution": lambda net, x: F.conv1d((x / 3).mT, net.weight[..., None]).mT,
+}
+TOGETHER: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "batch norm": lambda net, h: net.norm(h.movedim(-1, 1)).movedim(1, -1),
+    "centered": lambda net, h: h - h.mean(0),
+    "standardized": lambda net, h: (h - h.mean(0)) / h.std(0),
+    "divided by the norm": lambda net, h: h / h.norm(),
+    "minus the maximum": lambda net, h: h - h.max(),
+    "plus the first": lambda net, h: h + h[:1],
+    "softmax": lambda net, h: h.softmax(0),
+    "cumulative": lambda net, h: h.cumsum(0),
+    "normalized": lambda net, h: F.normalize(h, dim=0),
+    "attention": lambda net, h: torch.softmax(h.flatten(1) @ h.flatten(1).T, 1) @ h.flatten(1),
+    "averaged by a matrix": lambda net, h: torch.tensordot(torch.ones(len(h), len(h)), h, 1),
+}
+APART: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "function": lambda net, h: h.tanh() - h.mean(1, keepdim=True),
+    "attention": lambda net, h: torch.softmax(h.unsqueeze(-1) * h.unsqueeze(-2), -1).sum(-1),
+    "points": lambda net, h: torch.softmax(h @ (net.grid @ net.weight).T, -1) @ net.grid,
+    "points of a grid": lambda net, h: h @ (grid(3, 7) @ net.weight).T,
+    "waves": lambda net, h: h @ (waves(7) @ net.weight).T,
+    "positions": lambda net, h: h @ F.embedding(torch.arange(6), net.table.weight).T,
+    "weights made of constants": lambda net, h: h @ (net.grid[:2] @ net.weight).tanh(),
+    "weights made of parameters": lambda net, h: h @ (net.weight + net.layer.weight @ net.other.weight),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("how", [how for how in PREPARED if how != "rows, matrix in front"])
+def test_prepared_samples_alone(how: str, name: str) -> None:
+    """A model may compute something of its input first, and call functions alone."""
+    check(lambda net, x: APART[name](net, PREPARED[how](net, x)))
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("how", PREPARED)
+def test_prepared_samples_that_are_mixed(how: str, name: str) -> None:
+    for samples in (2, 4, 5):
+        made = problem(lambda net, x: TOGETHER[name](net, PREPARED[how](net, x)), samples, False)
+        with pytest.raises((MixedSamplesError, UnsupportedError), match=r"influence one another|may have samples elsewhere"):
             run(made)
         assert results(made.model) == {}
 

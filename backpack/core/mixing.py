@@ -17,14 +17,12 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.loss_nodes import title
-from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, are_positions, brings_rows, is_made, is_of_parameter, is_relative, looked_up
+from backpack.core.origins import FACTORS, LOOKUPS, MATRIX_PRODUCTS, are_positions, brings_rows, is_made, is_of_parameter, is_relative, looked_up
 from backpack.core.refusals import mixing
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk
 from backpack.utils.errors import UnsupportedError
 
-_FACTORS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Addmm": ("mat1", "mat2"), "Baddbmm": ("batch1", "batch2")}
-"""Names of what products of matrices have saved."""
 _TOLD = frozenset("Mul Mv Convolution Embedding Gather".split())
 """Other operations of which the axes of a result are those of what goes in, but for features."""
 
@@ -56,6 +54,21 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
     return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
 
 
+def multiplies_data(walk: Walk, node: Node, samples: int) -> bool:
+    """Say whether what a node makes was multiplied with data of samples, or added to them, as far as shapes tell, where no module was given any.
+
+    Args:
+        walk: The graph.
+        node: The node.
+        samples: Size of the mini-batch.
+
+    Returns:
+        Whether it may have been; rows that are selected from parameters, maybe for samples, are none of them.
+    """
+    made = [n for n in _upstream(walk, node) if operation(n) not in LOOKUPS] if samples > 1 else []
+    return any(brings_rows(walk, n, samples) for n in made) and not is_made_of_constants(walk, node, samples)
+
+
 def stands_beside(walk: Walk, node: Node, call: ModuleCall, samples: int) -> bool:
     """Say whether an output of a module stands beside the samples, maybe with as many rows: like a standard deviation beside means.
 
@@ -75,13 +88,27 @@ def stands_beside(walk: Walk, node: Node, call: ModuleCall, samples: int) -> boo
 
 def _is_bare(walk: Walk, node: Node, samples: int, copies: bool = True) -> bool:
     # whether a node makes something of parameters and constants alone, looks nothing up, and, if asked, copies nothing for each sample
-    if not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
+    if not is_made_of_constants(walk, node, samples):
         return False
     for n in _upstream(walk, node):
         name, shape = operation(n), shape_of((n, 0))
         if name in LOOKUPS or (not copies and name in ("Expand", "Repeat") and shape[:1] == (samples,) and shape != shape_of(n.next_functions[0])):
             return False
     return True
+
+
+def is_made_of_constants(walk: Walk, node: Node, samples: int) -> bool:
+    """Say whether a node makes something of parameters, and of what is known to be no sample, alone.
+
+    Args:
+        walk: The graph.
+        node: The node.
+        samples: Size of the mini-batch.
+
+    Returns:
+        Whether it does.
+    """
+    return is_of_parameter(walk, node, samples, partial(_is_constant, walk))
 
 
 def is_shared(walk: Walk, node: Node, samples: int) -> bool:
@@ -138,7 +165,9 @@ def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], shape: torch.Size) 
     how = f"{walk.where(node)} mixes them (outputs {[list(shape_of((node, nr))) for nr in outputs]}, input {list(shape)})"
     if operation(node) == "Repeat":
         return how + ", or copies what is none of samples: then write expand"
-    return how + ", or that is made of constants: then let them be a buffer of the model" * (operation(node) in MATRIX_PRODUCTS)
+    return how + ", or that is made of constants: then let them be a buffer of the model, or use a mini-batch of another size" * (
+        operation(node) in MATRIX_PRODUCTS
+    )
 
 
 def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -> None:
@@ -164,7 +193,7 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
             batched = samples in rows[:2] and rows[0] != 1 and not (_is_constant(walk, slot.tensor) or is_relative(slot.tensor))
         else:
             batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and slot.edge[0] in _upstream(walk, node)
-        if (known or batched) and not is_of_parameter(walk, node, samples, partial(_is_constant, walk)):
+        if (known or batched) and not is_made_of_constants(walk, node, samples):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
             if not known and walk.is_data(slot):
                 raise mixing(walk, node, how + _unknown_rows(slot.shape, rows.index(samples)))
@@ -260,7 +289,7 @@ def _input_of(walk: Walk, call: ModuleCall, layout: Layout, elsewhere: bool) -> 
 def _factors_of(walk: Walk, node: Node, layout: Layout, elsewhere: bool) -> Iterator[tuple[Tensor | None, bool]]:
     # the factors of a product that are data; and whether an axis of it is none of the factor
     name, axes = operation(node), len(shape_of((node, 0)))
-    for axis, names in zip((1, 2), _FACTORS.get(name, ()), strict=False):
+    for axis, names in zip((1, 2), FACTORS.get(name, ()), strict=False):
         tensor, apart = saved(node, names), layout.axis == axes - axis
         # samples that are mixed by a matrix that was computed from them are refused elsewhere
         if tensor is not None and not is_made(walk, tensor) and (elsewhere or not apart or node.next_functions[-2][0] not in walk.has_data):

@@ -22,6 +22,7 @@ from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.linear import RESHAPES
+from backpack.core.mixing import multiplies_data
 from backpack.core.samples import Layout, arrangement, settle
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
@@ -170,7 +171,7 @@ def _unit(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, w
         if way is not None:
             unit.parameters[name] = walk.leaves[way[-1]]
             unit.inside.update(way)
-        elif edge[0] in walk.has_data:
+        elif edge[0] in walk.has_data or multiplies_data(walk, edge[0], layout.samples):
             return None  # a product of two activations
         else:
             unit.split[name] = edge

@@ -23,6 +23,8 @@ _OF_INPUTS = ELEMENTWISE | PRODUCTS | STATIC - {"MaskedFill"} | {"Softmax", "Nat
 _OF_INPUTS |= {f"Linalg{name}" for name in "Slogdet Det InvEx SolveEx CholeskyEx Eigh Svd Qr MatrixExp SolveTriangular LuFactorEx Lu".split()}
 MATRIX_PRODUCTS = PRODUCTS - {"Mul", "Addcmul", "PreluKernel", "LinalgCross"}
 """Operations that sum over products."""
+FACTORS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Addmm": ("mat1", "mat2"), "Baddbmm": ("batch1", "batch2")}
+"""Names of what products of matrices have saved."""
 _MATRIX, _INTEGERS, _EXACT = 2, (torch.long, torch.int), (torch.float, torch.double)
 _FEW = 4
 """Numbers of positions below which samples could look like them."""
@@ -209,14 +211,24 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
 
     Returns:
         Whether some input depends on no tracked parameter, and what the node makes has as many rows as there are samples, and another shape than
-        its other inputs; or rows are looked up for as many numbers, which are no positions.
+        its other inputs; or several rows for each sample, if that input is not known to be constant, or positions; or rows are looked up for as many
+        numbers, which are no positions.
     """
     if operation(node) in LOOKUPS:
         return _looks_up_data(walk, node, samples)
     tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
-    if len(tracked) == len(node.next_functions) or samples not in rows_made(node):
+    rows, shape = rows_made(node), shape_of((node, 0))
+    product = operation(node) in MATRIX_PRODUCTS
+    if len(tracked) == len(node.next_functions) or not (product or all(shape_of(edge) != shape for edge in tracked)):
         return False
-    return operation(node) in MATRIX_PRODUCTS or all(shape_of(edge) != shape_of((node, 0)) for edge in tracked)
+    if samples in rows:
+        return True
+    if operation(node) in FACTORS:  # a factor that is tracked brings its own rows, or columns
+        rows = [*shape[:-2], *(size for size, (n, _) in zip(shape[-2:], node.next_functions[-2:], strict=True) if not walk.is_tracked(n))]
+    if not any(size and size % samples == 0 for size in rows):
+        return False
+    given = list(saved_tensors(node, results=False))
+    return not given or any(not (is_made(walk, t) or place_of(t) in walk.constant_places or are_positions(t, samples)) for t in given)
 
 
 def _looks_up_data(walk: Walk, node: Node, samples: int) -> bool:

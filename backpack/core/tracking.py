@@ -16,6 +16,7 @@ from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import operation, shape_of
 from backpack.core.linear import is_linear
 from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, refuse_without_loss
+from backpack.core.mixing import is_made_of_constants
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
 from backpack.core.samples import Layout, first_axis, settle, unite
@@ -276,7 +277,11 @@ class Tracking:
         if known is SPLIT or state is SPLIT:
             states[nr] = SPLIT
             layout = state if known is SPLIT else known
-            if layout is not SPLIT and layout.samples > 1 and node in self.walk.has_data:
+            if (
+                layout is not SPLIT
+                and layout.samples > 1
+                and (node in self.walk.has_data or not is_made_of_constants(self.walk, node, layout.samples))
+            ):
                 how = f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
                 self._note(mixing(self.walk, node, how))
         elif known is not state:
