@@ -279,6 +279,54 @@ def test_one_row_a_sample(cls: type[Model], samples: int, length: int) -> None:
     check(cls, samples, length, FIRST + SECOND)
 
 
+class Own(nn.Linear):
+    """A layer without a rule: it has a forward pass of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight / 2, self.bias)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("change", [lambda x: x.transpose(0, 1), lambda x: 2 * x.transpose(0, 1)], ids=["view", "copy"])
+@pytest.mark.parametrize("samples", [2, 3, 4])
+def test_layers_without_a_rule_that_are_given_time_first(samples: int, change: Callable[[Tensor], Tensor], inside: bool) -> None:
+    """As many steps as samples could be either; of another number, no rows are samples."""
+
+    class Time(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = Own(4, 5), nn.Sequential(Own(5, 2)) if inside else Own(5, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.last(self.first(change(x)).tanh()).mean(0) - y).square().sum()
+
+    model, x, y = extend(Time()), torch.randn(samples, 3, 4), torch.randn(samples, 2)
+    with pytest.raises(BackpackError, match="Let the model return its predictions"), backpack(BatchGrad()):
+        model(x, y).backward()
+    assert results(model) == {}
+
+
+@pytest.mark.parametrize("samples", [3, 4])
+def test_layers_without_a_rule_behind_one_that_has(samples: int) -> None:
+    """What the first layer is given tells the samples, however many steps there are."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 5), Own(5, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return (self.last(self.first(x).tanh()).mean(1) - y).square().sum()
+
+    model, x, y = Steps().double(), torch.randn(samples, 3, 4).double(), torch.randn(samples, 2).double()
+    expected = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]), tuple(model.parameters())) for n in range(samples)]
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x, y).backward()
+    for parameter, gradients in zip(model.parameters(), zip(*expected, strict=True), strict=True):
+        close(parameter.grad_batch, torch.stack(gradients))
+
+
 @pytest.mark.parametrize("cls", [Rows, Positions, Shifted])
 @pytest.mark.parametrize("length", [3, 4])
 def test_as_many_positions_as_samples(cls: type[Model], length: int) -> None:

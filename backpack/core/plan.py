@@ -170,6 +170,8 @@ class Plan(Tracking):
             call, state = mark.call, states.get(mark.nr)
             if node in self._guessed and isinstance(state, Layout) and state.axis == known_axis(call):
                 self._compare_with_data(node, call, state, 2)
+            elif node in self._guessed and not call.module._modules and call.found.rule is None and known_axis(call) is None:
+                self._doubt_lengths(node, call.outputs[mark.index].shape)
             if lacks_batch(call):
                 if isinstance(state, Layout) and not state.of_one and (refusal := single(self.walk, node, call)):
                     self._note(refusal)

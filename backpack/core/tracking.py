@@ -205,6 +205,12 @@ class Tracking:
         for start in self._guessed.get(node, ()):
             self._doubts.setdefault(start, other_rows(self.walk, node, f"a tensor of shape {list(shape)}", samples))
 
+    def _doubt_lengths(self, node: Node, shape: Size) -> None:
+        # of the output of a module without a rule, where nothing tells which axes are of features
+        samples = self._samples_at[node]
+        if samples > 1 and shape.count(samples) > 1:
+            self._doubt(node, shape, samples)
+
     def _compare_with_data(self, node: Node, call: ModuleCall, layout: Layout, axes: int) -> None:
         """Refuse rows that were taken for samples at a guess, where what a module was called with says something else; note whether it confirms them.
 
