@@ -520,3 +520,23 @@ def test_layers_to_which_only_zeros_arrive() -> None:
     problem = make()
     run(problem, BatchDiagHessian())
     QUANTITIES["BatchDiagHessian"].check(Oracle(make()), collect(problem, "diag_h_batch"))
+
+
+@pytest.mark.parametrize("N", [1, 3])
+def test_attention_of_scale_zero(N: int) -> None:
+    """Queries have no influence there; the scale is zero, and not that of the default."""
+
+    def attend(net: Net, x: Tensor) -> Tensor:
+        h = net.first(x).tanh()
+        return net.out(F.scaled_dot_product_attention(net.q(h)[:, None], h[:, None], net.v(h)[:, None], scale=0.0)[:, 0]).sum(1)
+
+    def build() -> Problem:
+        parts = layers(first=lambda: Linear(3, 2), q=lambda: Linear(2, 2), v=lambda: Linear(2, 2), out=lambda: Linear(2, 4))
+        with default_dtype(torch.float64):
+            torch.manual_seed(0)
+            return classify(Net(attend, **parts()), randn(N, 4, 3))
+
+    problem, oracle = build(), Oracle(build())
+    run(problem, DiagHessian())
+    QUANTITIES["DiagHessian"].check(oracle, collect(problem, "diag_h"))
+    assert not problem.model.q.weight.diag_h.any()

@@ -391,5 +391,5 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
         warn(
             f"backward was called inside of backpack(...), but nothing was computed: none of the {walk.foreign} parameters that it reaches belongs "
             "to an extended module. Write `model = extend(model)` before the forward pass, or call backward outside of the context.",
-            stacklevel=10,  # the line that calls loss.backward()
+            stacklevel=11,  # the line that calls loss.backward()
         )
