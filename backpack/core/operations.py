@@ -284,7 +284,7 @@ def as_described(call: ModuleCall, node: Node, names: list[str], base: bool, ins
         node: Node of its output.
         names: The operations of the piece, the last one first.
         base: Whether the node has made the tensor of which the output is a view.
-        inside: The nodes of the piece.
+        inside: The nodes of the piece; none if what they were told does not matter, as of a loss that only says where the samples lie.
 
     Returns:
         Whether it can; also where the class is none of this table, as it belongs to the user.

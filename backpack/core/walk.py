@@ -296,7 +296,7 @@ class Walk:
                 parameter = module._parameters.get(name)
                 if parameter is not None and parameter.requires_grad and name not in piece.parameters:
                     return None  # the module had another one, or none of this name, when it ran
-        return piece if as_described(call, node, names, base, piece.inside) else None
+        return piece if as_described(call, node, names, base, piece.inside if self.second_order or not call.is_loss else ()) else None
 
     @cached_property
     def outermost(self) -> list[ModuleCall]:
