@@ -643,3 +643,41 @@ def test_states_without_a_graph(order: str, samples: int, length: int) -> None:
         loss(x, y[:, 0]).backward()
     for parameter, gradients in zip(model.parameters(), expected, strict=True):
         close(parameter.grad_batch, gradients)
+
+
+CLASSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda h, classes: h @ classes.T,
+    "layer": F.linear,
+    "contraction": lambda h, classes: torch.einsum("nd,kd->nk", h, classes),
+    "distances": torch.cdist,
+    "differences": lambda h, classes: (h[:, None] - classes[None]).square().sum(2),
+    "attention": lambda h, classes: ((h @ classes.T).softmax(1) @ classes)[:, :3],
+}
+
+
+class Classes(nn.Module):
+    """Compares samples with what a layer makes of classes, of which there are three."""
+
+    def __init__(self, compare: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.compare, self.body, self.of_classes = compare, nn.Linear(4, 5), nn.Linear(6, 5)
+        self.register_buffer("classes", torch.randn(3, 6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.compare(self.body(x), self.of_classes(F.normalize(self.classes))) - y).square().sum()
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4])
+@pytest.mark.parametrize("way", CLASSES)
+def test_as_many_classes_as_samples(way: str, samples: int) -> None:
+    """Rows of classes are none of samples, however many: what meets all samples further down is refused."""
+    model = extend(Classes(CLASSES[way]).double())
+    x, y = torch.randn(samples, 4, dtype=torch.float64), torch.randn(samples, 3, dtype=torch.float64)
+    with backpack(BatchGrad()), pytest.raises(BackpackError):
+        model(x, y).backward()
+    assert results(model) == {}
+    rows = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]), list(model.body.parameters())) for n in range(samples)]
+    with backpack(BatchGrad(exclude=[model.of_classes])):
+        model(x, y).backward()
+    for parameter, *expected in zip(model.body.parameters(), *rows, strict=True):
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(expected))

@@ -97,6 +97,39 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
     return _Rows(frozenset().union(*(rows.calls for rows in joined)), False, True) if joined else None
 
 
+def _turns(node: Node) -> bool:
+    # whether an operation moves the first axis elsewhere
+    name, axes = operation(node), len(shape_of((node, 0)))
+    if name == "Permute":
+        return saved(node, "dims")[:1] not in ((0,), (-axes,))
+    return name == "T" or (name == "Transpose" and bool({saved(node, "dim0"), saved(node, "dim1")} & {0, -axes}))
+
+
+def moves_rows(walk: Walk, start: Node) -> bool:
+    """Say whether what was taken for samples, rows that a node has made, becomes columns on the way to the root, or meets all other rows.
+
+    Args:
+        walk: The graph.
+        start: The node.
+
+    Returns:
+        Whether it does, as classes do in ``x @ classes.T``.
+    """
+    rows = {start}
+    for node in reversed(walk.order):
+        edges, name, shape = node.next_functions, operation(node), shape_of((node, 0))
+        places = [place for place, (upstream, _) in enumerate(edges) if upstream in rows]
+        if not places:
+            continue
+        if _turns(node) or (name in ("Mm", "Addmm", "EuclideanDist", "Cdist") and len(edges) - 1 in places):
+            return True
+        if name == "Unsqueeze" and saved(node, "dim") in (0, -len(shape)):
+            return True
+        if shape.numel() > 1:
+            rows.add(node)
+    return False
+
+
 def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
     """Say whether a node treats each row alone, or puts rows below one another.
 
@@ -114,11 +147,8 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
         return False
     if name in RESHAPES:
         return not given or not shape or shape[0] >= given[0]
-    if name == "T":
+    if _turns(node):
         return False
-    if name in ("Transpose", "Permute"):
-        moved = saved(node, "dims")[:1] != (0,) if name == "Permute" else {saved(node, "dim0"), saved(node, "dim1")} & {0, -len(shape)}
-        return not moved
     if name == "Index":
         rows = saved(node, "indices")[0]
         return rows is None or rows.dtype.itemsize == 1 or len(saved(node, "indices")) > 1

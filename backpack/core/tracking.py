@@ -14,6 +14,7 @@ from backpack.core.batches import agrees_with_data, lists_samples, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import operation, shape_of
+from backpack.core.joining import moves_rows
 from backpack.core.linear import is_linear
 from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, refuse_without_loss
 from backpack.core.mixing import is_made_of_constants
@@ -131,6 +132,8 @@ class Tracking:
             self._guessed.pop(node, None)  # its rows are the samples, however many it was given
         elif start is not None:
             self._guessed[node] = frozenset((node,))
+            if start.samples > 1 and self.walk.returns_loss and moves_rows(self.walk, node):
+                self._doubt(node, call.outputs[mark.index].shape, start.samples)
         if start is None:
             return
         size = start.samples
