@@ -59,7 +59,7 @@ def told(names: Iterable[str], wanted: Callable[[ModuleCall], tuple], data: Iter
         given, right = read(node), wanted(call)
         if (given if len(names) > 1 else (given,)) != right and tuple(saved(node, name) for name in names) != right:  # of negative numbers
             return False
-        return not tensors or checkpointed(node) or all([_same_data(call, name, read_tensor(node)) for name, read_tensor in tensors.items()])
+        return not tensors or checkpointed(node) or all([_same_data(call, node, name, had) for name, had in tensors.items()])
 
     return check
 
@@ -90,13 +90,14 @@ def reduced(*names: str, data: Iterable[str] = ()) -> Check:
     return told(("reduction", *names), lambda call: (REDUCTIONS.index(call.reduction), *(getattr(call, name) for name in names)), data)
 
 
-def _same_data(call: ModuleCall, name: str, had: Tensor | None) -> bool:
+def _same_data(call: ModuleCall, node: Node, name: str, read: Callable[[Node], Tensor | None]) -> bool:
     # tensors without a graph: weights of classes, running statistics, the target
     try:
         slot = call.inputs[1] if name == "target" else None
         given = slot.tensor if isinstance(slot, Slot) else getattr(call, name, None)
     except OverwrittenError:  # refused where a rule reads it
         return True
+    had = read(node)
     if given is None or had is None:
         return given is had or name == "target"  # which is kept where a rule reads it
     return given.data_ptr() == had.data_ptr() or torch.equal(given, had)  # as with hooks that keep copies
