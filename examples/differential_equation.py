@@ -139,7 +139,7 @@ for (name, (times, errors, _)), colour in zip(results.items(), (ORANGE, BLUE), s
 left.set(title="Distance from the solution", xlabel="seconds", ylabel="relative error", yscale="log")
 left.legend()
 for axes, (name, (_, _, difference)) in zip(others, results.items(), strict=True):
-    shown = axes.imshow(difference.abs().log10().T, origin="lower", extent=(0, 1, 0, 1), vmin=-7, vmax=-3)
+    shown = axes.imshow(difference.abs().log10().T.numpy(), origin="lower", extent=(0, 1, 0, 1), vmin=-7, vmax=-3)
     axes.set(title=f"{name}: what is left", xlabel="x", ylabel="y")
 figure.colorbar(shown, ax=others, label="difference from the solution, decimal logarithm", shrink=0.8)
 save(figure, "differential_equation")

@@ -65,7 +65,7 @@ def check(drawn: Drawn, tally: Counter[str]) -> None:
     except RuntimeError as error:
         assert any(text in str(error) for text in ("inplace", "in-place", "written-to", "does not require grad", "is not implemented")), error
         return
-    if not any(p.requires_grad for p in plain.model.parameters()):
+    if all(p.grad is None for p in plain.model.parameters()):
         return
     terms, names, oracle = drawn[5], names_in(drawn), Oracle(without_checkpoints(build(drawn)))
     for group, chosen in GROUPS.items():
