@@ -166,6 +166,22 @@ def test_where_samples_go_is_told_anew_where_it_may_change(move: str) -> None:
         pass_over(model, x, torch.arange(rows) % 3)
 
 
+class Filled(Net):
+    """Fills a number that is learned into a part of some rows."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda h, k: h.masked_fill((ROWS % 4 == k)[:, None] & (ROWS[:4] < 2), self.number))
+        self.number = Parameter(torch.tensor(0.3, **DOUBLE))
+
+
+def test_which_samples_use_a_number_that_is_filled_in_is_told_anew() -> None:
+    """In the first passes it is a single one, another one each time."""
+    torch.manual_seed(0)
+    model, x = extend(Filled()), torch.randn(5, 4, **DOUBLE)
+    for model.option in (1, 2, 0, 4, 1):
+        pass_over(model, x, torch.arange(5) % 3)
+
+
 @pytest.mark.parametrize("function", [Tanh, Expand])
 def test_functions_that_are_named_like_those_of_torch(function: type[Function]) -> None:
     torch.manual_seed(0)

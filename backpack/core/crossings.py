@@ -283,6 +283,11 @@ def _completed(layout: Layout, state: Layout) -> Layout:
     return layout._replace(labels=state.labels) if as_there and not layout.of_one else layout
 
 
+def _hides_places(node: Node, shapes: tuple[torch.Size | None, ...]) -> bool:
+    # where the parts of a concatenation begin, of which several need no gradient; which entries use a number that is filled in
+    return (operation(node) == "Cat" and shapes.count(None) > 1) or (operation(node) == "MaskedFill" and shapes[1:].count(None) < len(shapes) - 1)
+
+
 _CROSSINGS: dict[Any, list[Crossing | None]] = {}
 
 
@@ -302,7 +307,7 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         if known is not None:
             return known
     tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None
-    if operation(node) in STATIC and (operation(node) != "Cat" or shapes.count(None) <= 1):  # it has not saved where its parts begin
+    if operation(node) in STATIC and not _hides_places(node, shapes):
         key = (node.name(), tuple(torch.Size(m.shape) for m in tensors), shapes, tuple(states.items()), settings_of(node))
         if key in _CROSSINGS:
             return _CROSSINGS[key]
