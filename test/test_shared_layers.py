@@ -153,6 +153,29 @@ def test_against_the_oracle(net: type[nn.Module]) -> None:
             close(factor, expected)
 
 
+class Smooth(Net):
+    """Of which second derivatives are known."""
+
+    def __init__(self, expanded: bool | None) -> None:
+        super().__init__(expanded)
+        self.trunk[2] = nn.Tanh()
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 2000}], ids=["at once", "in blocks"])
+@pytest.mark.parametrize("N", [1, 3, T])
+def test_with_the_diagonal_of_the_hessian(N: int, options: dict[str, Any]) -> None:
+    """It needs second derivatives, and leaves other quantities as they are."""
+    problem, oracle = build(None, N, Smooth), Oracle(build(None, N, Smooth))
+    with backpack(extensions.BatchDiagHessian(), extensions.DiagGGNExact(), extensions.KFLR(), **options):
+        problem.loss(problem.outputs()).backward()
+    diagonals, factors = oracle.diag_ggn_batch(oracle.hessian_exact), oracle.kronecker(oracle.hessian_exact)
+    for name, parameter in problem.model.named_parameters():
+        close(parameter.diag_h_batch, oracle.diag_h_batch[name])
+        close(parameter.diag_ggn_exact, diagonals[name].sum(0))
+        for factor, expected in zip(parameter.kflr, factors[name], strict=True):
+            close(factor, expected)
+
+
 class Guided(nn.Module):
     """A condition that some samples drop: they get what a layer makes of a constant, or of a constant at each position."""
 

@@ -235,7 +235,7 @@ class Plan(Tracking):
         Returns:
             Whether there is one.
         """
-        if self._need is not Need.COLUMNS or node in self._bare or list(states.values()) != [SPLIT]:
+        if self._need is Need.MODULES or node in self._bare or list(states.values()) != [SPLIT]:
             return False
         unit = next(filter(None, (self._shared_call(node, mark) for mark in marks)), None) or self._shared_node(node)
         if unit is None:
@@ -266,6 +266,8 @@ class Plan(Tracking):
         if not tracked or piece.parameters.keys() - set(rule.params) or needed[1:] or (needed and needed[0][0] != 0) or not unit.is_ours:
             return None
         unit.below = needed[0][1] if needed else None
+        if not self._carries(unit):
+            return None
         self._claimed.add(call)
         self._covered |= piece.inside
         return unit
@@ -284,10 +286,17 @@ class Plan(Tracking):
             return None
         axis = max(len(shape) - 2, 0)
         unit = read(node, {0: Layout(axis, (0,) * shape[axis], 1)}, self.walk)
-        if not isinstance(unit, Unit) or unit.split or not unit.parameters or not unit.call.derivatives.any_batch_axis:
+        if not isinstance(unit, Unit) or unit.split or not unit.parameters or not unit.call.derivatives.any_batch_axis or not self._carries(unit):
             return None
         self._pass(unit)
         return unit
+
+    def _carries(self, unit: Unit) -> bool:
+        # whether a layer that does the same for all samples has no second derivative, where one is asked for: nothing can be born there
+        if self._need is Need.COLUMNS or unit.below is None:
+            return True
+        used = self.walk.bits_of(frozenset(map(id, unit.parameters.values())))
+        return unit.call.derivatives.hessian_is_zero(unit.call) and not self.walk.reach[unit.below[0]] & used
 
     def _choose_node(self, node: Node, states: dict[int, State]) -> bool:
         """Cover a node by a rule where it is read like the call of a module, for example a product with a matrix.
