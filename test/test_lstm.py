@@ -35,6 +35,14 @@ def sequence_first(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     return net.b(net.own(net.a(x).transpose(0, 1))[0][-1])
 
 
+def last_states_of_sequence(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    return last_states(net, x.transpose(0, 1))
+
+
+def last_states_of_sorted(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    return last_states(net, x.flip(0).transpose(0, 1)).flip(0)
+
+
 def last_states(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     _, (hidden, cell) = net.own(net.a(x))
     return net.b(hidden[-1] + cell.mean(0))
@@ -114,6 +122,8 @@ NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "both directions": (outputs, lstm(hidden=1, bidirectional=True), 2),
     "two layers, both directions, last states": (last_states, lstm(num_layers=2, bidirectional=True), 4),
     "last states": (last_states, lstm(), 1),
+    "last states, sequence first": (last_states_of_sequence, lstm(batch_first=False), 1),
+    "last states, sequence first, in another order": (last_states_of_sorted, lstm(batch_first=False), 1),
     "last cell": (last_cell, lstm(), 1),
     "outputs and last states": (everything, lstm(), 1),
     "given states": (given_states, lstm(), 1),
@@ -191,10 +201,11 @@ def test_against_oracle(extension: str, name: str, N: int, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("T", [1, 7])
-@pytest.mark.parametrize("name", ["outputs", "two layers, both directions, last states"])
-def test_sequences_of_one_step_and_of_many(name: str, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("name", ["outputs", "last states, sequence first", "two layers, both directions, last states"])
+def test_sequences_of_one_step_and_of_many(name: str, N: int, T: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for extension in ("BatchL2Grad", "SumGradSquared", "DiagGGNExact", "KFLR"):
-        agree(monkeypatch, QUANTITIES[extension], build(name, 3, T=T), build(name, 3, torch.float64, T))
+        agree(monkeypatch, QUANTITIES[extension], build(name, N, T=T), build(name, N, torch.float64, T))
 
 
 @pytest.mark.parametrize("name", ["outputs", "outputs and last states", "two rows a sample"])

@@ -122,7 +122,8 @@ class Tracking:
             UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
         """
         call, known = mark.call, self.states.get(node, {}).get(mark.nr)
-        if known is not None and not call.root:  # only a model has a say then
+        told = known is not None or (node in self.states and mark.nr not in self._bare.get(node, ()))  # by what uses it, or other outputs alone
+        if told and not call.root:  # only a model has a say then
             return
         own = map(id, call.module._parameters.values())
         if call.root and known is None and (call.module._modules or self.walk.bits.keys() & own) and turns(call):
