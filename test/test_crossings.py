@@ -246,6 +246,10 @@ LOOPS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
     "no row by a mask": lambda net, h: at_rows(net, h, torch.arange(len(h)) < 0),
     "one row by an index": lambda net, h: at_rows(net, h, -1),
     "one row by a list, added": lambda net, h: put(h, [0], h[[0]] + net.inner(h[[0]]).sin()),
+    "experts for rows behind an axis of length one": lambda net, h: sum(
+        torch.zeros_like(h).index_add(0, rows, net.inner(h[None, rows].view(-1, 4)).sin() * (1 + e))
+        for e, rows in enumerate((torch.arange(len(h)).flip(0)[:2], torch.arange(1), torch.arange(len(h))[1:2]))
+    ),
     "steps in front, a layer for rows of one sample": lambda net, h: at_rows(
         net, h * STEPS[:, None], (torch.arange(3)[:, None] < 2) & (torch.arange(len(h)) == len(h) - 1)
     ).sum(0),

@@ -204,6 +204,8 @@ def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) 
     if rows is None or layout.samples < 2 or not full or not full.numel():
         return None
     dim, index = rows[0] % len(full), rows[1]
+    if name in _SELECTS and layout.axis != dim < len(full) - 1 and len({*layout.labels}) == 1:
+        layout = Layout(dim, layout.labels[:1] * full[dim], layout.samples)  # of one sample: those that were not selected may be of others
     crossings: list[Crossing | None] = []
     for number, shape in enumerate(shapes):
         there = layout
