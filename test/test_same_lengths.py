@@ -79,6 +79,24 @@ def test_positions_of_a_layer(make: Callable[..., Module]) -> None:
     check(partial(make, None), LENGTH)
 
 
+class Kernels(Module):
+    """A convolution whose kernels are made for each sample, in groups of channels that are none of the samples' own number."""
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.kernels, self.groups = Linear(2, 6 * LENGTH // groups), groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernels = self.kernels(x.mean(1)).view(-1, LENGTH // self.groups, 1)
+        return F.conv1d(x.reshape(1, -1, 2), kernels, groups=self.groups * len(x)).view(len(x), LENGTH, 2, 2).mean(2)
+
+
+@pytest.mark.parametrize("samples", [1, 2, LENGTH, 6])
+@pytest.mark.parametrize("groups", [1, LENGTH])
+def test_kernels_of_each_sample(groups: int, samples: int) -> None:
+    check(lambda: Kernels(groups), samples)
+
+
 class Pairs(Module):
     """A tensor that is used as it is, and transposed."""
 

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import holds_samples, known_axis, mini_batches, nested_in, owners_in, place_of
+from backpack.core.batches import holds_samples, nested_in, place_of
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import SPLIT, State
-from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.embedding import EmbeddingDerivatives
-from backpack.core.graph import operation, saved, saved_tensors, shape_of
-from backpack.core.loss_nodes import title
-from backpack.core.origins import FACTORS, LOOKUPS, MATRIX_PRODUCTS, are_positions, brings_rows, is_made, is_of_parameter, is_relative, looked_up
+from backpack.core.graph import operation, saved_tensors, shape_of
+from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, are_positions, brings_rows, is_made, is_of_parameter, is_relative, looked_up
 from backpack.core.refusals import mixing
-from backpack.core.samples import Layout
 from backpack.core.walk import Walk
-from backpack.utils.errors import UnsupportedError
-
-_TOLD = frozenset("Mul Mv Convolution Embedding Gather".split())
-"""Other operations of which the axes of a result are those of what goes in, but for features."""
 
 
 def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
@@ -203,118 +194,6 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
     if samples in rows or any(_holds_samples(walk, tensor, samples) for tensor in saved_tensors(node)):
         how = f"what {node.name()} computes of data is summed over the {samples} samples"
         raise mixing(walk, node, how + (_unknown_rows(numbers.shape, rows.index(samples)) if samples in rows else ""))
-
-
-def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> None:
-    """Refuse what was taken for samples, but is something else, as far as what the model was given tells.
-
-    The output ``[E, N, C]`` of ``E`` experts has as many rows as there are samples if ``E`` happens to be ``N``, and so has ``[C, N]`` if ``C`` is.
-
-    Args:
-        walk: The graph.
-        node: A node into which something goes that depends on no parameter.
-        states: States of its outputs.
-
-    Raises:
-        _misplaced: If a layer, or a product, was given samples that lie elsewhere than those of its output; or a tensor of
-            unknown origin with as many rows as there are samples, where those of its output lie on another axis.
-    """
-    for nr, layout in states.items():
-        if layout is SPLIT:
-            continue
-        elsewhere = layout.axis > 0 or (layout.of_one and len(layout.labels) - layout.labels.count(-1) > 1)
-        if not elsewhere and not _repeats(walk, layout.samples):
-            continue
-        marks = [mark for mark in walk.marks.get(node, ()) if mark.nr == nr and not mark.base]
-        calls = [mark.call for mark in marks if mark.call.found.rule is not None and not mark.call.is_loss]
-        if calls:
-            given = [_input_of(walk, call, layout, elsewhere) for call in calls]
-        else:
-            given = _factors_of(walk, node, layout, elsewhere)
-        for tensor, apart in given:
-            turned = bool(calls) and apart and not layout.of_one  # no feature is a sample
-            if not turned and not (_repeats(walk, layout.samples) and any(mini_batches(walk.outermost, layout.samples))):
-                continue
-            if tensor is None or tensor.layout != torch.strided or tensor.is_nested or _is_constant(walk, tensor) or is_relative(tensor):
-                continue
-            found = _lies_elsewhere(tensor, walk.outermost, layout, apart)
-            copied = not calls and not apart and tensor.stride()[layout.axis : layout.axis + 1] == (0,)
-            unknown = found is None and (elsewhere or copied) and (calls or operation(node) != "Mul")
-            axes = tensor.shape[:-1][:2] if tensor.is_floating_point() else tensor.shape[:2]
-            rows = [size for axis, size in enumerate(axes) if apart or axis != layout.axis or layout.of_one]
-            if turned or found or (unknown and (calls or -1 not in layout.labels) and layout.samples in rows):
-                raise _misplaced(walk, node, calls, tensor, layout, not (turned or found))
-
-
-def _lies_elsewhere(tensor: Tensor, calls: Iterable[ModuleCall], layout: Layout, apart: bool = False) -> bool | None:
-    """Say whether several samples that an outermost module was given lie in a tensor where there should be one; in which order does not matter.
-
-    Args:
-        tensor: The tensor.
-        calls: Calls of outermost modules.
-        layout: Where the samples should lie.
-        apart: Whether the axis on which they should is none of the tensor.
-
-    Returns:
-        Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
-    """
-    for source, axis in mini_batches(calls, layout.samples):
-        owners = owners_in(tensor, source, axis)
-        if owners is None:
-            continue
-        if not apart and tensor.shape[layout.axis : layout.axis + 1] == (len(layout.labels),):
-            owners = owners.movedim(layout.axis, 0)[[index for index, label in enumerate(layout.labels) if label >= 0]]
-            owners = owners.unsqueeze(1).flatten(1)
-            if not layout.of_one:
-                return bool((owners != owners[:, :1]).any())
-        return owners.numel() > 0 and bool((owners != owners.flatten()[0]).any())
-    return None
-
-
-def _repeats(walk: Walk, samples: int) -> bool:
-    # whether another axis of what an outermost module returns is as long as the mini-batch
-    return any([slot.shape.count(samples) > 1 for call in walk.outermost for slot in call.outputs])
-
-
-def _input_of(walk: Walk, call: ModuleCall, layout: Layout, elsewhere: bool) -> tuple[Tensor | None, bool]:
-    # the first tensor that a layer was given, if it is data; and whether an axis of the output is that of features
-    slot, rule = next(iter(call.tensor_inputs), None), call.found.rule
-    told = slot is not None and (elsewhere or slot.shape[:2] == (layout.samples,) * 2)  # else no other axis could be meant
-    if not told or not walk.is_data(slot) or known_axis(call) == layout.axis:
-        return None, False
-    features = rule.feature_axes(call) if isinstance(rule, (AffineDerivatives, EmbeddingDerivatives)) and rule.any_batch_axis else 0
-    return slot.tensor, layout.axis >= len(call.outputs[0].shape) - features
-
-
-def _factors_of(walk: Walk, node: Node, layout: Layout, elsewhere: bool) -> Iterator[tuple[Tensor | None, bool]]:
-    # the factors of a product that are data; and whether an axis of it is none of the factor
-    name, axes = operation(node), len(shape_of((node, 0)))
-    for axis, names in zip((1, 2), FACTORS.get(name, ()), strict=False):
-        tensor, apart = saved(node, names), layout.axis == axes - axis
-        # samples that are mixed by a matrix that was computed from them are refused elsewhere
-        if tensor is not None and not is_made(walk, tensor) and (elsewhere or not apart or node.next_functions[-2][0] not in walk.has_data):
-            yield tensor, apart
-    for tensor in saved_tensors(node, results=False) if name in _TOLD and (elsewhere or name in ("Mul", "Gather")) else ():
-        if not is_made(walk, tensor):
-            yield tensor[(None,) * (axes - tensor.dim())] if name == "Mul" else tensor, False
-
-
-def _misplaced(walk: Walk, node: Node, calls: list[ModuleCall], tensor: Tensor, layout: Layout, unknown: bool) -> UnsupportedError:
-    what, shape = calls[0] if calls else title(node), list(tensor.shape)
-    owner = max(layout.labels, default=-1)
-    where = (f"be all of sample {owner}" if owner >= 0 else "be of no sample") if layout.of_one else f"lie on axis {layout.axis}"
-    why = (
-        f"may have samples elsewhere: where it comes from is not recorded. If the axis of length {layout.samples} there is another one, use a "
-        "mini-batch of another size. Else"
-        if unknown
-        else "has its samples elsewhere, as the input of the model tells:"
-    )
-    return UnsupportedError(
-        f"The {layout.samples} samples are taken from axis 0 of what the model returns. Followed from there, what {what} is given, of shape "
-        f"{shape}, would {where}, but it {why} let the model return its samples on axis 0 ([N, E, C], not the [E, N, C] of experts), or leave these "
-        "parameters out of all extensions: {exclude}.",
-        walk.named(walk.reach[node]),
-    )
 
 
 def _unknown_rows(shape: torch.Size, axis: int) -> str:

@@ -20,7 +20,8 @@ from backpack.core.graph import operation, sequence_number, shape_of
 from backpack.core.joining import refuse_joined
 from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_as_loss
-from backpack.core.mixing import OfData, mixed_by, mixes, refuse_misplaced, refuse_summed
+from backpack.core.misplacing import refuse_misplaced
+from backpack.core.mixing import OfData, mixed_by, mixes, refuse_summed
 from backpack.core.node_calls import Composite, read
 from backpack.core.node_functions import is_known
 from backpack.core.refusals import (
