@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import known_axis, mini_batches, owners_in, place_of
+from backpack.core.batches import known_axis, mini_batches, owners_in
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.loss_nodes import title
-from backpack.core.origins import FACTORS, is_made, is_relative
+from backpack.core.origins import FACTORS, is_constant, is_made, is_relative
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk
 from backpack.utils.errors import UnsupportedError
@@ -54,13 +54,7 @@ def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> Non
             turned = bool(calls) and apart and not layout.of_one  # no feature is a sample
             if not turned and not (_repeats(walk, layout.samples) and any(mini_batches(walk.outermost, layout.samples))):
                 continue
-            if (
-                tensor is None
-                or tensor.layout != torch.strided
-                or tensor.is_nested
-                or place_of(tensor) in walk.constant_places
-                or is_relative(tensor)
-            ):
+            if tensor is None or tensor.layout != torch.strided or tensor.is_nested or is_constant(walk, tensor) or is_relative(tensor):
                 continue
             found = _lies_elsewhere(*_by_groups(node, tensor, layout), walk.outermost, apart)
             copied = not calls and not apart and tensor.stride()[layout.axis : layout.axis + 1] == (0,)

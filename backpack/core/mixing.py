@@ -13,7 +13,18 @@ from torch.autograd.graph import Node
 from backpack.core.batches import holds_samples, nested_in, place_of
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.graph import operation, saved_tensors, shape_of
-from backpack.core.origins import LOOKUPS, MATRIX_PRODUCTS, are_positions, brings_rows, is_made, is_of_parameter, is_relative, looked_up
+from backpack.core.origins import (
+    LOOKUPS,
+    MATRIX_PRODUCTS,
+    are_positions,
+    brings_rows,
+    is_constant,
+    is_made,
+    is_of_parameter,
+    is_relative,
+    looked_up,
+    selects_rows,
+)
 from backpack.core.refusals import mixing
 from backpack.core.walk import Walk
 
@@ -36,7 +47,7 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
     if brings:
         return True
     given = [slot for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
-    if operation(node) in MATRIX_PRODUCTS and all(_is_constant(walk, slot.tensor) or are_positions(slot.tensor, samples) for slot in given):
+    if operation(node) in MATRIX_PRODUCTS and all(is_constant(walk, slot.tensor) or are_positions(slot.tensor, samples) for slot in given):
         return False
     if upstream in walk.has_data and operation(node) != "Repeat":
         return True
@@ -83,7 +94,8 @@ def _is_bare(walk: Walk, node: Node, samples: int, copies: bool = True) -> bool:
         return False
     for n in _upstream(walk, node):
         name, shape = operation(n), shape_of((n, 0))
-        if name in LOOKUPS or (not copies and name in ("Expand", "Repeat") and shape[:1] == (samples,) and shape != shape_of(n.next_functions[0])):
+        copied = name in ("Expand", "Repeat") and shape[:1] == (samples,) and shape != shape_of(n.next_functions[0])
+        if selects_rows(walk, n) if copies else copied or name in LOOKUPS:
             return False
     return True
 
@@ -99,7 +111,21 @@ def is_made_of_constants(walk: Walk, node: Node, samples: int) -> bool:
     Returns:
         Whether it does.
     """
-    return is_of_parameter(walk, node, samples, partial(_is_constant, walk))
+    return is_of_parameter(walk, node, samples, partial(is_constant, walk))
+
+
+def is_same_for_all(walk: Walk, node: Node, samples: int) -> bool:
+    """Say whether a node makes the same for all samples, though modules may have been called with it that know nothing of where it comes from.
+
+    Args:
+        walk: The graph.
+        node: The node.
+        samples: Size of the mini-batch.
+
+    Returns:
+        Whether it does.
+    """
+    return is_made_of_constants(walk, node, samples) and (node not in walk.has_data or _is_bare(walk, node, samples))
 
 
 def is_shared(walk: Walk, node: Node, samples: int) -> bool:
@@ -127,7 +153,7 @@ def is_shared(walk: Walk, node: Node, samples: int) -> bool:
     tensors = [slot.tensor for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
     if any(map(nested_in, calls)):
         return False
-    return all(_is_constant(walk, tensor) or _is_found_inside(walk, tensor) for tensor in tensors)
+    return all(is_constant(walk, tensor) or _is_found_inside(walk, tensor) for tensor in tensors)
 
 
 def _is_found_inside(walk: Walk, tensor: Tensor | None) -> bool:
@@ -181,7 +207,7 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
         rows = slot.shape[:-1] or slot.shape if slot.dtype.is_floating_point else slot.shape if len(slot.shape) > 1 else ()
         known = _holds_samples(walk, slot.tensor, samples)
         if walk.is_data(slot):
-            batched = samples in rows[:2] and rows[0] != 1 and not (_is_constant(walk, slot.tensor) or is_relative(slot.tensor))
+            batched = samples in rows[:2] and rows[0] != 1 and not (is_constant(walk, slot.tensor) or is_relative(slot.tensor))
         else:
             batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and slot.edge[0] in _upstream(walk, node)
         if (known or batched) and not is_made_of_constants(walk, node, samples):
@@ -259,7 +285,3 @@ def _upstream(walk: Walk, node: Node) -> set[Node]:
 
 def _holds_samples(walk: Walk, tensor: Tensor | None, samples: int) -> bool:
     return tensor is not None and not is_made(walk, tensor) and holds_samples(tensor, walk.outermost, samples)
-
-
-def _is_constant(walk: Walk, tensor: Tensor | None) -> bool:
-    return place_of(tensor) in walk.constant_places  # a view of a buffer, say

@@ -118,6 +118,21 @@ def is_made(walk: Walk, tensor: Tensor) -> bool:
     return isinstance(tensor, Parameter) or walk.is_tracked(tensor.grad_fn)
 
 
+def is_constant(walk: Walk, tensor: Tensor | None) -> bool:
+    """Say whether a tensor is known to be the same for all samples.
+
+    Args:
+        walk: The graph.
+        tensor: A tensor that a node has saved, or a module was called with.
+
+    Returns:
+        Whether it is a buffer, or a parameter, of an outermost module, or a view of one; a sparse one has no views.
+    """
+    if tensor is None or tensor.layout == torch.strided:
+        return place_of(tensor) in walk.constant_places
+    return any(tensor is buffer for call in walk.outermost for buffer in call.module.buffers())
+
+
 def rows_made(node: Node) -> torch.Size:
     """Return the lengths of the axes of what a node makes on which samples lie, usually.
 
@@ -146,7 +161,7 @@ def looked_up(walk: Walk, node: Node) -> Tensor | None:
     given = [index for index in (found if isinstance(found, tuple) else (found,)) if index is not None]
     if len(given) != 1 or given[0].dim() < _MATRIX or given[0].dtype not in _INTEGERS:
         return None
-    return None if len(given[0]) == 1 or place_of(given[0]) in walk.constant_places or is_relative(given[0]) else given[0]
+    return None if len(given[0]) == 1 or is_constant(walk, given[0]) or is_relative(given[0]) else given[0]
 
 
 def is_relative(numbers: Tensor | None) -> bool:
@@ -228,11 +243,24 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
     if not any(size and size % samples == 0 for size in rows):
         return False
     given = list(saved_tensors(node, results=False))
-    return not given or any(not (is_made(walk, t) or place_of(t) in walk.constant_places or are_positions(t, samples)) for t in given)
+    return not given or any(not (is_made(walk, t) or is_constant(walk, t) or are_positions(t, samples)) for t in given)
+
+
+def selects_rows(walk: Walk, node: Node) -> bool:
+    """Say whether a node selects rows of a table, maybe for samples.
+
+    Args:
+        walk: The graph.
+        node: The node.
+
+    Returns:
+        Whether it does; not where their numbers are those of a buffer, as the ends of the edges of a graph are.
+    """
+    return operation(node) in LOOKUPS and not all(is_constant(walk, t) for t in saved_tensors(node, results=False) if not t.is_floating_point())
 
 
 def _looks_up_data(walk: Walk, node: Node, samples: int) -> bool:
-    numbers = [t for t in saved_tensors(node) if t.dtype in _INTEGERS and place_of(t) not in walk.constant_places]
+    numbers = [t for t in saved_tensors(node) if t.dtype in _INTEGERS and not is_constant(walk, t)]
     rows = [t.shape[:2] for t in numbers if t.dim() > 1 and len(t) != 1 and not is_relative(t)]
     # positions have no gaps, in whatever order they come
     return any(samples in shape for shape in rows) or any(t.shape == (samples,) and (t.sort().values.diff() != 1).any() for t in numbers)

@@ -17,7 +17,7 @@ from backpack.core.graph import operation, shape_of
 from backpack.core.joining import moves_rows
 from backpack.core.linear import is_linear
 from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, refuse_without_loss
-from backpack.core.mixing import is_made_of_constants
+from backpack.core.mixing import is_same_for_all
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
 from backpack.core.samples import Layout, first_axis, settle, unite
@@ -287,17 +287,17 @@ class Tracking:
         if known is SPLIT or state is SPLIT:
             states[nr] = SPLIT
             layout = state if known is SPLIT else known
-            if (
-                layout is not SPLIT
-                and layout.samples > 1
-                and (node in self.walk.has_data or not is_made_of_constants(self.walk, node, layout.samples))
-            ):
+            if layout is not SPLIT and layout.samples > 1 and not is_same_for_all(self.walk, node, layout.samples):
                 how = f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
                 self._note(mixing(self.walk, node, how))
         elif known is not state:
             states[nr] = unite(known, state) or SPLIT  # what is made of parameters alone may be used by each sample in another way
-            if states[nr] is SPLIT and not is_of_parameter(self.walk, node):
+            if states[nr] is SPLIT and not (is_of_parameter(self.walk, node) or self._is_of_nodes(node, samples)):
                 self._note(ambiguous(self.walk, edge, known, state))
+
+    def _is_of_nodes(self, node: Node, samples: int) -> bool:
+        # whether layers made it of constants, as of the nodes of a graph that all samples use; functions may have multiplied it with data
+        return node in self.walk.has_data and is_same_for_all(self.walk, node, samples)
 
     def _count(self, parameter: Parameter, uses: int, samples: int) -> None:
         """Count uses of a parameter; refuse it if other uses saw a mini-batch of another size.
