@@ -25,6 +25,7 @@ from backpack.core.engine import Request, refuse_hidden, transformed, unwatch, w
 from backpack.core.owners import owners
 from backpack.core.passing import Pass
 from backpack.core.plan import Plan
+from backpack.core.recording import drop_interrupted, made_by_running
 from backpack.core.state import recording
 from backpack.core.walk import Walk
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -124,7 +125,7 @@ class backpack:  # noqa: N801
         self.retain_graph = retain_graph
 
     def __enter__(self) -> None:
-        recording.open.clear()  # calls that were interrupted, by a key, say
+        drop_interrupted()
         before = CTX.exchange(self.exts, self.debug, self.extension_hook, self.retain_graph)
         _entered.contexts.append(Entry(self, (before, recording.keep_all)))
         recording.keep_all = self.retain_graph or any(ext.has_module_exts for ext in self.exts)
@@ -260,7 +261,7 @@ def _with_quantities(request: Request) -> Any:
             if not walk.double:
                 _remove_stale(walk, (), extensions, entry)
             return request.execute()
-        with once():
+        with made_by_running(roots), once():
             try:
                 walk = walk_from(roots, extensions, only)
                 if outer is not None and outer.walk is not None:
@@ -312,9 +313,8 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     connection = Connection(plan) if request.create_graph else None
     ranks = is_distributed()
     spares = plan.whole and hook is no_op and not (request.create_graph or ranks)  # hooks may read .grad, and ranks wait for it
-    combines = context.accumulate or ranks
     hooked, debug, turn = None if hook is no_op else hook, CTX.get_debug(), next(Entry.turns)
-    collector = Collector(plan, extensions, hooked, connection, debug, combines, context.dtype, spares, entry.number, turn)
+    collector = Collector(plan, extensions, hooked, connection, debug, context.accumulate or ranks, context.dtype, spares, entry.number, turn)
     try:
         collector.check()
     except BackpackError as error:

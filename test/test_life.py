@@ -748,6 +748,55 @@ def test_interrupted_by_a_key(stage: str) -> None:
     assert not recording.open
 
 
+class Steps(Module):
+    """Has rows of time steps inside, and does something else first, in between or last."""
+
+    def __init__(self, place: str = "", between: Callable[[], None] = lambda: None) -> None:
+        super().__init__()
+        self.first, self.last = Linear(4, 5), Linear(5, 3)
+        self.place, self.between = place, between
+
+    def happens(self, place: str) -> None:
+        if place == self.place:
+            self.between()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.happens("first")
+        hidden = torch.tanh(self.first(x.flatten(0, 1)))
+        self.happens("between")
+        rows = self.last(hidden)
+        self.happens("last")
+        return rows.unflatten(0, x.shape[:2]).sum(1)
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("place", ["first", "between", "last"])
+def test_pass_of_another_model_in_a_forward_pass(place: str, samples: int, extension: type) -> None:
+    """Neither does the model around forget that it has begun, nor does the one inside become a part of it."""
+    torch.manual_seed(0)
+    side, field = extend(Steps().double()), extension().savefield
+    x, y = torch.randn(2, 2, 4, dtype=torch.float64), torch.tensor([0, 2])
+
+    def step() -> None:
+        clear(side)
+        with backpack(extension()):
+            F.cross_entropy(side(x), y).backward()
+
+    step()
+    alone = values(side, field)
+    model, plain = extend(Steps(place, step).double()), Steps().double()
+    plain.load_state_dict(model.state_dict())
+    problem = Problem(plain, torch.randn(samples, 3, 4, dtype=torch.float64), [Term(CrossEntropyLoss(), torch.arange(samples))])
+    with backpack(extension()):
+        F.cross_entropy(model(problem.x), problem.terms[0].target).backward()
+    assert not recording.open
+    for found, expected in ((values(model, field), FIELDS[field](Oracle(problem))), (values(side, field), alone)):
+        assert found.keys() == expected.keys()
+        for name, value in found.items():
+            close(value, expected[name])
+
+
 def swapped(old: Module) -> Module:
     """Another module with the same parameters, to which hooks are handed on as quantization does, without their settings."""
     new = copy.deepcopy(old)

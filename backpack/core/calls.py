@@ -64,7 +64,7 @@ class ModuleCall:
         found: What is known of it.
         derivatives: The rule of the module's class, or ``None``.
         order: Position among all calls, in the order of the forward passes.
-        root: Whether no other extended module was running.
+        root: Whether no other extended module was running; ``outer`` is the order of the one that was.
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
         keywords: Names of the last of them, if the module was called with names.
         tensor_inputs: Those that are tensors.
@@ -108,7 +108,8 @@ class ModuleCall:
         self.kind, self.found = type(module), find(module)
         rule = self.found.rule if ruled else None
         self.derivatives: BaseDerivatives | None = rule
-        self.recorder, self.order, self.root = recorder, next(_ORDER), not recording.open
+        self.recorder, self.order, running = recorder, next(_ORDER), recording.open
+        self.root, self.outer = not running, running[-1][0].order if running else None
         self.outputs: list[Slot] = []
         # losses are often temporary objects, `extend(MSELoss())(...)`: held strongly, if they do not store what they return
         is_loss = self.root and recorder.bare if rule is None else rule.is_loss

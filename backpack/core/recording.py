@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -12,26 +12,49 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack.core.calls import ModuleCall
+from backpack.core.calls import KEY, ModuleCall
 from backpack.core.checkpoints import pass_on
 from backpack.core.engine import intercepted, transformed
 from backpack.core.options import Options
 from backpack.core.owners import owners, savefields
 from backpack.core.slots import Slot
 from backpack.core.state import recording
+from backpack.utils.differentiation import nodes_below
 from backpack.utils.errors import NotRecordedError
 from backpack.utils.module_classification import loses_hooks
 
 
-def _drop_interrupted() -> None:
+def drop_interrupted() -> None:
     """Forget calls that have begun and do not run any more: interrupted by a key, say, of which hooks are not told."""
     while recording.open:
-        frame, begun = sys._getframe(2), recording.open[-1][1]
+        frame, begun = sys._getframe(1), recording.open[-1][1]
         while frame is not None and frame is not begun:
             frame = frame.f_back
         if frame is not None:
             return
         recording.open.pop()
+
+
+@contextmanager
+def made_by_running(roots: Iterable[Any]) -> Iterator[None]:
+    """Let calls be outermost for a pass that is made in the forward pass of another module, if that has made them itself.
+
+    Args:
+        roots: Tensors, or graph edges, on which autograd is called.
+
+    Yields:
+        Nothing.
+    """
+    running = {call.order for call, _ in recording.open}
+    marks = [mark for node in nodes_below(roots) for mark in node.metadata.get(KEY, ())] if running else ()
+    calls = [mark.call for mark in marks if mark.call.outer in running]
+    for call in calls:
+        call.root = True
+    try:
+        yield
+    finally:
+        for call in calls:
+            call.root = False
 
 
 class Recorder:
@@ -120,7 +143,7 @@ class Recorder:
         """
         if kwargs is not None and not transformed() and recording.on and torch.is_grad_enabled():
             if recording.open:
-                _drop_interrupted()
+                drop_interrupted()
             call = ModuleCall(module, self, args, kwargs, ruled=self.know(module) and not intercepted(args))
             call.seen = args
             recording.open.append((call, sys._getframe(1)))
@@ -160,7 +183,7 @@ class Recorder:
         if isinstance(output, Tensor) and not output.requires_grad:
             return
         if recording.open and not self.path:  # one with a path is called by others, as a rule
-            _drop_interrupted()
+            drop_interrupted()
         call = ModuleCall(module, self, args, kwargs, ruled=self.know(module) and not intercepted(args))
         if vars(module).get("inplace") is True:
             call.derivatives = None  # switched on after extend()
