@@ -23,6 +23,7 @@ from backpack.custom_module.permute import Permute
 from backpack.custom_module.slicing import Slicing
 from backpack.extensions import (
     GGNMP,
+    KFLR,
     KFRA,
     PCHMP,
     BatchDiagGGNExact,
@@ -211,6 +212,36 @@ def test_parameter_with_other_data_after_the_forward_pass(extension: type, froze
             else:
                 loss.backward()
                 found.append(getattr(problem.model[0].bias, extension().savefield))
+    for one, other in zip(*([value] if isinstance(value, Tensor) else value for value in found), strict=True):
+        close(one, other)
+
+
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagHessian, KFLR, KFRA])
+@pytest.mark.parametrize("keeping", ["copies", "allow mutation"])
+def test_parameter_changed_in_place_where_autograd_has_kept_a_copy(extension: type, keeping: str) -> None:
+    """Autograd computes with the old numbers, and the rule would with the new ones: refused where it reads them."""
+    if keeping == "copies":
+        context = torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda copy: copy)
+    else:
+        context = torch.autograd.graph.allow_mutation_on_saved_tensors()
+    found = []
+    with context:
+        for layer in (None, 0, 2):
+            problem = build(mlp, (4,))
+            for module in (problem.model, *problem.losses):
+                extend(module)
+            loss = problem.loss(problem.outputs())
+            if layer is not None:
+                with torch.no_grad():
+                    problem.model[layer].weight.mul_(2)
+            with backpack(extension()):
+                if layer == 2:
+                    with pytest.raises(OverwrittenError, match=r"parameter of 2 after the forward pass"):
+                        loss.backward()
+                    assert results(problem.model) == {}
+                else:
+                    loss.backward()
+                    found.append(getattr(problem.model[0].bias, extension().savefield))
     for one, other in zip(*([value] if isinstance(value, Tensor) else value for value in found), strict=True):
         close(one, other)
 

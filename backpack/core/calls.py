@@ -343,8 +343,9 @@ class ModuleCall:
 
     @property
     def moved(self) -> bool:
-        """Whether a parameter holds other data than in the forward pass (``p.data = ...``), which autograd does not see: it has kept the old ones."""
-        return list(self.places) != places_of(self.module._parameters)
+        """Whether a parameter holds other data than in the forward pass (``p.data = ...``, or in place): autograd may have kept the old ones."""
+        parameters = self.module._parameters
+        return list(self.places) != places_of(parameters) or list(self.versions[: len(parameters)]) != versions_of(parameters, {})
 
     @property
     def _changed(self) -> bool:

@@ -118,8 +118,9 @@ class Carry:
     def _through(flow: Flow, unit: Unit, use: Use, over: bool = False) -> Any:
         if unit.call.moved:
             raise OverwrittenError(
-                f"Other data were put into a parameter of {unit.call.path} after the forward pass (p.data = ...), or a frozen tensor in its "
-                "place: autograd sees neither, but the rule of the layer would. Change parameters after backward, or use a module for each."
+                f"Other data were put into a parameter of {unit.call.path} after the forward pass (p.data = ..., or in place), or a frozen tensor in "
+                "its place: autograd sees neither, or has kept copies, but the rule of the layer would. Change parameters after backward, or use a "
+                "module for each."
             )
         return flow.through(use.call, use.value, use.grad, use.layout, over)
 
