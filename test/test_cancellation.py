@@ -214,3 +214,20 @@ def test_second_derivatives_at_a_mean_of_rounding_errors(name: str, dtype: torch
         extend(nn.MSELoss())(extend(model)(x), y).backward()
     truth = torch.autograd.functional.hessian(loss, weight).diagonal()
     torch.testing.assert_close(model.norm.weight.diag_h.double(), truth, rtol=0, atol=2 * torch.finfo(dtype).eps ** 0.5 * truth.abs().max().item())
+
+
+@pytest.mark.parametrize("loss", [nn.MSELoss(), nn.GaussianNLLLoss()], ids=["MSELoss", "GaussianNLLLoss"])
+@pytest.mark.parametrize("quantity", [extensions.DiagGGNMC, extensions.BatchDiagGGNMC, extensions.SqrtGGNMC, extensions.KFAC])
+def test_labels_around_a_large_mean(quantity: Callable, loss: nn.Module) -> None:
+    """The curvature does not depend on the prediction, nor do the deviations of sampled labels from it."""
+    found = []
+    for level in (0.0, 1e9):
+        layer, extension, given = extend(nn.Linear(1, 2)), quantity(mc_samples=3), [torch.zeros(4, 2)]
+        nn.init.zeros_(layer.weight)
+        nn.init.constant_(layer.bias, level)
+        with backpack(extension):
+            value = extend(loss)(layer(torch.ones(4, 1)), *given, *[torch.ones(4, 2)] * isinstance(loss, nn.GaussianNLLLoss))
+            torch.manual_seed(0)
+            value.backward()
+        found.append(getattr(layer.bias, extension.savefield))
+    torch.testing.assert_close(*found)
