@@ -535,7 +535,7 @@ class Oracle:
 
         The expected square of this gradient is the likelihood's Fisher information; its quotient with the Hessian's diagonal gives the
         weight (reduction, class weights, scale of the loss, ...) of each entry. A loss that has no likelihood, or whose Hessian depends on the
-        label, gets ``H^(1/2) e`` with random signs ``e``.
+        label, gets the symmetric root of ``H``, in units in which its diagonal is one, times random signs.
 
         Args:
             i: Index of the term.
@@ -575,7 +575,7 @@ class Oracle:
         return torch.cat(heads, dim=2)
 
     def _signed_columns(self, i: int, mc_samples: int, index: list[int]) -> Tensor:
-        """Draw signs for the symmetric root of one term's Hessian; the model has a single head.
+        """Draw signs for the symmetric root of one term's Hessian, in units of its diagonal; the model has a single head.
 
         Args:
             i: Index of the term.
@@ -586,9 +586,12 @@ class Oracle:
             ``[mc_samples, len(index), D]``.
         """
         signs = 2 * torch.empty(mc_samples, len(index), self.D, dtype=self._flat.dtype).bernoulli_() - 1
-        values, vectors = torch.linalg.eigh(self.term_hessians[i][index])
+        hessian = self.term_hessians[i][index]
+        units = hessian.diagonal(dim1=1, dim2=2).sqrt()
+        units = units.where(units > 0, 1)
+        values, vectors = torch.linalg.eigh(hessian / units.unsqueeze(1) / units.unsqueeze(2))
         roots = values.where(values > 1e-12 * values.abs().max(), 0).sqrt()
-        return torch.einsum("nij,nj,nkj,mnk->mni", vectors, roots, vectors, signs) / sqrt(mc_samples)
+        return torch.einsum("ni,nij,nj,nkj,mnk->mni", units, vectors, roots, vectors, signs) / sqrt(mc_samples)
 
     # --- first order ------------------------------------------------------------------------------------------------------------------
 

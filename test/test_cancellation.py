@@ -231,3 +231,40 @@ def test_labels_around_a_large_mean(quantity: Callable, loss: nn.Module) -> None
             value.backward()
         found.append(getattr(layer.bias, extension.savefield))
     torch.testing.assert_close(*found)
+
+
+class Weighted(nn.Module):
+    """Couples outputs, whose sizes are given."""
+
+    def forward(self, out: Tensor, sizes: Tensor) -> Tensor:
+        return ((out * sizes).square().sum(1) + (out * sizes).sum(1).square()).mean()
+
+
+class Variances(nn.Module):
+    """The likelihood of means with logarithms of variances; targets are one deviation away."""
+
+    def forward(self, out: Tensor, sizes: Tensor) -> Tensor:
+        mean, log = out.chunk(2, 1)
+        target = mean.detach() + torch.exp(log.detach() / 2)
+        return (log + (target - mean).square() * torch.exp(-log)).mean()
+
+
+SIZES: dict[type[nn.Module], tuple[list[float], list[Callable]]] = {
+    Weighted: ([1, 2, -3, 4], [extensions.DiagGGNExact, extensions.BatchDiagGGNExact, extensions.DiagHessian, extensions.BatchDiagHessian]),
+    Variances: ([0, 0, 0, 0, 0, -5, -10, -14], [extensions.DiagHessian, extensions.BatchDiagHessian]),
+}
+
+
+@pytest.mark.parametrize(("loss", "quantity"), [(loss, quantity) for loss, (_, quantities) in SIZES.items() for quantity in quantities])
+def test_own_losses_whose_outputs_are_of_several_sizes(loss: type[nn.Module], quantity: Callable) -> None:
+    """The curvature with respect to each output is as precise as the largest one: the outputs may be those of layers of their own."""
+    outputs = SIZES[loss][0]
+    sizes, found = torch.tensor([1e-6, 1e2, 1e-3, 1.0]), []
+    for dtype in (torch.float32, torch.float64):
+        layer, extension = extend(nn.Linear(1, len(outputs), dtype=dtype)), quantity()
+        nn.init.zeros_(layer.weight)
+        layer.bias.data = torch.tensor(outputs, dtype=dtype)
+        with backpack(extension):
+            extend(loss())(layer(torch.ones(3, 1, dtype=dtype)), sizes.to(dtype)).backward()
+        found.append(getattr(layer.bias, extension.savefield).double())
+    torch.testing.assert_close(*found, rtol=1e-5, atol=0.0)

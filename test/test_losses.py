@@ -413,8 +413,11 @@ def test_losses_without_a_distribution_draw_signs(name: str, subsampling: list[i
     torch.manual_seed(1)
     signs = 2 * torch.empty(2, *loss.input0[picked].shape, dtype=DOUBLE).bernoulli_() - 1
     assert torch.equal(state, torch.get_rng_state())  # nothing else is drawn
-    values, vectors = torch.linalg.eigh(blocks_of(dense_hessian(loss), len(loss.input0))[picked])
-    expected = torch.einsum("nij,nj,nkj,mnk->mni", vectors, values.clamp(min=0).sqrt(), vectors, signs.flatten(2)) / sqrt(2)
+    blocks = blocks_of(dense_hessian(loss), len(loss.input0))[picked]
+    units = blocks.diagonal(dim1=1, dim2=2).sqrt()
+    units = units.where(units > 0, 1)
+    values, vectors = torch.linalg.eigh(blocks / units.unsqueeze(1) / units.unsqueeze(2))
+    expected = torch.einsum("ni,nij,nj,nkj,mnk->mni", units, vectors, values.clamp(min=0).sqrt(), vectors, signs.flatten(2)) / sqrt(2)
     torch.testing.assert_close(factor.flatten(2), expected, rtol=1e-6, atol=1e-7)
 
 

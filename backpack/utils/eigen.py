@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import nan
+from collections.abc import Callable
+from math import nan, sqrt
 
 import torch
 from torch import Tensor
@@ -20,3 +21,49 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     broken = ~matrices.isfinite().all(2).all(1).unsqueeze(1)
     values, vectors = torch.linalg.eigh(matrices.masked_fill(broken.unsqueeze(2), 0.0))
     return values.masked_fill(broken, nan), vectors
+
+
+def eigh_in_units(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Decompose symmetric matrices in units in which their diagonal is one: entries that are small beside others keep their digits.
+
+    Errors of ``eigh`` are relative to the largest entry of a matrix, those here to the entries on the diagonal.
+
+    Args:
+        matrices: ``[[B, M, M]]``.
+
+    Returns:
+        ``e [[B, M]]``, orthogonal ``v [[B, M, M]]`` and units ``u [[B, M]]`` so that a matrix is ``diag(u) v diag(e) v^T diag(u)``.
+    """
+    squares = matrices.diagonal(dim1=1, dim2=2).abs()
+    if matrices.numel():  # a zero on the diagonal is no unit of the numbers beside it
+        squares = torch.maximum(squares, sqrt(torch.finfo(matrices.dtype).eps) * matrices.abs().amax(2))
+    units = torch.where(squares > 0, squares, 1.0).sqrt()
+    return *eigh(matrices / units.unsqueeze(1) / units.unsqueeze(2)), units
+
+
+def square_root(matrices: Tensor, non_negative: Callable[[Tensor], Tensor]) -> Tensor:
+    """Factorize positive semidefinite matrices, in the units of ``eigh_in_units``.
+
+    Negative eigenvalues that are rounding errors beside the largest one may be none in other units: such matrices keep theirs.
+
+    Args:
+        matrices: ``[[B, M, M]]``.
+        non_negative: Refuses eigenvalues of the matrices themselves that are no rounding errors, and sets others to zero.
+
+    Returns:
+        ``s [[B, M, M]]`` so that a matrix is ``s s^T``, the symmetric root if all numbers on the diagonal are the same.
+    """
+    values, vectors, units = eigh_in_units(matrices)
+    indefinite = (values < -_noise(values)).any(1, keepdim=True)
+    if indefinite.any():
+        plain, basis = eigh(matrices)
+        non_negative(plain[indefinite.squeeze(1)])
+        values, units = torch.where(indefinite, plain, values), torch.where(indefinite, 1.0, units)
+        vectors = torch.where(indefinite.unsqueeze(2), basis, vectors)
+    root = values.masked_fill(values <= _noise(values), 0).sqrt()
+    return units.unsqueeze(2) * ((vectors * root.unsqueeze(1)) @ vectors.mT)
+
+
+def _noise(values: Tensor) -> Tensor:
+    # rounding errors of eigenvalues
+    return values.shape[1] * torch.finfo(values.dtype).eps * values.abs().amax(1, keepdim=True) if values.numel() else values

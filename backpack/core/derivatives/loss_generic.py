@@ -23,7 +23,7 @@ from backpack.core.derivatives.basederivatives import BaseLossDerivatives, Grads
 from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import lacks_terms, nodes_below, undifferentiable
-from backpack.utils.eigen import eigh
+from backpack.utils.eigen import eigh, eigh_in_units, square_root
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.module_state import kept_random_state, kept_state
 from backpack.utils.nested import tensors_in
@@ -47,11 +47,11 @@ def random_signs(mc_samples: int, like: Tensor) -> Tensor:
 class GenericLossDerivatives(BaseLossDerivatives):
     """Hessian factors of an arbitrary twice differentiable loss, called as ``loss(input, target, ...)``.
 
-    The exact factor is the symmetric root ``H^(1/2)`` of each sample's Hessian. The sampled one is ``H^(1/2) e`` for ``e`` of random signs,
-    whose second moment is ``H``: no distribution of labels is known. All comparisons (samples do not mix, the Hessian is positive
-    semidefinite, a second evaluation gives the same value) allow the square root of the machine epsilon, relative to the largest entry of the
-    mini-batch, and, for a mini-batch of which the model is certain, rounding errors of the size that the Hessian has elsewhere; smaller negative
-    eigenvalues are set to zero.
+    The exact factor is the symmetric root of each sample's Hessian ``H``, in units ``u`` in which the diagonal is one: ``diag(u) (H / u u^T)^(1/2)``.
+    The sampled one is its product with random signs, whose second moment is ``H``: no distribution of labels is known. All comparisons (samples do
+    not mix, the Hessian is positive semidefinite, a second evaluation gives the same value) allow the square root of the machine epsilon, relative to
+    the largest entry of the mini-batch, and, for a mini-batch of which the model is certain, rounding errors of the size that the Hessian has
+    elsewhere; smaller negative eigenvalues are set to zero.
 
     A loss class of one's own needs nothing if it derives from one of torch's loss classes, or if it is extended on its own, without
     parameters, and returns one number from a prediction and a target. Any other takes part with ``register(MyLoss, GenericLossDerivatives)``.
@@ -94,15 +94,12 @@ class GenericLossDerivatives(BaseLossDerivatives):
         return sample_hessians(module)
 
     def _sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
-        inputs = module.input0
-        values, vectors = eigh(wide(subsample(self._blocks(module), subsampling=subsampling)))
-        noise = values.shape[1] * torch.finfo(values.dtype).eps * values.abs().amax(1, keepdim=True) if values.numel() else values
-        root = non_negative(values, module, "eigenvalues").masked_fill(values <= noise, 0).sqrt()
-        return _columns((vectors * root.unsqueeze(1)) @ vectors.mT, inputs)
+        blocks = wide(subsample(self._blocks(module), subsampling=subsampling))
+        return _columns(square_root(blocks, lambda values: non_negative(values, module, "eigenvalues")), module.input0)
 
     def _signed_sqrt_hessian(self, module: Module, g_inp: Grads, g_out: Grads) -> tuple[Tensor, Tensor | None]:
-        values, vectors = eigh(wide(self._blocks(module)))
-        return _columns(vectors * values.abs().sqrt().unsqueeze(1), module.input0), signs_of(values)
+        values, vectors, units = eigh_in_units(wide(self._blocks(module)))
+        return _columns(units.unsqueeze(2) * vectors * values.abs().sqrt().unsqueeze(1), module.input0), signs_of(values)
 
     def _sqrt_hessian_sampled(
         self,
@@ -116,7 +113,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         return self._root_mat_prod(module, signs, subsampling) / sqrt(mc_samples)
 
     def _root_mat_prod(self, module: Module, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        """Multiply by the symmetric root of each sample's Hessian.
+        """Multiply by the exact factor of each sample's Hessian.
 
         Args:
             module: The loss with recorded inputs.
