@@ -188,6 +188,34 @@ def test_inverse_of_singular_factor_is_clamped(diagonal: bool) -> None:
     torch.testing.assert_close(inverse, expected if diagonal else torch.diag(expected))
 
 
+@pytest.mark.parametrize("shift", [None, 1e-5, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=str)
+def test_inverse_of_a_factor_of_few_samples(dtype: torch.dtype, shift: float | None) -> None:
+    """It is positive, as the factor is but for rounding errors, some of which are below zero."""
+    torch.manual_seed(0)
+    x = 30 * torch.randn(8, 64, dtype=dtype)
+    (inverse,) = kroneckers.inv_kfacs([x.mH @ x / 8], shift)
+    values, scale = torch.linalg.eigvalsh(inverse), inverse.abs().max()
+    assert inverse.dtype == dtype
+    assert (values >= -1e-5 * scale).all()
+
+
+def test_inverse_of_complex_factor() -> None:
+    x = torch.randn(3, 4, dtype=torch.complex128)
+    factor = x @ x.mH + torch.eye(3)
+    torch.testing.assert_close(kroneckers.inv_kfacs([factor])[0], torch.linalg.inv(factor))
+
+
+def test_inverses_of_what_is_not_finite() -> None:
+    assert kroneckers.inv_kfacs([torch.full((2, 2), torch.nan)], 0.1)[0].isnan().all()
+
+
+@pytest.mark.parametrize("negative", [1.0, 1e-4])
+def test_inverses_of_indefinite_factors(negative: float) -> None:
+    factor = torch.tensor([[1.0, 0.0], [0.0, -negative]])
+    torch.testing.assert_close(kroneckers.inv_kfacs([factor])[0], torch.tensor([[1.0, 0.0], [0.0, -1 / negative]]))
+
+
 def test_kronecker_errors() -> None:
     A, B = rand(2, 3), rand(4, 4)
     with pytest.raises(RuntimeError, match=r"\[\[2, 3\], \[4, 4\]\].*12 rows.*\[8, 2\]"):

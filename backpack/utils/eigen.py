@@ -54,16 +54,23 @@ def square_root(matrices: Tensor, non_negative: Callable[[Tensor], Tensor]) -> T
         ``s [[B, M, M]]`` so that a matrix is ``s s^T``, the symmetric root if all numbers on the diagonal are the same.
     """
     values, vectors, units = eigh_in_units(matrices)
-    indefinite = (values < -_noise(values)).any(1, keepdim=True)
+    indefinite = (values < -rounding(values)).any(1, keepdim=True)
     if indefinite.any():
         plain, basis = eigh(matrices)
         non_negative(plain[indefinite.squeeze(1)])
         values, units = torch.where(indefinite, plain, values), torch.where(indefinite, 1.0, units)
         vectors = torch.where(indefinite.unsqueeze(2), basis, vectors)
-    root = values.masked_fill(values <= _noise(values), 0).sqrt()
+    root = values.masked_fill(values <= rounding(values), 0).sqrt()
     return units.unsqueeze(2) * ((vectors * root.unsqueeze(1)) @ vectors.mT)
 
 
-def _noise(values: Tensor) -> Tensor:
-    # rounding errors of eigenvalues
+def rounding(values: Tensor) -> Tensor:
+    """Bound the rounding errors of eigenvalues.
+
+    Args:
+        values: ``[[B, M]]``.
+
+    Returns:
+        ``[[B, 1]]``.
+    """
     return values.shape[1] * torch.finfo(values.dtype).eps * values.abs().amax(1, keepdim=True) if values.numel() else values

@@ -16,6 +16,7 @@ from string import ascii_letters
 import torch
 from torch import Tensor
 
+from backpack.utils.eigen import eigh, rounding
 from backpack.utils.errors import ArgumentError, ShapeError
 from backpack.utils.numbers import is_number
 from backpack.utils.precision import wide
@@ -232,10 +233,10 @@ def inv_kfacs(factors: Factors, shift: Shift = None) -> list[Tensor] | list[list
     """Invert symmetric factors by their eigen-decomposition, after a shift of the diagonal.
 
     The inverse of a Kronecker product is the Kronecker product of the inverses. Inverse eigenvalues are clamped to ``[-1e8, 1e8]``, so that a
-    singular factor gives a large but finite result.
+    singular factor gives a large but finite result; negative eigenvalues that are rounding errors count as zero.
 
     Args:
-        factors: Symmetric matrices ``[Di, Di]``, or diagonals ``[Di]``; or one list of them for each group.
+        factors: Symmetric, or Hermitian, matrices ``[Di, Di]``, or diagonals ``[Di]``; or one list of them for each group.
         shift: Added to the diagonal of every factor (a number), of each factor (a list, or a tensor, with one number per factor), or of none
             (``None``). All groups get the same.
 
@@ -261,7 +262,7 @@ def inv_kfacs(factors: Factors, shift: Shift = None) -> list[Tensor] | list[list
 
 
 def _invert(factor: Tensor, shift: float) -> Tensor:
-    if not (factor.is_floating_point() or factor.is_complex()):
+    if not (factor.is_floating_point() or (factor.is_complex() and is_matrix(factor))):
         raise ArgumentError(f"Kronecker factors of {factor.dtype} cannot be inverted. Convert them: factor.to(torch.get_default_dtype()).")
     if factor.dtype != wide(factor).dtype:
         largest = torch.finfo(factor.dtype).max
@@ -270,8 +271,10 @@ def _invert(factor: Tensor, shift: float) -> Tensor:
         return (1 / (factor + shift)).clamp(-MAX_INVERSE_EIGENVALUE, MAX_INVERSE_EIGENVALUE)
     if factor.shape[0] != factor.shape[1]:
         raise ShapeError(f"Only symmetric Kronecker factors can be inverted, got shape {list(factor.shape)}.")
-    eigenvalues, eigenvectors = torch.linalg.eigh(factor)
-    return torch.einsum("ij,j,kj->ik", eigenvectors, _invert(eigenvalues, shift), eigenvectors)
+    values, vectors = eigh(factor.unsqueeze(0))
+    # below zero, rounding errors of a positive semidefinite factor would be large and negative in its inverse
+    values = values.masked_fill((values < 0) & (values >= -rounding(values)), 0)
+    return ((vectors * _invert(values.squeeze(0), shift)) @ vectors.mH).squeeze(0)
 
 
 def _listed(factors: Factors) -> list:
