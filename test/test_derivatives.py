@@ -69,7 +69,7 @@ ACTIVATIONS: dict[str, Callable[[], Module]] = {
     "Tanhshrink": nn.Tanhshrink,
     "Softsign": nn.Softsign,
     "Softplus": nn.Softplus,
-    "Softplus, options": lambda: nn.Softplus(beta=3.0, threshold=5.0),
+    "Softplus, options": lambda: nn.Softplus(beta=3.0, threshold=6.0),
     "SiLU": nn.SiLU,
     "Mish": nn.Mish,
     "GELU": nn.GELU,

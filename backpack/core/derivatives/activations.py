@@ -275,7 +275,7 @@ class SoftplusDerivatives(ActivationDerivatives):
 
     def curvature(self, module: Softplus, at: Tensor) -> Tensor:
         scaled = module.beta * at
-        return torch.where(scaled > module.threshold, 0.0, module.beta * scaled.sigmoid() * (-scaled).sigmoid())
+        return torch.where(scaled >= module.threshold, 0.0, module.beta * scaled.sigmoid() * (-scaled).sigmoid())
 
 
 @register(SiLU)
