@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from backpack import backpack, check_rule, extend, extensions, register, results
 from backpack.core.derivatives import GenericLossDerivatives
 from backpack.core.recording import recorder_of
-from backpack.utils.errors import LossNotExtendedError, LossValueError, NotRecordedError, ShapeError, UnsupportedError
+from backpack.utils.errors import LossNotExtendedError, LossValueError, MixedSamplesError, NotRecordedError, ShapeError, UnsupportedError
 
 N, C = 3, 4
 
@@ -622,6 +622,23 @@ def test_little_negative_curvature_of_an_outlier(extension: type, dtype: torch.d
     target = model(x).detach() - torch.tensor([[0.1], [-0.2], [residual]], dtype=dtype)
     with backpack(extension()), pytest.raises(LossValueError, match="negative eigenvalues"):
         lossfunc(model(x), target).backward()
+    assert results(model) == {}
+
+
+class Attached(nn.Module):
+    """Squares, of which one counts much more than the others, and samples that meet."""
+
+    def forward(self, out: Tensor, factors: Tensor) -> Tensor:
+        return (factors[:, None] * out.square()).sum() + out[1:].sum(0).square().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", [1.0, 1e5, 1e10])
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.BatchDiagHessian])
+def test_samples_that_meet_beside_one_that_is_much_larger(extension: type, factor: float, dtype: torch.dtype) -> None:
+    model, factors = extend(nn.Linear(2, 2, dtype=dtype)), torch.tensor([factor, 1, 1, 1], dtype=dtype)
+    with backpack(extension()), pytest.raises(MixedSamplesError, match="couples"):
+        extend(Attached())(model(torch.rand(4, 2, dtype=dtype)), factors).backward()
     assert results(model) == {}
 
 

@@ -50,8 +50,8 @@ class GenericLossDerivatives(BaseLossDerivatives):
     The exact factor is the symmetric root of each sample's Hessian ``H``, in units ``u`` in which the diagonal is one: ``diag(u) (H / u u^T)^(1/2)``.
     The sampled one is its product with random signs, whose second moment is ``H``: no distribution of labels is known. All comparisons (samples do
     not mix, the Hessian is positive semidefinite, a second evaluation gives the same value) allow the square root of the machine epsilon, relative to
-    the largest entry of the mini-batch, and, for a mini-batch of which the model is certain, rounding errors of the size that the Hessian has
-    elsewhere; smaller negative eigenvalues are set to zero.
+    the sample's numbers, and, for a mini-batch of which the model is certain, rounding errors of the size that the Hessian has elsewhere; smaller
+    negative eigenvalues are set to zero.
 
     A loss class of one's own needs nothing if it derives from one of torch's loss classes, or if it is extended on its own, without
     parameters, and returns one number from a prediction and a target. Any other takes part with ``register(MyLoss, GenericLossDerivatives)``.
@@ -74,7 +74,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             probe = _probe(module.input0)
             (product,) = hessian_products(module, [probe], g_out[0].detach())
             (unweighted,) = hessian_products(module, [probe])
-            if exceeds((product - weights * unweighted).abs(), tolerance(product, module.input0.dtype), module, largest(weights)):
+            if exceeds((product - weights * unweighted).abs(), tolerances(product, module.input0.dtype), module, largest(weights)):
                 raise UnsupportedError(
                     f"The entries of the output {list(g_out[0].shape)} of {module} are weighted differently, but they are not the losses of single "
                     "samples. Return one loss a sample, or sum them up inside of the module."
@@ -248,14 +248,14 @@ def sample_hessians(module: Module) -> Tensor:
     return (blocks + blocks.mT) / 2
 
 
-def _in_blocks(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]]) -> tuple[Tensor, Tensor, float]:
-    # blocks of the samples, what a product has beside them, and how much of that may be rounding
+def _in_blocks(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
+    # blocks of the samples, what a product has beside them, and how much of that may be rounding, for each sample
     samples, features = point.shape[0], prod(point.shape[1:])
     probe = _probe(point).reshape(samples, features)
     units = torch.eye(features, dtype=point.dtype, device=point.device)
     *columns, probed = multiply([*(unit.expand(samples, -1) for unit in units), probe])
     blocks = torch.stack(columns, 2) if columns else point.new_zeros(samples, 0, 0)
-    return blocks, (probed - torch.einsum("nij,nj->ni", blocks, probe)).abs(), tolerance(probed, point.dtype)
+    return blocks, (probed - torch.einsum("nij,nj->ni", blocks, probe)).abs(), tolerances(probed, point.dtype)
 
 
 def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: float = 1.0) -> bool:
