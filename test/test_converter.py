@@ -23,7 +23,7 @@ from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
-from backpack.extensions import GGNMP, HMP, KFRA
+from backpack.extensions import GGNMP, HMP, KFRA, BatchGrad, DiagGGNExact, DiagHessian
 
 
 class Lambda(nn.Module):
@@ -284,10 +284,47 @@ def test_each_remaining_node_is_named() -> None:
     assert len(messages) == 2 and "view" in messages[0] and "normalize" in messages[1]
 
 
-def test_summands_of_different_shapes_are_refused() -> None:
-    converted = convert(OneInput(lambda m, x: m.a(x) + m.b(x)[:, :1]))
-    with pytest.raises(AssertionError, match=r"\[\[2, 3, 4\], \[2, 1, 4\]\]"):
-        converted(rand(2, 3, 4))
+BROADCAST = {
+    "one column": lambda m, x: m.a(x) + m.b(x)[:, :1],
+    "other order": lambda m, x: m.b(x)[..., :1] + m.a(x),
+    "mean": lambda m, x: m.a(x) - m.b(x).mean(-1, keepdim=True),
+    "both": lambda m, x: (m.a(x)[:, :, None] - m.b(x)[:, None]).square().sum(1),
+    "same shapes": lambda m, x: m.a(x) + m.b(x),
+}
+
+
+@pytest.mark.parametrize("function", BROADCAST.values(), ids=BROADCAST)
+@pytest.mark.filterwarnings("ignore:.* is no module:UserWarning")
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_summands_are_broadcast(function: Callable[[nn.Module, Tensor], Tensor], samples: int) -> None:
+    model, X, target, lossfunc = OneInput(function), rand(samples, 3, 4), rand(samples, 3, 4), extend(nn.MSELoss())
+    converted = convert_module_to_backpack(model, False)
+    assert any(isinstance(module, SumModule) for module in converted.modules())
+    assert torch.equal(converted(X), model(X))
+    found = []
+    for net in (model, converted):
+        extend(net)
+        with backpack(BatchGrad(), DiagGGNExact(), DiagHessian()):
+            lossfunc(net(X), target).backward()
+        found.append([(p.grad_batch, p.diag_ggn_exact, p.diag_h) for p in model.parameters() if p.grad is not None])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    for p, (grad_batch, *_) in zip((p for p in model.parameters() if p.grad is not None), found[1], strict=True):
+        for n in range(samples):
+            (expected,) = torch.autograd.grad((model(X)[n] - target[n]).square().sum() / target.numel(), p)
+            torch.testing.assert_close(grad_batch[n], expected)
+
+
+def test_numbers_that_the_model_was_given_are_summands() -> None:
+    class Shifted(nn.Module):
+        def forward(self, x: Tensor, shift: float, factor: float) -> Tensor:
+            return x + shift - factor
+
+    converted, x = convert_module_to_backpack(Shifted(), False), rand(2, 3)
+    torch.testing.assert_close(converted(x, 1.5, 0.25), x + 1.25)
+    torch.testing.assert_close(converted(x, x, x), x)
+    with pytest.raises(NotImplementedError, match=r"integers \(int\)"):
+        converted(x, 1.5, 1)
 
 
 # Whole models

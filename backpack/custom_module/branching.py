@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, broadcast_tensors
 from torch.nn import Module
 
 from backpack.utils.errors import ShapeError
@@ -38,6 +39,30 @@ class SumModule(Module):
         if not all(isinstance(summand, Tensor) and summand.shape == inputs[0].shape for summand in inputs) or not inputs:
             raise SummandError(f"SumModule adds tensors of the same shape, got {kinds}. Expand tensors first, or add them without SumModule.")
         return sum(inputs[1:], start=inputs[0])
+
+
+class _Sum(Module):
+    """What ``x + y`` becomes in a converted model, of which no shapes are known: a sum of tensors that are broadcast first, where they have to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum = SumModule()
+
+    def forward(self, input: Any, other: Any) -> Any:
+        """Add two things.
+
+        Args:
+            input: A tensor, or something else that the model was given.
+            other: What can be added to it.
+
+        Returns:
+            Their sum.
+        """
+        if not (isinstance(input, Tensor) and isinstance(other, Tensor)):
+            return input + other
+        if input.shape != other.shape:  # outside of the module that adds, whose inputs are to have the shape of its output
+            input, other = broadcast_tensors(input, other)
+        return self.sum(input, other)
 
 
 class _Branch(Module):

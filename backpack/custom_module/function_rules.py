@@ -19,7 +19,7 @@ from torch.fx.node import Argument, Target, map_arg
 from torch.nn import Flatten, Module
 from torch.nn import functional as F
 
-from backpack.custom_module.branching import SumModule
+from backpack.custom_module.branching import _Sum
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.scale_module import ScaleModule, _ScaledSummand
@@ -186,7 +186,7 @@ def _transform_add(graph: ModuleGraph, input: Argument, other: Argument, *, alph
         return None
     if alpha != 1:
         other = graph.call(_ScaledSummand(float(alpha), f"`{input} + {alpha} * {other}`"), other, prefix="scale_module")
-    return graph.call(SumModule(), input, other)
+    return graph.call(_Sum(), input, other, prefix="sum_module")
 
 
 @_rule(operator.sub, torch.sub, torch.subtract, "sub", "subtract")

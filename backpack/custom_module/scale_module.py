@@ -53,11 +53,11 @@ class _ScaledSummand(ScaleModule):
         super().__init__(weight)
         self.operation = operation
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | complex) -> Tensor | complex:
         """Scale the input.
 
         Args:
-            input: A tensor of real or complex numbers.
+            input: A tensor of real or complex numbers, or one such number that the model was given.
 
         Returns:
             ``weight * input``.
@@ -65,9 +65,11 @@ class _ScaledSummand(ScaleModule):
         Raises:
             UnsupportedError: If the input has integers.
         """
-        if not (input.is_floating_point() or input.is_complex()):
+        real = input.is_floating_point() or input.is_complex() if isinstance(input, Tensor) else isinstance(input, float | complex)
+        if not real:
+            kind = input.dtype if isinstance(input, Tensor) else type(input).__name__
             raise UnsupportedError(
-                f"{self.operation} is computed with integers ({input.dtype}), and would be with floating-point numbers after the conversion. "
+                f"{self.operation} is computed with integers ({kind}), and would be with floating-point numbers after the conversion. "
                 "Use the model without conversion, or convert the second summand to floating-point numbers."
             )
         return super().forward(input)
