@@ -118,6 +118,12 @@ CONVERTED = {
     ".sub": (lambda x: x.sub(x, alpha=0.5), "sum_module0", {}),
     "torch.flatten": (lambda x: torch.flatten(x, 1), "flatten0", {"start_dim": 1, "end_dim": -1}),
     "torch.flatten, keywords": (lambda x: torch.flatten(x, start_dim=1, end_dim=2), "flatten0", {"start_dim": 1, "end_dim": 2}),
+    ".view, size": (lambda x: x.view(x.size(0), -1), "flatten0.flatten", {"start_dim": 1, "end_dim": -1}),
+    ".view, size by name": (lambda x: x.view((x.size(dim=0), -1)), "flatten0.flatten", {"start_dim": 1, "end_dim": -1}),
+    ".view, sizes": (lambda x: x.view(x.size()[0], -1), "flatten0.flatten", {"start_dim": 1, "end_dim": -1}),
+    ".view, columns": (lambda x: x.view(-1, 12), "flatten0.flatten", {"start_dim": 1, "end_dim": -1}),
+    ".reshape": (lambda x: x.reshape(x.shape[0], -1), "flatten0.flatten", {"start_dim": 1, "end_dim": -1}),
+    "torch.reshape": (lambda x: torch.reshape(x, shape=(-1, 12)), "flatten0.flatten", {"start_dim": 1, "end_dim": -1}),
     ".flatten": (lambda x: x.flatten(end_dim=1), "flatten0", {"start_dim": 0, "end_dim": 1}),
     "[:, 0]": (lambda x: x[:, 0], "slicing0", {"slice_info": (slice(None), 0)}),
     "[:, ..., 1:]": (lambda x: x[:, ..., 1:], "slicing0", {"slice_info": (slice(None), ..., slice(1, None))}),
@@ -204,18 +210,19 @@ def test_functions_become_layers(name: str, function: Callable[[Tensor], Tensor]
 class OfFunctions(nn.Module):
     """As one writes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, flatten: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.conv, self.out = nn.Conv2d(1, 2, 3), nn.Linear(8, 3)
+        self.conv, self.out, self.flatten = nn.Conv2d(1, 2, 3), nn.Linear(8, 3), flatten
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.log_softmax(self.out(torch.flatten(F.relu(F.max_pool2d(torch.tanh(self.conv(x)), 2)), 1)), dim=1)
+        return F.log_softmax(self.out(self.flatten(F.relu(F.max_pool2d(torch.tanh(self.conv(x)), 2)))), dim=1)
 
 
-def test_what_needs_sequences_takes_functions() -> None:
+@pytest.mark.parametrize("flatten", [lambda x: torch.flatten(x, 1), lambda x: x.view(x.size(0), -1), lambda x: x.view(-1, 2 * 2 * 2)])
+def test_what_needs_sequences_takes_functions(flatten: Callable[[Tensor], Tensor]) -> None:
     """Products with curvature matrices are those of the same layers in a sequence."""
     torch.manual_seed(0)
-    model = OfFunctions().double()
+    model = OfFunctions(flatten).double()
     same = nn.Sequential(model.conv, nn.Tanh(), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), model.out, nn.LogSoftmax(1))
     X, y, found = rand(4, 1, 6, 6), torch.randint(3, (4,)), []
     v = torch.randn(1, *model.conv.weight.shape, dtype=torch.float64)
@@ -245,7 +252,8 @@ LEFT_ALONE = {
     "computed setting": lambda m, x: F.leaky_relu(m.a(x), 1 / x.size(0)),
     "pooling with as many settings": lambda m, x: torch.max_pool2d(m.a(x), 2, 2, 1, 1, True),
     "in-place function": lambda m, x: torch.relu_(m.a(x)),
-    "view twice": lambda m, x: m.b(m.a(x).view(-1, 4)).view(2, 3, 4),
+    "view twice": lambda m, x: m.b(m.a(x).view(-1, 2, 2).view(-1, 3, 4)).view(2, 3, 4),
+    "view in another type": lambda m, x: m.a(x).view(torch.int64).view(torch.float64),
     "batch axis moves": lambda m, x: m.a(x).permute(1, 0, 2).transpose(0, 1).transpose(0, 2),
     "transposed parameter": lambda m, x: m.a(x) @ m.b.weight.transpose(-1, -2),
     "computed index": lambda m, x: m.a(x)[:, x.size(0) - 1],
@@ -279,9 +287,32 @@ def test_what_has_no_module_stays_and_warns(function: Callable[[nn.Module, Tenso
 
 def test_each_remaining_node_is_named() -> None:
     with pytest.warns(UserWarning) as record:
-        convert_module_to_backpack(OneInput(lambda m, x: F.normalize(m.b(m.a(x).view(-1, 4)))), False)
+        convert_module_to_backpack(OneInput(lambda m, x: F.normalize(m.b(m.a(x).view(-1, 1, 4)))), False)
     messages = [str(entry.message) for entry in record]
     assert len(messages) == 2 and "view" in messages[0] and "normalize" in messages[1]
+
+
+def of_samples(x: Tensor) -> Tensor:
+    return x.view(x.size(0), -1)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4), (3, 2, 4), (1, 2, 4), (4, 4), (2, 4)])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: m.a(x).view(-1, 4),
+        lambda m, x: m.a(x).view(x.size(1), -1),
+        lambda m, x: m.a(x).reshape(2 * x.size(0), -1),
+        lambda m, x: m.a(x).view(2, -1),
+        lambda m, x: m.a(x).reshape((-1, 2)),
+        lambda m, x: m.a(x).sum(-1).view(-1, 1).view(x.shape[0], -1) + x.size(0),
+        lambda m, x: of_samples(m.a(x).flatten()),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* is no module:UserWarning")
+def test_matrices_that_are_no_flattened_samples(function: Callable[[nn.Module, Tensor], Tensor], shape: tuple[int, ...]) -> None:
+    model, X = OneInput(function), rand(*shape)
+    assert torch.equal(convert_module_to_backpack(model, False)(X), model(X))
 
 
 BROADCAST = {

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, broadcast_tensors
-from torch.nn import Module
+from torch.nn import Flatten, Module
 
 from backpack.utils.errors import ShapeError
 
@@ -63,6 +63,30 @@ class _Sum(Module):
         if input.shape != other.shape:  # outside of the module that adds, whose inputs are to have the shape of its output
             input, other = broadcast_tensors(input, other)
         return self.sum(input, other)
+
+
+class _Rows(Module):
+    """What ``x.view(x.size(0), -1)`` and ``x.view(-1, 320)`` become in a converted model: a ``Flatten``, where they keep samples apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flatten = Flatten()
+
+    def forward(self, input: Tensor, rows: int | None = None, columns: int = -1) -> Tensor:
+        """Make a matrix.
+
+        Args:
+            input: A tensor.
+            rows: Number of rows, ``-1`` for what the columns leave; by default, that of samples.
+            columns: Number of columns, ``-1`` for what the rows leave.
+
+        Returns:
+            The matrix.
+        """
+        rows = len(input) if rows is None else rows
+        if input.dim() > 1 and rows in (-1, len(input)) and columns in (-1, input.shape[1:].numel()):
+            return self.flatten(input)
+        return input.reshape(rows, columns)
 
 
 class _Branch(Module):

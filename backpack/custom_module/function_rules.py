@@ -19,7 +19,7 @@ from torch.fx.node import Argument, Target, map_arg
 from torch.nn import Flatten, Module
 from torch.nn import functional as F
 
-from backpack.custom_module.branching import _Sum
+from backpack.custom_module.branching import _Rows, _Sum
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.custom_module.scale_module import ScaleModule, _ScaledSummand
@@ -131,7 +131,16 @@ class ModuleGraph:
                 with self.graph.inserting_before(node):
                     new = RULES[node.target](self, *node.args, **node.kwargs)
                 if new is not None:
+                    inputs = node.all_input_nodes
                     self.replace(node, new)
+                    self._drop_numbers(inputs)
+
+    def _drop_numbers(self, nodes: list[Node]) -> None:
+        for node in nodes:
+            if node in self._constants and not node.users and node.op != "placeholder":
+                inputs = node.all_input_nodes
+                self.graph.erase_node(node)
+                self._drop_numbers(inputs)
 
     def _is_constant(self, node: Node) -> bool:
         """Tell whether a node stands for a parameter, a buffer, a size, a number or another thing that is no tensor.
@@ -201,6 +210,14 @@ def _transform_flatten(graph: ModuleGraph, input: Argument, start_dim: int = 0, 
     return graph.call(Flatten(start_dim, end_dim), input)
 
 
+@_rule(torch.reshape, "reshape", "view")
+def _transform_reshape(graph: ModuleGraph, input: Argument, *sizes: Argument, shape: tuple[Argument, ...] = ()) -> Node | None:
+    sizes = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple | list) else sizes or shape
+    if not graph.is_tensor(input) or len(sizes) != 2 or any(map(graph.is_tensor, sizes)) or sum(size == -1 for size in sizes) != 1:
+        return None
+    return graph.call(_Rows(), input, *([] if _is_length(sizes[0], input) else sizes), prefix="flatten")
+
+
 @_rule(operator.getitem)
 def _transform_getitem(graph: ModuleGraph, input: Argument, index: Argument) -> Node | None:
     if not graph.is_tensor(input):
@@ -256,6 +273,24 @@ for _name in LAYERS:
 
 def _are_ints(*values: object) -> bool:
     return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
+
+
+def _is_length(size: Argument, tensor: Node) -> bool:
+    """Tell whether an argument is the length of axis 0: ``x.size(0)``, ``x.size()[0]`` or ``x.shape[0]``.
+
+    Args:
+        size: The argument.
+        tensor: The tensor.
+
+    Returns:
+        Whether it is.
+    """
+    if not isinstance(size, Node):
+        return False
+    if size.target == "size":
+        return (*size.args, *size.kwargs.values()) == (tensor, 0)
+    shape = size.args[0] if size.target is operator.getitem and size.args[1] == 0 else None
+    return isinstance(shape, Node) and (shape.target, shape.args) in [("size", (tensor,)), (getattr, (tensor, "shape"))]
 
 
 def _is_constant_index(index: object) -> bool:

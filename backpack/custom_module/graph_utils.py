@@ -27,9 +27,10 @@ FRESH_FILES = {"torch.nn.modules.activation", "torch.nn.modules.pooling"}
 def convert_module_to_backpack(module: Module, debug: bool) -> GraphModule:
     """Convert a model into one that uses modules instead of functions.
 
-    Sums, differences and scalings (``+``, ``-``, ``*`` by a ``float``), ``flatten``, ``permute``, ``transpose``, indexing, ``dropout``, activations
-    and pooling become modules; recurrent layers are split into single layers; in-place operations become ordinary ones where nothing else can see
-    the difference; modules that are called several times get a copy for each call. A model that is itself a layer is put into a ``Sequential``.
+    Sums, differences and scalings (``+``, ``-``, ``*`` by a ``float``), ``flatten``, ``view`` and ``reshape`` that make a matrix, ``permute``,
+    ``transpose``, indexing, ``dropout``, activations and pooling become modules; recurrent layers are split into single layers; in-place operations
+    become ordinary ones where nothing else can see the difference; modules that are called several times get a copy for each call. A model that is
+    itself a layer is put into a ``Sequential``.
     Modules that have hooks, or a ``forward`` that was put on the instance, are kept as they are: these are part of what they compute.
 
     The given model is left as it is. The result shares its parameters and buffers, in the same order, and its training flags; from then on, it is

@@ -16,7 +16,7 @@ from torch.nn import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, Fea
 from torch.nn import functional as F
 from torch.nn.utils.parametrize import is_parametrized
 
-from backpack.custom_module.branching import Parallel, SumModule, _Branch, _Sum
+from backpack.custom_module.branching import Parallel, SumModule, _Branch, _Rows, _Sum
 from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.reduce_tuple import ReduceTuple
@@ -26,7 +26,7 @@ from backpack.utils.errors import UnsupportedError
 from backpack.utils.module_state import kept_state
 from backpack.utils.random_state import random_state_kept
 
-LEAVES = (ScaleModule, SumModule, _Sum, Parallel, _Branch, ReduceTuple, Permute, Pad, Slicing)
+LEAVES = (ScaleModule, SumModule, _Sum, _Rows, Parallel, _Branch, ReduceTuple, Permute, Pad, Slicing)
 DROPOUTS: dict[Target, type[Module]] = {
     F.dropout: Dropout,
     F.dropout1d: Dropout1d,

@@ -6,7 +6,7 @@ from torch.fx import GraphModule
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, Module, MSELoss, Sequential
 from torch.nn.modules.loss import _Loss
 
-from backpack.custom_module.branching import Parallel, _Branch, _Sum
+from backpack.custom_module.branching import Parallel, _Branch, _Rows, _Sum
 from backpack.custom_module.reduce_tuple import ReduceTuple
 
 
@@ -43,7 +43,7 @@ def is_no_op(module: Module) -> bool:
     Returns:
         Whether it is such a container.
     """
-    return isinstance(module, Sequential | _Branch | Parallel | _Sum | ReduceTuple | GraphModule)
+    return isinstance(module, Sequential | _Branch | Parallel | _Rows | _Sum | ReduceTuple | GraphModule)
 
 
 _COPYING = ("__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
