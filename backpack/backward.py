@@ -32,9 +32,8 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.blocks import blocks_for
 from backpack.extensions.collector import Collector
 from backpack.extensions.hook_queue import HookQueue
-from backpack.extensions.mapped import mapped
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.planning import all_refused, excluded_by, is_distributed, leaf_of, make_plan, refuse_same_graph, walk_from
+from backpack.planning import all_refused, asked_in, excluded_by, is_distributed, leaf_of, make_plan, refuse_same_graph, walk_from
 from backpack.utils.differentiation import nodes_of
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, BackpackError, UnsupportedError
 from backpack.utils.hooks import no_op
@@ -316,7 +315,7 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     hooked, debug, turn = None if hook is no_op else hook, CTX.get_debug(), next(Entry.turns)
     collector = Collector(plan, extensions, hooked, connection, debug, context.accumulate or ranks, context.dtype, spares, entry.number, turn)
     try:
-        collector.check()
+        asked = asked_in(plan, extensions, collector)
     except BackpackError as error:
         raise all_refused(error, list(request.roots), extensions, only, request.returns) from None
     earlier = Earlier(plan, extensions if context.accumulate else (), entry.number)
@@ -327,7 +326,7 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     for extension in extensions:
         extension.saved_quantities.clear()  # of what was left by hand
     try:
-        for node, mark, extension, chosen in mapped(plan, extensions) if any(ext.flow is None or ext.has_module_exts for ext in extensions) else ():
+        for node, mark, extension, chosen in asked:
             handles.append(node.register_prehook(partial(_at_mapped, carry, collector, node, mark, extension, chosen)))
         handles += carry.install()
         with reusing(_remove_stale(plan.walk, plan.uses, extensions, entry)):

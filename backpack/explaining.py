@@ -31,10 +31,9 @@ from backpack.extensions.combining import Noted
 from backpack.extensions.costs import Costs, gradient, width
 from backpack.extensions.flows import Source, SqrtFlow
 from backpack.extensions.kronecker import KroneckerState, OutputSide
-from backpack.extensions.mapped import mapped
 from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import sides_of, units_of
-from backpack.planning import make_plan, walk_from
+from backpack.planning import asked_in, make_plan, walk_from
 from backpack.trial import try_rules
 from backpack.utils.errors import ArgumentError, BackpackError, require_function, require_module
 from backpack.utils.nested import call_with
@@ -193,8 +192,7 @@ class _Graph(NamedTuple):
                 return None, None
             rules |= {id(p): rule for p, rule in _rules(plan).items()}
             collector = Collector(plan, extensions, None, None, debug=False, combines=False)
-            collector.check()
-            mapped(plan, extensions)
+            asked_in(plan, tuple(extensions), collector)
             try_rules(self.loss, plan, collector)
             return plan, collector
         finally:

@@ -17,6 +17,7 @@ from backpack.core.refusals import refuse_graph, refuse_sharded
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
+from backpack.extensions.mapped import mapped
 from backpack.utils.differentiation import nodes_of
 from backpack.utils.errors import (
     ArgumentError,
@@ -156,6 +157,21 @@ def _plan_from_losses(walk: Walk, need: Need) -> Plan | None:
     return None
 
 
+def asked_in(plan: Plan, extensions: tuple[BackpropExtension, ...], collector: Collector) -> list[tuple]:
+    """Ask extensions, and what users say for classes of modules, whether they can do with a plan.
+
+    Args:
+        plan: The plan.
+        extensions: Active extensions.
+        collector: Collects what they make.
+
+    Returns:
+        The calls that users' rules are asked for, see ``mapped``.
+    """
+    collector.check()
+    return mapped(plan, extensions) if any(extension.flow is None or extension.has_module_exts for extension in extensions) else []
+
+
 def all_refused(
     first: BackpackError, roots: list[Any], extensions: tuple[BackpropExtension, ...], only: frozenset[int] | None, returns: bool
 ) -> BackpackError:
@@ -178,7 +194,7 @@ def all_refused(
         try:
             plan = make_plan(walk_from(roots, others, only), roots, others, returns)
             if plan is not None:
-                Collector(plan, others, None, None, debug=False, combines=False).check()
+                asked_in(plan, others, Collector(plan, others, None, None, debug=False, combines=False))
         except BackpackError as error:
             errors.append(error)
     return first if len(errors) == 1 else merge(errors)

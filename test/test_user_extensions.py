@@ -471,6 +471,34 @@ def test_parameter_with_two_uses(make: Callable[[], Module]) -> None:
     assert results(problem.model) == {}
 
 
+class TurnedAndTwice(Module):
+    """Two layers whose samples lie on axis 1, and one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.again = Linear(4, 4), Linear(4, 4), Linear(4, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.again(self.again(self.second(self.first(x.transpose(0, 1))).transpose(0, 1).mean(1)))
+
+
+def test_refusals_tell_all_parameters_at_once() -> None:
+    """Those of all calls and reasons; once they are left out, as the message says, nothing is refused."""
+    model, x = extend(TurnedAndTwice()), torch.randn(3, 2, 4, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match="more than once") as caught, backpack(gradients()):
+        model(x).square().sum().backward()
+    error = caught.value
+    assert sorted(error.about.values()) == sorted(name for name, _ in model.named_parameters())
+    assert {len(part.about) for part in error.parts} == {2} and len(error.parts) == 3
+    named = ", ".join(f'"{name}"' for name in error.about.values())
+    assert f"All other parameters remain with `exclude=[{named}]`" in str(error)
+    extension = gradients(exclude=list(error.about))
+    with backpack(extension):
+        model(x).square().sum().backward()
+    assert results(model) == {}
+
+
 class TwoOutputs(Module):
     """Returns a pair."""
 

@@ -21,7 +21,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import as_published
 from backpack.extensions.saved_quantities import makers
-from backpack.utils.errors import LossNotExtendedError, UnsupportedError
+from backpack.utils.errors import LossNotExtendedError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss
 
 
@@ -36,15 +36,15 @@ def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[No
         (node of the output, mark, extension, module extension).
 
     Raises:
-        UnsupportedError: If a parameter is used more than once under a user's rule, or without a call; if a module has several outputs, one that is
-            overwritten after it was used, or its samples somewhere else than the rule takes them to be; or if what a user says to be carried is at
-            odds with a flow of the library.
+        merge: If parameters are used more than once under a user's rule, or by calls whose samples are somewhere else than the rule takes them to be.
+        UnsupportedError: If a parameter is used without a call; if a module has several outputs, one that is overwritten after it was used, or its
+            samples somewhere else than the rule takes them to be; or if what a user says to be carried is at odds with a flow of the library.
     """
     places: dict[ModuleCall, dict[bool, tuple[Node, Mark]]] = {}
     for node, marks in plan.walk.marks.items():
         for mark in marks:
             places.setdefault(mark.call, {}).setdefault(mark.base, (node, mark))
-    found = []
+    found, refused = [], []
     taken: set[tuple[BackpropExtension, Parameter]] = set()
     failed: set[tuple[BackpropExtension, Module]] = set()
     asked: dict[BackpropExtension, set[Parameter | None]] = {extension: set() for extension in extensions if extension.flow is None}
@@ -64,19 +64,18 @@ def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[No
                     )
                 found.append((node, mark, extension, chosen))
                 wanted = chosen.wanted(extension, call.module)
-                if not wanted and not call.is_loss:
-                    _refuse_rows(plan, node, mark, extension, chosen, None)
-                for name, parameter in wanted.items():
-                    if (extension, parameter) in taken or plan.uses.get(parameter, 1) > 1:
-                        raise UnsupportedError(
-                            f"{call.path}.{name} is used more than once, but {type(chosen).__name__} says only what one use contributes "
-                            f"to {extension.savefield!r}. Use the library's own rule, or a copy of the parameter for each use."
-                        )
-                    _refuse_rows(plan, node, mark, extension, chosen, parameter)
+                if not wanted and not call.is_loss and (error := _other_rows(plan, node, mark, extension, chosen, None)):
+                    raise error
+                for parameter in wanted.values():
+                    again = (extension, parameter) in taken or plan.uses.get(parameter, 1) > 1
+                    error = _used_again(extension, chosen, parameter) if again else _other_rows(plan, node, mark, extension, chosen, parameter)
+                    refused += [error] * (error is not None)
                     taken.add((extension, parameter))
             elif extension.flow is None and (extension, call.module) not in failed and not call.is_loss:
                 failed.add((extension, call.module))
                 extension.fail(call.module, call.path)
+    if refused:
+        raise merge(refused)
     for extension, heard in asked.items():
         out = extension.excluded()
         if unheard := [p for p in plan.uses if p not in heard and id(p) not in out]:
@@ -165,7 +164,27 @@ def _refuse_unheard(call: ModuleCall, extension: BackpropExtension, chosen: Modu
         )
 
 
-def _refuse_rows(plan: Plan, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension, parameter: Parameter | None) -> None:
+def _used_again(extension: BackpropExtension, chosen: ModuleExtension, parameter: Parameter) -> UnsupportedError:
+    """Refuse a parameter of which a user's rule would see one use of several.
+
+    Args:
+        extension: The extension.
+        chosen: What a user has said for the class of the module.
+        parameter: The parameter.
+
+    Returns:
+        The error.
+    """
+    return UnsupportedError(
+        f"{{names}}: used more than once, but {type(chosen).__name__} says only what one use contributes to {extension.savefield!r}. Use the "
+        "library's own rule, a copy of the parameter for each use, or leave out {exclude}.",
+        owners.about([parameter]),
+    )
+
+
+def _other_rows(
+    plan: Plan, node: Node, mark: Mark, extension: BackpropExtension, chosen: ModuleExtension, parameter: Parameter | None
+) -> UnsupportedError | None:
     """Refuse to hand a module extension an output whose samples are somewhere else than where it takes them to be.
 
     Args:
@@ -176,24 +195,25 @@ def _refuse_rows(plan: Plan, node: Node, mark: Mark, extension: BackpropExtensio
         chosen: What a user has said for the class of the module.
         parameter: The parameter; ``None`` if it makes nothing of any.
 
-    Raises:
-        UnsupportedError: If sample ``n`` is not at index ``n`` of axis 0.
+    Returns:
+        The error, if sample ``n`` is not at index ``n`` of axis 0.
     """
     columns = extension.flow is not None and not extension.flow.is_gradient
     if (chosen.any_layout or parameter is None) and not (columns and extension.get_subsampling() is not None):
-        return
+        return None
     layout, shape = plan.states.get(node, {}).get(mark.nr), mark.call.outputs[0].shape
     if isinstance(layout, Layout) and mark.base:
         layout = seen_through_reshape(layout, shape_of((node, mark.nr)), shape)
-    if not (isinstance(layout, Layout) and settle(layout) == first_axis(layout.samples)):
-        about = {} if parameter is None else owners.about([parameter])
-        raise UnsupportedError(
-            f"{'{names}: ' if about else ''}{type(chosen).__name__} makes {extension.savefield!r} of a call in which the samples of the mini-batch "
-            f"are not, or not known to be, those of axis 0: {mark.call} returned {list(shape)}. Put the samples on axis 0, use the library's own rule"
-            f"{', or leave out {exclude}' if about else ''}. Or, if the module extension needs not know where samples are, nor gets columns of "
-            "chosen ones, say so: any_layout = True.",
-            about,
-        )
+    if isinstance(layout, Layout) and settle(layout) == first_axis(layout.samples):
+        return None
+    about = {} if parameter is None else owners.about([parameter])
+    return UnsupportedError(
+        f"{'{names}: ' if about else ''}{type(chosen).__name__} makes {extension.savefield!r} of a call in which the samples of the mini-batch "
+        f"are not, or not known to be, those of axis 0: {mark.call} returned {list(shape)}. Put the samples on axis 0, use the library's own rule"
+        f"{', or leave out {exclude}' if about else ''}. Or, if the module extension needs not know where samples are, nor gets columns of "
+        "chosen ones, say so: any_layout = True.",
+        about,
+    )
 
 
 def ask(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension, grad: Tensor | None, value: Any) -> dict[str, Any]:
