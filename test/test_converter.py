@@ -220,9 +220,12 @@ class OfFunctions(nn.Module):
 
 @pytest.mark.parametrize("flatten", [lambda x: torch.flatten(x, 1), lambda x: x.view(x.size(0), -1), lambda x: x.view(-1, 2 * 2 * 2)])
 def test_what_needs_sequences_takes_functions(flatten: Callable[[Tensor], Tensor]) -> None:
-    """Products with curvature matrices are those of the same layers in a sequence."""
+    """Products with curvature matrices are those of the same layers in a sequence; without conversion, the error names it."""
     torch.manual_seed(0)
-    model = OfFunctions(flatten).double()
+    model = extend(OfFunctions(flatten).double())
+    for extension in (GGNMP(), HMP(), KFRA()):
+        with backpack(extension), pytest.raises(NotImplementedError, match="use_converter=True"):
+            F.nll_loss(model(rand(4, 1, 6, 6)), torch.randint(3, (4,))).backward()
     same = nn.Sequential(model.conv, nn.Tanh(), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten(), model.out, nn.LogSoftmax(1))
     X, y, found = rand(4, 1, 6, 6), torch.randint(3, (4,)), []
     v = torch.randn(1, *model.conv.weight.shape, dtype=torch.float64)

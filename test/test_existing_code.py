@@ -21,7 +21,7 @@ from torch.distributions import Poisson
 from torch.nn import CrossEntropyLoss, Module, MSELoss, Parameter
 from torch.nn import functional as F
 
-from backpack import backpack, convert_module_to_backpack, disable, extend, extensions, memory_cleanup
+from backpack import backpack, convert_module_to_backpack, disable, extend, extensions, memory_cleanup, unextend
 from backpack.context import CTX
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
@@ -438,6 +438,30 @@ def test_remove_hooks_and_extend_again() -> None:
     for name, param in model.named_parameters():
         close(param.grad_batch, truth.grad_batch[name])
         close(param.diag_ggn_exact, sum_batch(truth.diag_ggn_batch(truth.hessian_exact))[name])
+
+
+def test_last_layer_alone_after_all_layers() -> None:
+    """Layers that were extended once are to carry results, unless they are given to ``unextend``, as the error says."""
+    model, lossfunc, (x, y) = extend(mlp()), extend(CrossEntropyLoss()), data()
+    with backpack(DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    CTX.remove_hooks()
+    *body, head = model
+    extend(head)
+    extend(lossfunc)
+    with backpack(DiagGGNExact()), pytest.raises(AttributeError, match=r"unextend\(\)"):
+        lossfunc(model(x), y).backward()
+    for module in body:
+        unextend(module)
+    with backpack(DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    truth = oracle()
+    expected = sum_batch(truth.diag_ggn_batch(truth.hessian_exact))
+    found = {name: p.diag_ggn_exact for name, p in model.named_parameters() if hasattr(p, "diag_ggn_exact")}
+    last = f"{len(body)}."
+    assert found.keys() == {name for name in expected if name.startswith(last)}
+    for name, value in found.items():
+        close(value, expected[name])
 
 
 def test_disable_around_a_backward_pass() -> None:

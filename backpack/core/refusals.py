@@ -85,7 +85,8 @@ def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
     return NotRecordedError(
         "No forward pass of an extended module was recorded for {names}. It ran before extend(), or after CTX.remove_hooks(), which undoes that, "
         "under disable(), under no_grad(), with other parameters (torch.func.functional_call, or replaced since), or compiled: run it again "
-        f"after extend(). Or the loss uses nothing that a module returned (an attribute that the model sets, say): return it. {_NOT_COMPILED}",
+        "after extend(), or unextend() the modules that are to carry nothing any more, as where the last layer alone was extended again. "
+        f"Or the loss uses nothing that a module returned (an attribute that the model sets, say): return it. {_NOT_COMPILED}",
         walk.named(walk.reach[node]),
     )
 
