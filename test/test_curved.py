@@ -152,6 +152,7 @@ OF_PARAMETERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 INDEX = torch.tensor([2, 0, 0])
+SPARSE = torch.tensor([[0, 2, 0], [1, 0, 0.5], [0, 0, 3]], dtype=torch.float64).to_sparse()
 LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "index_add": lambda h: h.index_add(1, INDEX, 2 * h, alpha=3),
     "index_add of rows": lambda h: torch.zeros_like(h).index_add(0, torch.arange(len(h)).repeat_interleave(2), h.sin().repeat_interleave(2, 0)),
@@ -204,6 +205,8 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
         f"{name} with a constant": lambda h, name=name: getattr(torch, name)(POSITIVE, 0.3 + h.sin()).square() + h
         for name in ("fmod", "remainder", "copysign")
     },
+    "sparse matrix": lambda h: torch.sparse.mm(SPARSE, h.sin().T).T + h,
+    "sparse matrix, added": lambda h: torch.sparse.addmm(POSITIVE.expand(3, -1)[:, :1].expand(-1, len(h)), SPARSE, h.sin().T, alpha=2).T,
     "ldexp": lambda h: torch.ldexp(h.sin(), torch.tensor([2, 0, -1])),
     "cross with data": lambda h: torch.linalg.cross(h.sin(), h.detach().flip(1)) + torch.cross(POSITIVE.expand_as(h), h.sin(), 1),
     "complex": lambda h: torch.view_as_real(torch.view_as_complex(torch.stack([h, h.sin()], 2)) * torch.polar(POSITIVE, POSITIVE)).sum(2),

@@ -42,7 +42,7 @@ _ASSIGNMENT = "backpack.assignment"
 """Key in the metadata of such a node that says whether it is an assignment."""
 _BENT = frozenset("ThresholdBackward LeakyReluBackward HardtanhBackward RreluWithNoiseBackward".split())
 """Backward passes of operations that are linear almost everywhere: only on the gradient, their first argument, do they depend smoothly."""
-PRODUCTS = frozenset("Mul Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear LinalgCross".split())
+PRODUCTS = frozenset("Mul Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear LinalgCross SparseAddmm".split())
 """Operations that are linear in each of their factors."""
 
 
