@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 from backpack.core.adoption import adopt, has_newcomers
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.core.recording import find_inner
 from backpack.core.refusals import refuse_graph, refuse_sharded
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -66,6 +67,7 @@ def walk_from(roots: list[Any], extensions: tuple[BackpropExtension, ...], only:
         refuse_sharded(found)
     if not found.double and (unnamed or has_newcomers(found)) and (adopt(found) or unnamed):
         found = walk()
+    find_inner(found)
     return found
 
 

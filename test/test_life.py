@@ -9,7 +9,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import reduce
 from time import process_time
@@ -554,6 +554,50 @@ def test_backward_in_another_thread_than_forward() -> None:
     thread.join(60)
     assert not failures
     check(problem.model, "grad_batch", "diag_ggn_exact")
+
+
+class InThreads(Module):
+    """Calls layers in a thread of its own, and returns its loss; what it computes of a time step is a row of them."""
+
+    def __init__(self, threads: bool, early: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.threads, self.early = Linear(4, 5), Linear(5, 3), threads, early
+
+    def call(self, layer: Module, x: Tensor) -> Tensor:
+        if not self.threads:
+            return layer(x)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(layer, x).result()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        hidden = torch.tanh(self.call(self.first, x.flatten(0, 1)))
+        if self.early:
+            return F.cross_entropy(self.last(hidden.unflatten(0, x.shape[:2]).sum(1)), target)
+        return F.cross_entropy(self.call(self.last, hidden).unflatten(0, x.shape[:2]).sum(1), target)
+
+
+@pytest.mark.parametrize("samples", [2, 3, 4])
+@pytest.mark.parametrize("early", [True, False])
+def test_layers_that_are_called_in_other_threads(early: bool, samples: int) -> None:
+    """They are parts of the model, as they are without threads: their rows are no samples."""
+    torch.manual_seed(0)
+    x, target = torch.randn(samples, 3, 4), torch.arange(samples) % 3
+    found = []
+    for threads in (False, True):
+        torch.manual_seed(1)
+        model = extend(InThreads(threads, early))
+        with backpack(BatchGrad()):
+            try:
+                model(x, target).backward()
+            except UnsupportedError as error:
+                found.append(str(error))
+            else:
+                found.append([parameter.grad_batch for parameter in model.parameters()])
+    if early:
+        assert all(value.shape[0] == samples for value in found[0])
+        torch.testing.assert_close(*found)
+    else:
+        assert found[0] == found[1]
 
 
 class Rows(Dataset):

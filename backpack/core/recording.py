@@ -10,6 +10,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.nn import Module, Parameter
 
 from backpack.core.calls import KEY, ModuleCall
@@ -19,6 +20,7 @@ from backpack.core.options import Options
 from backpack.core.owners import owners, savefields
 from backpack.core.slots import Slot
 from backpack.core.state import recording
+from backpack.core.walk import Walk
 from backpack.utils.differentiation import nodes_below
 from backpack.utils.errors import NotRecordedError
 from backpack.utils.module_classification import loses_hooks
@@ -55,6 +57,29 @@ def made_by_running(roots: Iterable[Any]) -> Iterator[None]:
     finally:
         for call in calls:
             call.root = False
+
+
+def find_inner(walk: Walk) -> None:
+    """Let calls be inner ones that a forward pass has made in threads of its own, where nothing tells that a module around them is running.
+
+    They began after it, and lead to what it has returned.
+
+    Args:
+        walk: The graph.
+    """
+    calls: dict[Module, list[ModuleCall]] = {}
+    roots = [call for call in walk.calls if call.root and not call.is_loss]
+    for call in roots if len(roots) > 1 else ():
+        calls.setdefault(call.module, []).append(call)
+    for module in calls if len(calls) > 1 else ():
+        parts = [part for part in module.modules() if part is not module and part in calls]
+        for outer in calls[module] if parts else ():
+            later = {call for part in parts for call in calls[part] if call.order > outer.order}
+            ends = [GradientEdge(node, 0) for node, marks in walk.marks.items() if later and any(mark.call is outer for mark in marks)]
+            for node in nodes_below(ends):
+                for mark in walk.marks.get(node, ()):
+                    if mark.call in later:
+                        mark.call.root = False
 
 
 class Recorder:
