@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import reduce
 from time import process_time
 from typing import Any
@@ -839,6 +839,49 @@ def test_pass_of_another_model_in_a_forward_pass(place: str, samples: int, exten
         assert found.keys() == expected.keys()
         for name, value in found.items():
             close(value, expected[name])
+
+
+class Retries(Module):
+    """Goes on after something inside was interrupted; has rows of time steps inside."""
+
+    def __init__(self, kind: type[BaseException] | None = None) -> None:
+        super().__init__()
+        self.inner, self.first, self.last, self.kind = Sequential(Linear(4, 4), Interrupts(kind)), Linear(4, 5), Linear(5, 3), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        with suppress(BaseException):
+            self.inner(x)
+        return self.last(torch.tanh(self.first(x.flatten(0, 1)))).unflatten(0, x.shape[:2]).sum(1)
+
+
+class Interrupts(Module):
+    """Raises, if it is told what."""
+
+    def __init__(self, kind: type[BaseException] | None) -> None:
+        super().__init__()
+        self.layer, self.kind = Linear(4, 4), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        if self.kind is not None:
+            raise self.kind
+        return x
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, GeneratorExit])
+@pytest.mark.parametrize("samples", [2, 3])
+def test_forward_pass_that_goes_on_after_an_interruption(samples: int, kind: type[BaseException]) -> None:
+    """torch runs no hooks where something else is raised than an Exception: the module around is recorded, too."""
+    torch.manual_seed(0)
+    model, plain = extend(Retries(kind).double()), Retries().double()
+    plain.load_state_dict(model.state_dict())
+    problem = Problem(plain, torch.randn(samples, 3, 4, dtype=torch.float64), [Term(CrossEntropyLoss(), torch.arange(samples))])
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(problem.x), problem.terms[0].target).backward()
+    assert not recording.open
+    expected = FIELDS["grad_batch"](Oracle(problem))
+    for name, value in values(model, "grad_batch").items():
+        close(value, expected[name])
 
 
 def swapped(old: Module) -> Module:

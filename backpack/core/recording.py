@@ -182,7 +182,11 @@ class Recorder:
             kwargs: Its keyword arguments.
             output: What it returned.
         """
-        if not transformed() and recording.open and recording.open[-1][0].recorder is self:
+        if transformed():
+            return
+        if recording.open and recording.open[-1][0].recorder is not self:  # hooks of those inside that were interrupted have not run
+            drop_interrupted()
+        if recording.open and recording.open[-1][0].recorder is self:
             call, _ = recording.open.pop()
             if output is not None:
                 if args is not call.seen:  # a hook that ran after ours has given the module something else
