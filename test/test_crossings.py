@@ -188,6 +188,36 @@ def test_functions_that_are_named_like_those_of_torch(function: type[Function]) 
     pass_over(extend(Net(lambda h, _: function.apply(h))), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
 
 
+class HalveBackward(Function):
+    """A function that is named like the derivative of another one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
+@pytest.mark.parametrize("returned", [False, True], ids=["backward", "grad"])
+def test_functions_that_are_named_like_derivatives(returned: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = extend(Linear(4, 3, **DOUBLE)), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3
+    found = []
+    for function in (Tensor.clone, HalveBackward.apply):
+        with backpack(BatchGrad(), DiagGGNExact()):
+            loss = F.cross_entropy(function(model(x)), y)
+            torch.autograd.grad(loss, [*model.parameters()]) if returned else loss.backward()
+        found.append((model.weight.grad_batch, model.weight.diag_ggn_exact))
+        clear(model)
+    close(found[1][0], found[0][0] / 2)
+    close(found[1][1], found[0][1] / 4)
+    with backpack(BatchGrad()):
+        (grad,) = torch.autograd.grad(HalveBackward.apply(model(x)).square().sum(), model.weight)
+    close(model.weight.grad_batch.sum(0), grad)
+
+
 # --- rows that belong to one sample, and those of which nothing is known ------------------------------------------------------------------------
 
 

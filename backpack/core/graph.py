@@ -64,7 +64,8 @@ def kind_of(name: str) -> tuple[bool, bool]:
     Returns:
         Whether it is a derivative of a derivative, and whether it hides a part of the graph.
     """
-    return "BackwardBackward" in name or "BackwardDataBackward" in name, name == "CheckpointFunctionBackward"
+    derivative = name[-1:].isdigit() and ("BackwardBackward" in name or "BackwardDataBackward" in name)  # others are functions of users
+    return derivative, name == "CheckpointFunctionBackward"
 
 
 def shape_of(edge: Edge) -> torch.Size:
