@@ -129,7 +129,39 @@ FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "normalized, extended": lambda out, y: extend(nn.NLLLoss())(normalized(out, -1).transpose(1, 2), y),
     "squares": lambda out, y: F.mse_loss(out.reshape(-1, C), out.detach().reshape(-1, C) + y.view(-1, 1)),
     "squares of all": lambda out, y: F.mse_loss(out.flatten(), out.detach().flatten().roll(1)),
+    "several labels": lambda out, y: F.cross_entropy(out.repeat_interleave(2, 0).flatten(0, 1), torch.stack([y, 1 - y % 2], 1).flatten()),
+    "several labels, extended": lambda out, y: EXTENDED(out.repeat_interleave(2, 0).flatten(0, 1), torch.stack([y, 1 - y % 2], 1).flatten()),
+    "several labels by copies": lambda out, y: F.cross_entropy(out[:, None].expand(-1, 3, -1, -1).reshape(-1, C), torch.stack([y] * 3, 1).view(-1)),
+    "repeated, extended": lambda out, y: EXTENDED(out.repeat(2, 1, 1).view(-1, C), torch.cat([y, y % 2]).flatten()),
+    "chosen repeatedly": lambda out, y: F.cross_entropy((2 * out).flatten(0, 1)[[3, 0, 3, 1]], y.flatten()[[3, 0, 1, 1]]),
+    "chosen repeatedly, extended": lambda out, y: EXTENDED(out[:, [0, 1, 1]].flip(0).flatten(0, 1), y[:, [0, 1, 3]].flip(0).flatten()),
+    "squares of copies": lambda out, y: F.mse_loss(torch.cat([out, out[[-1, 0]]]), torch.zeros(len(y) + 2, T, C)),
+    "gathered": lambda out, y: F.mse_loss(out.gather(0, y[:, :1, None].expand(-1, 2, C) % len(y)), torch.zeros(len(y), 2, C), reduction="sum"),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("picked", [[200, 200], [72, 200, 72, 299], range(-300, 300), [0, 127, 128, 128, 129, 255, 256, 257]])
+def test_copies_of_many_samples(picked: list[int], dtype: torch.dtype) -> None:
+    """Numbers of samples are exact, whatever the type and the number of rows."""
+    model, x, picked = extend(nn.Linear(3, C).to(dtype)), randn(300, 3).to(dtype), torch.tensor([*picked])
+    with backpack(extensions.BatchDiagGGNExact()):
+        F.mse_loss(model(x)[picked], torch.zeros(len(picked), C, dtype=dtype), reduction="sum").backward()
+    counts = torch.bincount(picked % 300, minlength=300)
+    value = model.bias.diag_ggn_exact_batch
+    torch.testing.assert_close(value, (2 * counts[:, None]).expand(-1, C).to(value.dtype), rtol=1e-2, atol=0)
+
+
+def test_no_copies() -> None:
+    model, x, y = extend(nn.Linear(3, C)), randn(N, 3), randint(C, (N,))
+    for empty in (lambda out: out.repeat(0, 1), lambda out: out[:, None].expand(-1, 0, -1).flatten(0, 1), lambda out: out[:0].repeat(2, 1)):
+        found = []
+        for none in (lambda out, empty=empty: F.cross_entropy(empty(out), y[:0], reduction="sum"), lambda _: 0):
+            with backpack(extensions.DiagGGNExact()):
+                out = model(x)
+                (F.cross_entropy(out, y) + none(out)).backward()
+            found.append(model.weight.diag_ggn_exact)
+        torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -263,10 +295,15 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], type[BackpackError], str]] 
     "mean over all": (lambda out: F.mse_loss(out.mean(), torch.tensor(0.0)), ShapeError, "needs 1 axes"),
     "one row": (lambda out: F.cross_entropy(out[0], torch.tensor(1)), ShapeError, "needs 2 axes"),
     "over samples": (lambda out: -out.log_softmax(0).mean(), UnsupportedError, "axis 0"),
-    "selected twice": (lambda out: F.cross_entropy(out[[0, 0, 1, 2]], torch.tensor([0, 1, 2, 3])), UnsupportedError, "cannot be read off|influence"),
     "depends on its target": (lambda out: F.mse_loss(out, 2 * out), LossValueError, "other than the prediction"),
     "squares with samples on axis 1": (lambda out: F.mse_loss(out.T, torch.zeros_like(out.T)), UnsupportedError, "axis 0"),
-    "repeated": (lambda out: F.mse_loss(out.repeat(2, 1), torch.zeros(2 * len(out), C)), UnsupportedError, "cannot be read off"),
+    "running sums": (lambda out: F.mse_loss(out.cumsum(0).repeat(2, 1), torch.zeros(2 * len(out), C)), UnsupportedError, "cannot be read off"),
+    "padded copies": (lambda out: F.mse_loss(F.pad(out.repeat(2, 1), (0, 0, 0, 1)), torch.zeros(2 * len(out) + 1, C)), UnsupportedError, "read off"),
+    "copies meet": (
+        lambda out: F.mse_loss(out.repeat(2, 1) + out.repeat_interleave(2, 0), torch.zeros(6 * len(out) // 3, C)),
+        UnsupportedError,
+        "samples",
+    ),
 }
 
 

@@ -6,36 +6,26 @@ whatever is linear in log-probabilities, from there to the root, is a cross-entr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.batches import rows_of, sample_axis
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import ELEMENTWISE
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
-from backpack.core.graph import call_node, operation, outputs_of, shape_of, tensor_at
+from backpack.core.graph import operation, shape_of
 from backpack.core.loss_nodes import LossNode, classes_of, function_at, normalizer, prediction_first, title
 from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, has_samples, refuse_axis, refuse_target
 from backpack.core.mixing import is_shared, stands_beside
+from backpack.core.predictions import find_samples
 from backpack.core.refusals import bare
-from backpack.core.samples import Layout, along, first_axis, layout_of
+from backpack.core.samples import Layout, first_axis
 from backpack.core.slots import Edge, Slot
 from backpack.core.walk import Walk
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
-
-_DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
-# selections of entries, none of them twice
-_MOVES = frozenset(
-    """View UnsafeView ReshapeAlias Squeeze Unsqueeze Permute Transpose T Slice Select Split SplitWithSizes UnsafeSplit
-    UnsafeSplitWithSizes Unbind Index IndexSelect MaskedSelect Flip Roll Alias""".split()
-)
-_JOINS = frozenset({"Cat", "Stack"})
-_KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax".split())
 
 
 class Start(NamedTuple):
@@ -123,7 +113,7 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
     if not has_samples(call, second_order):
         return None
     dim = 1 if isinstance(call.derivatives, CrossEntropyLossDerivatives) else None
-    layout = _find_samples(walk, below, dim)
+    layout = find_samples(walk, below, dim)
     if layout is None and not second_order:
         return None  # samples begin at the output of a module
     if layout is None and is_shared(walk, below[0], call.inputs[0].shape[0]):
@@ -163,7 +153,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     dim = classes_of(node) % len(shape) if classes and shape else None
     if len(shape) < 1 + classes:
         has_samples(LossNode(node, below, tuple(range(len(shape))) if classes else None), True)  # raises
-    layout = _find_samples(walk, below, dim)
+    layout = find_samples(walk, below, dim)
     sure = layout is not None
     if layout is not None and (layout.axis == dim if classes else layout.axis):
         refuse_axis(title(node), below, layout)
@@ -223,132 +213,3 @@ def refuse_curved(node: Node, curved: Node) -> None:
         "target) -> loss that calls functions (torch.nn.functional), not modules, for losses inside, and extend it. Products with the Hessian of "
         "what you have are in backpack.hessianfree."
     )
-
-
-def _find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
-    """Find out to which samples the entries of a prediction belong, from the nearest output of a module, of which it is known.
-
-    The positions of the prediction are numbered, and the numbers sent upstream like gradients: selections put them where they come from.
-
-    Args:
-        walk: The graph.
-        edge: Edge of the prediction.
-        dim: Axis of classes, which make one position together; ``None`` if every entry is one.
-
-    Returns:
-        The layout; ``None`` where something else than reshaping, selecting, joining and element-wise operations lies in between.
-    """
-    found, shape = _samples_at(walk, edge), shape_of(edge)
-    if found is not None and found[0] >= 0:
-        return first_axis(*found)
-    if walk.single:
-        return _of_one(shape, dim)
-    if found is not None:
-        return first_axis(shape[0])
-    positions, device = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape)), tensor_at(edge).device
-    count = positions.numel()
-    powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
-
-    def number() -> Tensor:
-        numbers = torch.arange(1, count + 1, device=device).reshape(positions)
-        return torch.stack([numbers // power % _DIGITS for power in powers]).expand(-1, *shape)
-
-    parts = _parts_of(walk, edge, number)
-    if not parts or len({samples for samples, *_ in parts}) > 1 or (len(parts) > 1 and walk.apart):
-        return None
-    samples, axis, sent = parts[0]
-    if samples < 0:
-        return first_axis(shape[0])
-    if sent is None:
-        return first_axis(samples, axis)
-    if samples <= 1 or not count:
-        return _of_one(shape, dim, samples)
-    found_at: list[tuple[Tensor, Tensor]] = []
-    for _, axis, sent in parts:
-        numbers = sum(part.long() * power for part, power in zip(sent, powers, strict=True))
-        owners = along(torch.arange(samples, device=device), axis, numbers.dim()).expand_as(numbers)
-        found_at.append((numbers[numbers > 0] - 1, owners[numbers > 0]))
-    indices, owners = map(torch.cat, zip(*found_at, strict=True))
-    if len(indices) != shape.numel():
-        return None  # something was selected twice, or comes from elsewhere
-    labels = torch.full((count,), -1, device=device)
-    labels[indices] = owners
-    if (labels[indices] != owners).any():
-        return None  # the classes of a position belong to different samples
-    return layout_of(labels.reshape(positions), torch.ones(positions, dtype=torch.bool, device=device), samples, 0)
-
-
-def _parts_of(walk: Walk, edge: Edge, number: Callable[[], Tensor]) -> list[tuple[int, int, Tensor | None]]:
-    """Send numbers upstream, to the nearest outputs of modules of which it is known where samples lie.
-
-    Args:
-        walk: The graph.
-        edge: Where to begin.
-        number: Makes the numbers, ``[V, *shape]``, where they are to be moved.
-
-    Returns:
-        For each output the number of samples, their axis, and the numbers that have arrived there, ``None`` if they were not moved; nothing if a path
-        leads elsewhere.
-    """
-    places, parts = [(edge, None)], []
-    while places:
-        place, sent = places.pop()
-        if (found := _samples_at(walk, place)) is not None:
-            parts.append((*found, sent))
-            continue
-        node, name = place[0], operation(place[0])
-        ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
-        if name in _KEEPS:
-            ways = [(sent, upstream) for _, upstream in ways if shape_of(upstream) == shape_of(place)][:1]
-        elif name in _JOINS or (name in _MOVES and len(ways) == 1):
-            sent = (number() if sent is None else sent).to(tensor_at(place).dtype)
-            columns = [sent if nr == place[1] else None for nr in range(outputs_of(node))]
-            with torch.no_grad():
-                returned = call_node(node, columns)
-            ways = [(returned[i], upstream) for i, upstream in ways]
-        else:
-            return []
-        if not ways:
-            return []
-        places += [(upstream, columns) for columns, upstream in ways]
-    return parts
-
-
-def _of_one(shape: torch.Size, dim: int | None, samples: int = 1) -> Layout:
-    """Give all entries of a prediction to the only sample: any axis would do.
-
-    Args:
-        shape: Shape of the prediction.
-        dim: Axis of classes; ``None`` if there is none.
-        samples: Number of samples, one or none.
-
-    Returns:
-        The layout.
-    """
-    axis = next(axis for axis in range(len(shape)) if axis != dim)
-    return Layout(axis, (0,) * shape[axis], samples)
-
-
-def _samples_at(walk: Walk, edge: Edge) -> tuple[int, int] | None:
-    """Count the samples of a tensor, if it is the output of a module.
-
-    Args:
-        walk: The graph.
-        edge: Edge of the tensor.
-
-    Returns:
-        Their number, and the axis on which they lie; -1 if it is the output of an outermost module whose input has another number of rows, so that
-        every row is one; ``None`` if it is no output, or that of an inner module, with something else than samples on the axis.
-
-    Raises:
-        bare: If it is made of parameters and constants.
-    """
-    for mark in reversed(walk.marks.get(edge[0], ())):
-        call, shape = mark.call, mark.call.outputs[mark.index].shape
-        axis = sample_axis(call, mark.index)
-        size = shape[axis] if axis < len(shape) else None
-        if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or size in walk.batches):
-            if call.root and stands_beside(walk, edge[0], call, shape[0]):
-                raise bare(walk, edge[0])
-            return (-1, 0) if call.root and size != rows_of(call, walk.marks[edge[0]]) else (size, axis)
-    return None
