@@ -171,13 +171,23 @@ class Scaled(nn.Module):
         return self.scale * (logits - F.one_hot(target, C)).square().mean()
 
 
-def test_temporary_object() -> None:
+class Containing(nn.Module):
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.part = Scaled(scale)
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        return 3 * self.part(logits, target)
+
+
+@pytest.mark.parametrize("make_loss", [Scaled, Containing])
+def test_temporary_object(make_loss: Callable[[float], nn.Module]) -> None:
     """Extended where it is called, like losses of torch; first order needs no loss at all."""
     model, _, x, y = make(nn.MSELoss())
     with backpack(extensions.DiagGGNExact(), extensions.BatchGrad()):
-        extend(Scaled(0.5))(model(x), y).backward()
-    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: Scaled(0.5)(logits, y)))
-    assert_grad_batch(model, grad_batch_by_loop(model, lambda rows: Scaled(0.5 * len(x[rows]) / N)(model(x[rows]), y[rows])))
+        extend(make_loss(0.5))(model(x), y).backward()
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: make_loss(0.5)(logits, y)))
+    assert_grad_batch(model, grad_batch_by_loop(model, lambda rows: make_loss(0.5 * len(x[rows]) / N)(model(x[rows]), y[rows])))
 
 
 class Remembering(Scaled):
@@ -244,9 +254,12 @@ def test_one_tensor_in_a_mapping_looks_like_a_loss() -> None:
     assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: LogCosh()(logits, F.one_hot(y, C))))
 
 
-def test_temporary_object_that_stores_what_it_returns() -> None:
+@pytest.mark.parametrize("inside", [False, True])
+def test_temporary_object_that_stores_what_it_returns(inside: bool) -> None:
     model, _, x, y = make(nn.MSELoss())
-    loss = extend(Remembering(1.0))
+    loss = Containing(1.0) if inside else Remembering(1.0)
+    loss.part = Remembering(1.0) if inside else None
+    extend(loss)
     value, alive = loss(model(x), y), weakref.ref(loss)
     del loss
     assert alive() is None

@@ -327,6 +327,36 @@ def test_layers_without_a_rule_behind_one_that_has(samples: int) -> None:
         close(parameter.grad_batch, torch.stack(gradients))
 
 
+class Holder(nn.Module):
+    """Holds a model where ``torch.nn`` does not look for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._held = (model,)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self._held[0](x.flatten(0, -2)), y.flatten())
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_models_that_are_not_registered(length: int) -> None:
+    """The rows of a model inside are the samples where they are as many."""
+    torch.manual_seed(0)
+    inside, x, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 4)), torch.randn(3, length, 4), torch.randint(4, (3, length))
+    model = extend(Holder(extend(inside)))
+    if length > 1:
+        with pytest.raises(BackpackError, match="Let the model return its predictions"), backpack(*FIRST):
+            model(x, y).backward()
+        assert results(inside) == {}
+        return
+    losses = [F.cross_entropy(inside(x[n]), y[n]) / 3 for n in range(3)]
+    expected = [torch.autograd.grad(loss, tuple(inside.parameters())) for loss in losses]
+    with backpack(*FIRST):
+        model(x, y).backward()
+    for parameter, gradients in zip(inside.parameters(), zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(gradients))
+
+
 @pytest.mark.parametrize("cls", [Rows, Positions, Shifted])
 @pytest.mark.parametrize("length", [3, 4])
 def test_as_many_positions_as_samples(cls: type[Model], length: int) -> None:

@@ -31,7 +31,7 @@ from backpack.utils.nested import tensors_in
 KEY = "backpack"
 """Key of the calls in the metadata of a graph node."""
 
-_ORDER = count()
+ORDER = count()
 RANDOM = RecordedSlopeDerivatives()
 """Rule of element-wise modules that are random."""
 _ANY_MODULE = vars(Module()).keys()
@@ -40,8 +40,7 @@ _NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 def _keeps_nothing(module: Module) -> bool:
-    # modules run inside, and the record begins before
-    return not module._modules and all([name in _ANY_MODULE or isinstance(v, (int, float, str, NoneType)) for name, v in vars(module).items()])
+    return all([k in _ANY_MODULE or isinstance(v, (int, float, str, NoneType)) for part in module.modules() for k, v in vars(part).items()])
 
 
 class Mark(NamedTuple):
@@ -108,13 +107,10 @@ class ModuleCall:
         self.kind, self.found = type(module), find(module)
         rule = self.found.rule if ruled else None
         self.derivatives: BaseDerivatives | None = rule
-        self.recorder, self.order, running = recorder, next(_ORDER), recording.open
-        self.root, self.outer = not running, running[-1][0].order if running else None
+        self.recorder, self.order, running = recorder, next(ORDER), recording.open
+        self.root, self.outer = not running, running[-1].order if running else None
         self.outputs: list[Slot] = []
-        # losses are often temporary objects, `extend(MSELoss())(...)`: held strongly, if they do not store what they return
-        is_loss = self.root and recorder.bare if rule is None else rule.is_loss
-        temporary = is_loss and (self.kind.__module__.startswith("torch.nn") or _keeps_nothing(module))
-        self._module = module if temporary else ref(module)
+        self._module = ref(module)
         if rule is not None:
             self._needs = rule.needs(module)
         else:
@@ -203,8 +199,12 @@ class ModuleCall:
         Args:
             output: What the module returned.
         """
+        module = self._module()
         if self.versions:
-            self.places = places_of(self.module._parameters)
+            self.places = places_of(module._parameters)
+        is_loss = self.root and self.recorder.bare if self.derivatives is None else self.derivatives.is_loss
+        if is_loss and (self.kind.__module__.startswith("torch.nn") or _keeps_nothing(module)):
+            self._module = module  # often a temporary object, `extend(MSELoss())(...)`, which does not store what it returns
         keep = "output" in self._keeps
         sources = [slot.edge[0] for slot in self.tensor_inputs if slot.edge is not None]
         tensors = [output] if isinstance(output, Tensor) else tensors_in(output)

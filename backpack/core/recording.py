@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.nn import Module, Parameter
 
-from backpack.core.calls import KEY, ModuleCall
+from backpack.core.calls import KEY, ORDER, ModuleCall
 from backpack.core.checkpoints import pass_on
 from backpack.core.engine import intercepted, transformed
 from backpack.core.options import Options
@@ -29,7 +30,7 @@ from backpack.utils.module_classification import loses_hooks
 def drop_interrupted() -> None:
     """Forget calls that have begun and do not run any more: interrupted by a key, say, of which hooks are not told."""
     while recording.open:
-        frame, begun = sys._getframe(1), recording.open[-1][1]
+        frame, begun = sys._getframe(1), recording.open[-1].frame
         while frame is not None and frame is not begun:
             frame = frame.f_back
         if frame is not None:
@@ -47,7 +48,7 @@ def made_by_running(roots: Iterable[Any]) -> Iterator[None]:
     Yields:
         Nothing.
     """
-    running = {call.order for call, _ in recording.open}
+    running = {call.order for call in recording.open}
     marks = [mark for node in nodes_below(roots) for mark in node.metadata.get(KEY, ())] if running else ()
     calls = [mark.call for mark in marks if mark.call.outer in running]
     for call in calls:
@@ -80,6 +81,22 @@ def find_inner(walk: Walk) -> None:
                 for mark in walk.marks.get(node, ()):
                     if mark.call in later:
                         mark.call.root = False
+
+
+class _Running(NamedTuple):
+    """A call whose forward pass has begun and not ended.
+
+    Attributes:
+        recorder: Its recorder.
+        order: Position among all calls.
+        frame: The frame of Python in which it runs.
+        call: Its record; ``None`` if it is recorded when it is over.
+    """
+
+    recorder: Recorder
+    order: int
+    frame: FrameType
+    call: ModuleCall | None
 
 
 class Recorder:
@@ -171,7 +188,20 @@ class Recorder:
                 drop_interrupted()
             call = ModuleCall(module, self, args, kwargs, ruled=self.know(module) and not intercepted(args))
             call.seen = args
-            recording.open.append((call, sys._getframe(1)))
+            recording.open.append(_Running(self, call.order, sys._getframe(1), call))
+
+    def begin(self, module: Module, args: tuple, kwargs: dict[str, Any] | None = None) -> None:
+        """Note that a module runs that is recorded when it is over: it may hold others where ``torch.nn`` does not look for them.
+
+        Args:
+            module: The module.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments; ``None`` where somebody has handed the hook on to another module, with other settings.
+        """
+        if kwargs is not None and not transformed() and recording.on and torch.is_grad_enabled():
+            if recording.open:
+                drop_interrupted()
+            recording.open.append(_Running(self, next(ORDER), sys._getframe(1), None))
 
     def after(self, module: Module, args: tuple, kwargs: dict[str, Any], output: Any = None) -> None:
         """End a call that has begun; also reached, without an output, where the forward pass raises.
@@ -184,11 +214,13 @@ class Recorder:
         """
         if transformed():
             return
-        if recording.open and recording.open[-1][0].recorder is not self:  # hooks of those inside that were interrupted have not run
+        if recording.open and recording.open[-1].recorder is not self:  # hooks of those inside that were interrupted have not run
             drop_interrupted()
-        if recording.open and recording.open[-1][0].recorder is self:
-            call, _ = recording.open.pop()
-            if output is not None:
+        if recording.open and recording.open[-1].recorder is self:
+            call = recording.open.pop().call
+            if call is None:
+                self.at_once(module, args, kwargs, output)
+            elif output is not None:
                 if args is not call.seen:  # a hook that ran after ours has given the module something else
                     call.see(module, args, kwargs)
                     if vars(module).get("inplace") is True:
@@ -232,10 +264,11 @@ class Recorder:
         Args:
             module: The module to record.
         """
-        if not module._modules and vars(module).get("inplace") is not True:
+        early, ours = module._modules or vars(module).get("inplace") is True, type(module).__module__.startswith("torch.nn")
+        if ours and not early:
             module.register_forward_hook(self.at_once, with_kwargs=True, prepend=True)
             return
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
+        module.register_forward_pre_hook(self.before if early else self.begin, with_kwargs=True)
         module.register_forward_hook(self.after, with_kwargs=True, always_call=True, prepend=True)
 
 

@@ -16,7 +16,7 @@ class _Recording(threading.local):
         apart: Whether calls of autograd are no passes of the user's: no quantities are computed, and none are deleted.
         keep_all: Whether calls keep all tensors, as rules of users may read any of them.
         read_from: Module to the call whose tensors it shows; ``None`` for the last ones.
-        open: The calls whose forward pass has begun and not ended, and the frames of Python in which they run.
+        open: The calls whose forward pass has begun and not ended.
         connection: Connects recorded tensors to the graph again, in a pass with ``create_graph=True``.
     """
 

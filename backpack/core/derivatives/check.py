@@ -69,7 +69,11 @@ def check_rule(module: Module, *inputs: Any) -> list[str]:
         raise ArgumentError(f"check_rule() needs a tensor with some samples as first input of the module, got {inputs[:1]}.")
     rule = derivatives_for(module)
     if rule is None:
-        raise UnsupportedError(f"No rule is registered for {type(module).__name__}, or for a base class whose forward it keeps.")
+        name = type(module).__name__
+        raise UnsupportedError(
+            f"No rule is registered for {name}, or for a base class whose forward it keeps. Register one, backpack.register({name}, rule), "
+            "GenericLossDerivatives for a loss function, say; to check the numbers that come without one, use backpack.verify on the whole model."
+        )
     module = deepcopy(module).double()
     given = [value.double() if isinstance(value, Tensor) and value.is_floating_point() else value for value in inputs]
     with torch.random.fork_rng(), torch.no_grad():
