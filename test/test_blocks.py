@@ -158,7 +158,7 @@ class Probe:
         self.known: set[int] = set()
         deposit, started = Carry.deposit, Carry.run
 
-        def counted(carry: Carry, flow: object, edge: object, way: object, value: object, layout: object, own: bool = False) -> None:
+        def counted(carry: Carry, flow: object, edge: object, value: object, layout: object = None, own: bool = False) -> None:
             for columns in value.values() if not flow.is_gradient else ():
                 if id(columns) in self.known:  # handed on as they are
                     continue
@@ -167,7 +167,7 @@ class Probe:
                 self.alive += size
                 self.most, self.widest = max(self.most, self.alive), max(self.widest, len(columns))
                 finalize(columns, self.free, id(columns), size)
-            deposit(carry, flow, edge, way, value, layout, own)
+            deposit(carry, flow, edge, value, layout, own)
 
         def ran(carry: Carry) -> None:
             self.passes += 1

@@ -144,7 +144,7 @@ class Carry:
             turn = unit.arrangement
             value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
             value = reshaped(value, shape_of(unit.below))
-        self.deposit(flow, unit.below, Way.DATA, value, unit.arrives, own)
+        self.deposit(flow, unit.below, value, unit.arrives, own)
 
     def to_factor(self, flow: Flow, unit: Unit, name: str, columns: Columns) -> None:
         """Hand columns to a factor of a unit.
@@ -161,7 +161,7 @@ class Carry:
             self._deposit_split(flow, unit.split[name], columns)
 
     def _deposit_split(self, flow: Flow, edge: Edge, columns: Columns) -> None:
-        self.deposit(flow, edge, Way.SPLIT, {s: c.reshape(*c.shape[:2], *shape_of(edge)) for s, c in columns.items()}, None)
+        self.deposit(flow, edge, {s: c.reshape(*c.shape[:2], *shape_of(edge)) for s, c in columns.items()})
 
     def _at_use(self, flow: Flow, unit: Unit, use: Use) -> None:
         """Let what needs it know of a use, and hand columns to factors that are no parameters.
@@ -175,7 +175,7 @@ class Carry:
             self._reader.at_call(flow, use)
         for name, upstream in unit.split.items():
             if self._concerns(flow, upstream):
-                self.deposit(flow, upstream, Way.SPLIT, use.per_sample(name, shape_of(upstream)), None)
+                self.deposit(flow, upstream, use.per_sample(name, shape_of(upstream)))
 
     def _at_shared(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
         call, shape = unit.call, (unit.layout.samples, *unit.call.outputs[0].shape)
@@ -218,7 +218,7 @@ class Carry:
                 self._at_use(flow, unit, Use(BatchFirst(unit.call, turn), unit.parameters, columns, grad, unit.layout, notes))
             for (edge, layout), send in zip(composite.below, below, strict=True):
                 if self._wants(flow, edge):
-                    self.deposit(flow, edge, Way.DATA, {source: send(place) for source, place in value.items()}, layout)
+                    self.deposit(flow, edge, {source: send(place) for source, place in value.items()}, layout)
         self._leave(composite)
 
     def _at_gap(self, node: Node, gap: Gap, grads: tuple[Tensor | None, ...]) -> None:
@@ -315,31 +315,25 @@ class Carry:
         """
         edge, shape = upstream[:2], upstream[2]
         for source, given in columns.items():
-            if layout is None:
-                self.deposit(flow, edge, Way.SPLIT, {source: sum_to(given, shape, 2)}, None)
-                continue
-            kept = after_sum(layout, given.shape[1:], shape)
-            if kept is not None:
-                self.deposit(flow, edge, Way.DATA, {source: sum_to(given, shape, 1)}, kept, own)
-            else:
-                rows = add_rows(given.movedim(1 + layout.axis, 1), layout).unsqueeze(2 + layout.axis)
-                self.deposit(flow, edge, Way.SPLIT, {source: sum_to(rows, shape, 2)}, None)
+            kept, sent = None if layout is None else after_sum(layout, given.shape[1:], shape), given
+            if layout is not None and kept is None:
+                sent = add_rows(given.movedim(1 + layout.axis, 1), layout).unsqueeze(2 + layout.axis)
+            self.deposit(flow, edge, {source: sum_to(sent, shape, 2 if kept is None else 1)}, kept, own)
 
     def _send(self, flow: Flow, source: Hashable, gap: Gap, wanted: list[bool], returned: list[Tensor | None], way: Way) -> None:
         for upstream, crossing, use, columns in zip(gap.nexts, gap.crossings, wanted, returned, strict=True):
             if use and columns is not None and crossing.way is way:
-                self.deposit(flow, upstream[:2], SPLIT, {source: columns}, None)
+                self.deposit(flow, upstream[:2], {source: columns})
 
     # --------------------------------------------------------------------------------------------------------------- edges
-    def deposit(self, flow: Flow, edge: Edge, way: Way, value: Any, layout: Layout | None, own: bool = False) -> None:
+    def deposit(self, flow: Flow, edge: Edge, value: Any, layout: Layout | None = None, own: bool = False) -> None:
         """Hand a value to an edge.
 
         Args:
             flow: The flow.
             edge: The edge.
-            way: ``DATA`` or ``SPLIT``.
-            value: The value; samples on an axis, or split.
-            layout: Where the samples lie, for ``DATA``.
+            value: The value.
+            layout: Where the samples lie in it; ``None`` if it is split.
             own: Whether nobody else holds its memory.
         """
         node = edge[0]
@@ -349,7 +343,7 @@ class Carry:
         if flow.crosses_gaps:  # as autograd does with gradients where precisions are mixed
             value = cast(value, tensor_at(edge).dtype)
         if flow.crosses_gaps and (leaf or self._plan.states[node].get(edge[1]) is SPLIT):
-            if way is Way.DATA:
+            if layout is not None:
                 value = {source: split(columns, layout) for source, columns in value.items()}
             if leaf:
                 if node.variable in self._pending:

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.carry import Carry
 from backpack.core.connect import Connection
-from backpack.core.crossings import Gap, Way
+from backpack.core.crossings import Gap
 from backpack.core.flow import Blocks, Columns, Flow, Reader, Use
 from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
@@ -116,11 +116,11 @@ class Pass(Carry):
             value: The value at its input.
         """
         if not flow.crosses_gaps:
-            self.deposit(flow, start.below, Way.DATA, value, start.layout)
+            self.deposit(flow, start.below, value, start.layout)
             return
         for source, given in value.items():
             columns = start.call.back(given) if isinstance(start.call, LossNode) else given
-            self._bear(flow, source, [(columns, lambda to, c: to.deposit(flow, start.below, Way.DATA, c, start.layout))])
+            self._bear(flow, source, [(columns, lambda to, c: to.deposit(flow, start.below, c, start.layout))])
 
     def _bear_at_unit(self, flow: Flow, unit: Unit, use: Use) -> None:
         for source, columns, factors in flow.at_unit(self._plan.walk, self._concerned[flow], unit, use):
