@@ -117,7 +117,7 @@ class Gap:
         """Whether the derivative for some input is exactly zero for all samples, or all but one: where they lie there is not known."""
         known = max((len(set(state.labels) - {-1}) for state in self.states.values() if state is not SPLIT), default=0)
         for crossing in self.crossings:
-            labels = crossing.arrives.labels if crossing is not None and crossing.way is Way.DATA and crossing.arrives is not None else ()
+            labels = () if crossing is None or crossing.arrives is None else crossing.arrives.labels
             if -1 in labels and len(set(labels)) <= min(known, 2):  # of one sample at most
                 return True
         return False

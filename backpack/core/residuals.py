@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.func import vjp, vmap
 
-from backpack.core.crossings import SPLIT, Gap, Way
+from backpack.core.crossings import SPLIT, Gap
 from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, blocks, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, first_axis, label_tensor, settle
@@ -153,7 +153,7 @@ def _layouts(gap: Gap) -> list[Layout | None]:
         The layout of each input and, last, of the output; ``None`` where all samples use the same tensor.
     """
     state = gap.states[0]
-    arrives = [settle(crossing.arrives) if crossing is not None and crossing.way is Way.DATA else None for crossing in gap.crossings]
+    arrives = [None if crossing is None or crossing.arrives is None else settle(crossing.arrives) for crossing in gap.crossings]
     return [*arrives, None if state is SPLIT else settle(state)]
 
 
