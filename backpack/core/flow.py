@@ -154,13 +154,7 @@ class Use:
     __slots__ = ("call", "grad", "layout", "notes", "parameters", "sums", "value")
 
     def __init__(
-        self,
-        call: ModuleCall,
-        parameters: dict[str, Parameter],
-        value: Any,
-        grad: Tensor,
-        layout: Layout,
-        notes: dict[Hashable, Any] | None = None,
+        self, call: ModuleCall, parameters: dict[str, Parameter], value: Any, grad: Tensor, layout: Layout, notes: dict[Hashable, Any] | None = None
     ) -> None:
         self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
         self.notes = {} if notes is None else notes

@@ -206,11 +206,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         return self._factor(module, weight, make=_few_columns), signs
 
     def _factor(
-        self,
-        module: Module,
-        weight: Tensor | float,
-        subsampling: Samples = None,
-        make: Callable[[Tensor, Tensor | float], Tensor] = _usual_columns,
+        self, module: Module, weight: Tensor | float, subsampling: Samples = None, make: Callable[[Tensor, Tensor | float], Tensor] = _usual_columns
     ) -> Tensor:
         """Compute a factor, column by column, the positions of one class side by side.
 

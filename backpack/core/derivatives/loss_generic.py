@@ -101,14 +101,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
         values, vectors, units = eigh_in_units(wide(self._blocks(module)))
         return _columns(units.unsqueeze(2) * vectors * values.abs().sqrt().unsqueeze(1), module.input0), signs_of(values)
 
-    def _sqrt_hessian_sampled(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mc_samples: int = 1,
-        subsampling: Samples = None,
-    ) -> Tensor:
+    def _sqrt_hessian_sampled(self, module: Module, g_inp: Grads, g_out: Grads, mc_samples: int = 1, subsampling: Samples = None) -> Tensor:
         signs = random_signs(mc_samples, subsample(module.input0, subsampling=subsampling))
         return self._root_mat_prod(module, signs, subsampling) / sqrt(mc_samples)
 

@@ -97,14 +97,7 @@ class NLLLossDerivatives(GenericLossDerivatives):
             weight = subsample(weight, subsampling=subsampling)
         return weight**0.5
 
-    def _sqrt_hessian_sampled(
-        self,
-        module: Module,
-        g_inp: Grads,
-        g_out: Grads,
-        mc_samples: int = 1,
-        subsampling: Samples = None,
-    ) -> Tensor:
+    def _sqrt_hessian_sampled(self, module: Module, g_inp: Grads, g_out: Grads, mc_samples: int = 1, subsampling: Samples = None) -> Tensor:
         self._verify_support(module)
         if not self._is_likelihood(module):
             return super()._sqrt_hessian_sampled(module, g_inp, g_out, mc_samples=mc_samples, subsampling=subsampling)
