@@ -15,7 +15,8 @@ from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.slots import Edge
 from backpack.core.state import recording
 
-_REDUCTIONS = ("none", "mean", "sum")
+REDUCTIONS = ("none", "mean", "sum")
+"""By the numbers that operations save."""
 _LOG_PROBABILITIES = LogProbabilitiesDerivatives()
 FUNCTIONS: dict[str, tuple[str, type[nn.Module], tuple[str, ...]]] = {
     "LogSoftmax": ("cross_entropy", nn.CrossEntropyLoss, ()),
@@ -140,7 +141,7 @@ class LossNode:
         shape, like = shape_of(edge), tensor_at(edge)
         _, make, options = FUNCTIONS[function_at(node)]
         if axes is None:
-            self.module = make(reduction=_REDUCTIONS[saved(node, "reduction")], **{name: saved(node, name) for name in options})
+            self.module = make(reduction=REDUCTIONS[saved(node, "reduction")], **{name: saved(node, name) for name in options})
             self.derivatives = derivatives_for(self.module)
         else:
             self.module, self.derivatives = make(reduction="sum"), _LOG_PROBABILITIES

@@ -18,13 +18,13 @@ from torch.autograd.graph import Node
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.graph import has_saved, saved, saves_tensor, setting_reader, shape_of
+from backpack.core.loss_nodes import REDUCTIONS
 from backpack.core.slots import Slot
 from backpack.utils.conv import paddings
 from backpack.utils.errors import OverwrittenError
 
 Check = Callable[[ModuleCall, Node], bool]
 """Says whether a node of a call was told what the rule takes it to be."""
-REDUCTIONS = ("none", "mean", "sum")
 
 
 class Constant(NamedTuple):
