@@ -191,7 +191,7 @@ class _Graph(NamedTuple):
             if plan is None:
                 return None, None
             rules |= {id(p): rule for p, rule in _rules(plan).items()}
-            collector = Collector(plan, extensions, None, None, debug=False, combines=False)
+            collector = Collector(plan, extensions)
             asked_in(plan, tuple(extensions), collector)
             try_rules(self.loss, plan, collector)
             return plan, collector

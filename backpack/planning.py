@@ -196,7 +196,7 @@ def all_refused(
         try:
             plan = make_plan(walk_from(roots, others, only), roots, others, returns)
             if plan is not None:
-                asked_in(plan, others, Collector(plan, others, None, None, debug=False, combines=False))
+                asked_in(plan, others, Collector(plan, others))
         except BackpackError as error:
             errors.append(error)
     return first if len(errors) == 1 else merge(errors)

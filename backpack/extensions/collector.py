@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial, reduce
+from itertools import chain
 from operator import and_, or_
 from typing import Any
 from weakref import ref
@@ -57,10 +58,10 @@ class Collector(Reader):
         self,
         plan: Plan,
         extensions: Iterable[BackpropExtension],
-        hook: Callable[[Module], None] | None,
-        connection: Connection | None,
-        debug: bool,
-        combines: bool,
+        hook: Callable[[Module], None] | None = None,
+        connection: Connection | None = None,
+        debug: bool = False,
+        combines: bool = False,
         dtype: torch.dtype | None = None,
         spares: bool = False,
         context: int = 0,
@@ -98,7 +99,7 @@ class Collector(Reader):
         self._hooks = None if hook is None else HookQueue(plan.walk, plan, hook, debug)
         self.watches_calls = hook is not None
         samples = set(plan.batches.values()) | {start.layout.samples for start in plan.losses.values()}
-        for extension in (extension for group in self._of_flow.values() for extension in group):
+        for extension in chain.from_iterable(self._of_flow.values()):
             for number in samples:
                 extension.samples(number)  # refuses indices that are out of range, before anything runs
 
@@ -351,7 +352,7 @@ class Collector(Reader):
         if self._hooks is not None:
             self._hooks.run_all()
         written = {(id(parameter), field) for parameter, field in self._written}
-        for extension in (extension for group in self._of_flow.values() for extension in group) if self._plan.complete else ():
+        for extension in chain.from_iterable(self._of_flow.values()) if self._plan.complete else ():
             bits = self._concerned[extension]
             missing = [p for p in self._plan.uses if self._plan.walk.bits[id(p)] & bits and (id(p), extension.savefield) not in written]
             if missing:
