@@ -115,14 +115,13 @@ def _untouched(modules: list[Module]) -> Iterator[None]:
     """
     parts = dict.fromkeys(part for module in modules for part in module.modules())
     before = {part: dict(part._buffers) for part in parts}
-    devices = {p.device for part in parts for p in part._parameters.values() if p is not None and p.is_cuda}
     copies: dict[int, Tensor] = {}
     for part in parts:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = copies.setdefault(id(buffer), buffer.clone())
     try:
-        with random_state_kept(devices):
+        with random_state_kept(parameter for module in modules for parameter in module.parameters()):
             yield
     finally:
         for part, buffers in before.items():

@@ -152,7 +152,7 @@ def trace_twice(root: Module) -> Graph:
     Raises:
         UnsupportedError: If the graph shows one of many functions.
     """
-    with kept_state(root), random_state_kept({p.device for p in root.parameters() if p.is_cuda}) as drawn:
+    with kept_state(root), random_state_kept(root.parameters()) as drawn:
         (graph, values, made), (again, values_again, _) = _trace_once(root), _trace_once(root)
         if drawn():
             raise UnsupportedError(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
@@ -37,27 +36,6 @@ def kept_state(module: Module) -> Iterator[None]:
         for now, then in before:
             now.clear()
             now.update(then)
-
-
-@contextmanager
-def kept_random_state(tensor: Tensor) -> Iterator[Callable[[], bool]]:
-    """Let something run without a trace of the random numbers that it draws.
-
-    Args:
-        tensor: Lies on the device on which it runs.
-
-    Yields:
-        A function that says whether random numbers have been drawn so far. Then what has run is not sure to be what has run before, even if it
-        gives the same output: the derivative of a sample that is rounded need not be the same.
-    """
-    devices = [tensor.device] if tensor.is_cuda else []
-    with torch.random.fork_rng(devices):
-        before = _random_states(devices)
-        yield lambda: not all(map(torch.equal, before, _random_states(devices)))
-
-
-def _random_states(devices: Iterable[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:

@@ -8,24 +8,26 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 
 @contextmanager
-def random_state_kept(devices: Iterable[int | torch.device]) -> Iterator[Callable[[], bool]]:
+def random_state_kept(tensors: Iterable[Tensor]) -> Iterator[Callable[[], bool]]:
     """Leave the global random generators of torch, Python and numpy as they are.
 
     Args:
-        devices: Devices beside the CPU whose generators are meant, too.
+        tensors: Lie on the devices whose generators are meant, beside that of the CPU.
 
     Yields:
-        A function that says whether one of them has been used so far.
+        A function that says whether one of them has been used so far. Then what has run is not sure to be what has run before, even if it gives the
+        same output: the derivative of a sample that is rounded need not be the same.
     """
-    numpy, devices = sys.modules.get("numpy"), list(devices)  # what is not imported has drawn nothing
+    numpy, devices = sys.modules.get("numpy"), list({tensor.device for tensor in tensors if tensor.is_cuda})  # what is not imported has drawn nothing
     python, legacy = random.getstate(), None if numpy is None else numpy.random.get_state()
-    tensors = _of_torch(devices)
+    states = _of_torch(devices)
 
     def drawn() -> bool:
-        same = random.getstate() == python and all(map(torch.equal, _of_torch(devices), tensors))
+        same = random.getstate() == python and all(map(torch.equal, _of_torch(devices), states))
         return not same or numpy is not None and not all(map(numpy.array_equal, numpy.random.get_state(), legacy))
 
     try:
@@ -37,5 +39,5 @@ def random_state_kept(devices: Iterable[int | torch.device]) -> Iterator[Callabl
             numpy.random.set_state(legacy)
 
 
-def _of_torch(devices: Iterable[int | torch.device]) -> list[torch.Tensor]:
+def _of_torch(devices: Iterable[torch.device]) -> list[Tensor]:
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, devices)]

@@ -59,7 +59,7 @@ class Copies:
             Nothing.
         """
         before = torch.get_default_dtype()
-        with random_state_kept(self._devices), torch.enable_grad(), backpack():
+        with random_state_kept([*self._model.parameters(), *self._model.buffers()]), torch.enable_grad(), backpack():
             try:
                 torch.set_default_dtype(self._dtype or before)  # what a model creates while it runs goes with its parameters
                 yield

@@ -22,8 +22,9 @@ from backpack.core.derivatives.shape_check import apply_checked
 from backpack.utils.columns import compare_mixture, unit_columns
 from backpack.utils.differentiation import complete_gradients, lacks_terms, refuse_biased_norms
 from backpack.utils.errors import UnsupportedError
-from backpack.utils.module_state import kept_random_state, kept_state
+from backpack.utils.module_state import kept_state
 from backpack.utils.precision import tolerance
+from backpack.utils.random_state import random_state_kept
 from backpack.utils.subsampling import subsample
 
 
@@ -163,7 +164,7 @@ class _Replay:
         param, inputs = (None, [variable, *self.inputs[1:]]) if is_input else (variable, self.inputs)
         try:
             # this attention kernel is the one that can be differentiated twice; the user's random numbers must not notice this run
-            with sdpa_kernel(SDPBackend.MATH), kept_random_state(self.output) as drawn:
+            with sdpa_kernel(SDPBackend.MATH), random_state_kept([self.output]) as drawn:
                 output = _each(one, (None if is_input else self.param_axis, *self.axes), param, *inputs)
                 random = drawn()
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -198,7 +199,7 @@ class _Replay:
             return output
 
         # vmap may lose the mark, and what is marked passes for a constant
-        with kept_random_state(self.output):
+        with random_state_kept([self.output]):
             vjp(see, self.at)
 
     def _compare(self, output: Tensor) -> None:

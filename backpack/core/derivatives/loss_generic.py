@@ -25,9 +25,10 @@ from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import lacks_terms, nodes_below, undifferentiable
 from backpack.utils.eigen import eigh, eigh_in_units, square_root
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
-from backpack.utils.module_state import kept_random_state, kept_state
+from backpack.utils.module_state import kept_state
 from backpack.utils.nested import tensors_in
 from backpack.utils.precision import largest, tolerance, tolerances, wide
+from backpack.utils.random_state import random_state_kept
 from backpack.utils.subsampling import subsample
 
 
@@ -351,7 +352,7 @@ def _call(module: Module, point: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     # what a loss returns, and what it returns with other random numbers, if it draws some
     args, named = call_arguments(module, [point, *inputs_of(module, first=1)])
     loss = module_of(module)
-    with kept_state(loss), kept_random_state(point) as drawn:
+    with kept_state(loss), random_state_kept([point]) as drawn:
         # The forward method, not the call: the hooks that record a forward pass are not for this one.
         return tensors_in(loss.forward(*args, **named)), tensors_in(loss.forward(*args, **named)) if drawn() else []
 
