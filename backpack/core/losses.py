@@ -16,6 +16,7 @@ from backpack.core.graph import shape_of
 from backpack.core.loss_nodes import FUNCTIONS, function_at
 from backpack.core.samples import Layout
 from backpack.core.slots import Edge, Slot
+from backpack.utils.differentiation import search
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
 
 _OWN = OwnLossDerivatives()
@@ -58,16 +59,10 @@ def completes_softmax(call: ModuleCall, reach: Mapping[Node, int], is_linear: Ca
     if not isinstance(call.derivatives, PiecewiseLinearLossDerivatives) or not isinstance(call.module, (nn.NLLLoss, nn.KLDivLoss)):
         return False
     prediction, *others = [slot.edge and slot.edge[0] for slot in call.tensor_inputs]
-    stack, seen = [] if any(reach.get(target) for target in others) else [prediction], set()
-    while stack:
-        node = stack.pop()
-        if node in seen or not reach.get(node):
-            continue
-        if function_at(node) == "LogSoftmax":
-            return True
-        seen.add(node)
-        stack += [n for n, _ in node.next_functions] if is_linear(node) else []
-    return False
+    if any(reach.get(target) for target in others) or not reach.get(prediction):
+        return False
+    nodes = search([prediction], lambda node: [n for n, _ in node.next_functions if reach.get(n)] if is_linear(node) else [])
+    return any(function_at(node) == "LogSoftmax" for node in nodes)
 
 
 def _makes_a_number(call: ModuleCall) -> bool:

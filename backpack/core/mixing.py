@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from functools import partial
 
 import torch
@@ -27,6 +27,7 @@ from backpack.core.origins import (
 )
 from backpack.core.refusals import mixing
 from backpack.core.walk import Walk
+from backpack.utils.differentiation import search
 
 
 def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
@@ -240,18 +241,16 @@ def _unknown_rows(shape: torch.Size, axis: int) -> str:
 
 def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], bool]:
     # calls from which a node was computed, and whether functions may have been given data of samples
-    seen, stack, calls, brings = {node}, [node], set(), False
-    while stack:
-        node = stack.pop()
-        ended = [mark.call for mark in walk.marks.get(node, ())]
-        calls.update(ended)
-        brings = brings or (not ended and brings_rows(walk, node, samples))
-        layer = next((call for call in ended if not call.module._modules), None)  # its inputs tell, whatever its nodes make of them
-        upstream = node.next_functions if layer is None else [slot.edge for slot in layer.tensor_inputs if slot.edge is not None]
-        new = {n for n, _ in upstream if walk.is_tracked(n)} - seen
-        seen |= new
-        stack += new
-    return calls, brings
+    def ended(n: Node) -> list[ModuleCall]:
+        return [mark.call for mark in walk.marks.get(n, ())]
+
+    def follow(n: Node) -> list[Node]:
+        layer = next((call for call in ended(n) if not call.module._modules), None)  # its inputs tell, whatever its nodes make of them
+        edges = n.next_functions if layer is None else [slot.edge for slot in layer.tensor_inputs if slot.edge is not None]
+        return [upstream for upstream, _ in edges if walk.is_tracked(upstream)]
+
+    nodes = [*search([node], follow)]
+    return {call for n in nodes for call in ended(n)}, any(not ended(n) and brings_rows(walk, n, samples) for n in nodes)
 
 
 class OfData(Container[Node]):
@@ -273,14 +272,9 @@ class OfData(Container[Node]):
         return self._reads[node]
 
 
-def _upstream(walk: Walk, node: Node) -> set[Node]:
+def _upstream(walk: Walk, node: Node) -> Iterator[Node]:
     # nodes from which a node was computed, and from which a parameter is reached; itself among them
-    seen, stack = {node}, [node]
-    while stack:
-        new = {n for n, _ in stack.pop().next_functions if walk.is_tracked(n)} - seen
-        seen |= new
-        stack += new
-    return seen
+    return search([node], lambda n: [upstream for upstream, _ in n.next_functions if walk.is_tracked(upstream)])
 
 
 def _holds_samples(walk: Walk, tensor: Tensor | None, samples: int) -> bool:

@@ -15,6 +15,7 @@ from backpack.core.crossings import ELEMENTWISE, STATIC
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.linear import PIECEWISE_LINEAR, PRODUCTS
 from backpack.core.walk import Walk
+from backpack.utils.differentiation import search
 
 LOOKUPS = frozenset("Embedding Index IndexSelect".split())
 """Operations that select rows of a table."""
@@ -87,21 +88,16 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
 def _made_from(node: Node) -> list[Tensor | None]:
     # what made something that has a graph without tracked parameters, ``None`` for what nothing tells: inputs that require a gradient, or
     # parameters that are excluded, or of a model that is not extended, and what layers with such parameters were given
-    seen, stack, found = {node}, [node], []
-    while stack:
-        node = stack.pop()
-        if hasattr(node, "variable"):
-            found.append(node.variable)
+    found: list[Tensor | None] = []
+    for n in search([node]):
+        if hasattr(n, "variable"):
+            found.append(n.variable)
             continue
-        upstream = [n for n, _ in node.next_functions]
         try:
-            given = [tensor for tensor in saved_tensors(node, results=False) if not tensor.requires_grad]
+            given = [tensor for tensor in saved_tensors(n, results=False) if not tensor.requires_grad]
         except RuntimeError:  # an earlier pass, of another model, has freed them
             return [None]
-        found += given or [None] * (None in upstream)
-        new = {n for n in upstream if n is not None} - seen
-        seen |= new
-        stack += new
+        found += given or [None] * any(upstream is None for upstream, _ in n.next_functions)
     return found
 
 

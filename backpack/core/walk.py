@@ -20,6 +20,7 @@ from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, completes_softmax,
 from backpack.core.operations import AGAIN, NAMES, as_described
 from backpack.core.owners import owners
 from backpack.core.slots import Edge, Slot
+from backpack.utils.differentiation import search
 from backpack.utils.errors import UnsupportedError
 
 LEFT_OUT = "backpack.left_out"
@@ -125,29 +126,23 @@ class Walk:
         self._check_left_out(left_out)
         return sorted(reversed(order), key=self.leaves.__contains__)
 
-    def _check_left_out(self, stack: list[Node]) -> None:
+    def _check_left_out(self, starts: list[Node]) -> None:
         """Refuse a left-out term that depends on activations: its gradient would arrive in one sum with that of the loss.
 
         Args:
-            stack: Nodes where left-out terms begin.
+            starts: Nodes where left-out terms begin.
 
         Raises:
             UnsupportedError: If there is one.
         """
-        seen: set[Node] = set()
-        while stack:
-            node = stack.pop()
-            if node in seen or node in self.leaves:
-                continue
-            seen.add(node)
-            if self.reach.get(node):
+        for node in search(starts):
+            if node not in self.leaves and self.reach.get(node):
                 raise UnsupportedError(
                     f"A term given to backpack.leave_out() depends on activations that the loss uses, too ({node.name()}, upstream of which lies "
                     "{names}), so that their gradients cannot be told apart. Leave out terms that depend on parameters alone, "
                     "or call backward for the term outside of the context.",
                     self.named(self.reach[node]),
                 )
-            stack += [n for n, _ in node.next_functions if n is not None]
 
     def _gather(self, node: Node, nexts: list[Node]) -> None:
         """Collect, at a node whose upstream is known, what lies upstream.

@@ -1,8 +1,8 @@
-"""For results that may be differentiated: refusals where they cannot be, and a square root."""
+"""Graphs of results that may be differentiated: how to go through them, refusals where results cannot be, and a square root."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -63,22 +63,34 @@ def nodes_of(tensors: Iterable[Tensor | GradientEdge]) -> list[Node]:
     return [node for node in nodes if node is not None]
 
 
+def search(starts: Iterable[Node], follow: Callable[[Node], Iterable[Node | None]] | None = None) -> Iterator[Node]:
+    """Go through a graph.
+
+    Args:
+        starts: Where to begin.
+        follow: Says where to go on from a node, when that has been looked at; ``None`` for all that lies upstream.
+
+    Yields:
+        Each node once.
+    """
+    waiting, seen = [*starts], {None}
+    while waiting:
+        if (node := waiting.pop()) not in seen:
+            seen.add(node)
+            yield node
+            waiting += [upstream for upstream, _ in node.next_functions] if follow is None else follow(node)
+
+
 def nodes_below(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[Node]:
     """Go through the graph of tensors.
 
     Args:
         tensors: Any tensors, or their graph edges.
 
-    Yields:
+    Returns:
         Each node once.
     """
-    open_nodes, seen = nodes_of(tensors), set()
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            open_nodes += [parent for parent, _ in node.next_functions]
-            yield node
+    return search(nodes_of(tensors))
 
 
 def lacks_terms(gradients: Iterable[Tensor]) -> bool:
