@@ -90,7 +90,7 @@ _WEIGHT_NORM = frozenset({"WeightNormInterface0"})
 _KNOWN = _WEIGHT_NORM | _SOFTMAX | _ATTENTION | _ENTRYWISE.keys() | _OF_RESULT.keys() | _ALONG_AXES.keys() | _OF_TWO.keys()
 
 
-class Blocks(NamedTuple):
+class Coupling(NamedTuple):
     """A function whose second derivative couples entries along some axes only.
 
     Attributes:
@@ -182,7 +182,7 @@ def axes_of(node: Node) -> tuple[int, ...]:
     return tuple(sorted({dim % ndim - ndim for dim in dims})) if ndim else ()
 
 
-def blocks(node: Node, active: Collection[int]) -> Blocks:
+def coupling(node: Node, active: Collection[int]) -> Coupling:
     """Read a node as a function of what it has saved.
 
     Args:
@@ -196,12 +196,12 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
     if key in _OF_RESULT:
         result = saved(node, "result")
         second = _OF_RESULT[key](result)
-        return Blocks(lambda x: 0.5 * second * (x - result) ** 2, [result], [0], ())  # another function with this second derivative
+        return Coupling(lambda x: 0.5 * second * (x - result) ** 2, [result], [0], ())  # another function with this second derivative
     if key in _SOFTMAX | _ALONG_AXES.keys() and not shape_of(node.next_functions[0]):
-        return Blocks(torch.clone, [torch.zeros((), dtype=like.dtype, device=like.device)], [0], ())  # along no axis: none of them is curved
+        return Coupling(torch.clone, [torch.zeros((), dtype=like.dtype, device=like.device)], [0], ())  # along no axis: none of them is curved
     if key in _SOFTMAX:
         axes, result = axes_of(node), saved(node, "result")
-        return Blocks(lambda x: _softmax_around(x, result, axes), [torch.zeros_like(result)], [0], axes)
+        return Coupling(lambda x: _softmax_around(x, result, axes), [torch.zeros_like(result)], [0], axes)
     if key in _ATTENTION:
         return _attention(node, active)
     if key in _WEIGHT_NORM:
@@ -243,7 +243,7 @@ def blocks(node: Node, active: Collection[int]) -> Blocks:
             return powers.sum(arguments["dim"], arguments["keepdim"]).pow(1 / power).to(like.dtype)
         return getattr(torch.ops.aten, name)(**arguments).to(like.dtype)
 
-    return Blocks(function, [given[argument] for argument in variables], list(variables.values()), axes)
+    return Coupling(function, [given[argument] for argument in variables], list(variables.values()), axes)
 
 
 def _powers_of_others(values: Tensor, fixed: Tensor, power: float) -> Tensor:
@@ -282,13 +282,13 @@ def _softmax_around(change: Tensor, result: Tensor, axes: tuple[int, ...]) -> Te
     return weights / torch.where(result.sum(axes, keepdim=True) > 0, total, 1.0)
 
 
-def _side_by_side(function: Callable[..., Tensor], inputs: list[Tensor], active: Collection[int], axes: int) -> Blocks:
+def _side_by_side(function: Callable[..., Tensor], inputs: list[Tensor], active: Collection[int], axes: int) -> Coupling:
     """Read a function of inputs of several shapes as one of a single value.
 
     Args:
         function: Of the inputs.
         inputs: The inputs, in the order of the next edges.
-        active: See ``blocks``.
+        active: See ``coupling``.
         axes: Number of last axes along which it couples entries.
 
     Returns:
@@ -303,18 +303,18 @@ def _side_by_side(function: Callable[..., Tensor], inputs: list[Tensor], active:
             given[number] = piece.unflatten(-1, part)
         return function(*given)
 
-    return Blocks(cut, [torch.cat([inputs[number].flatten(-axes) for number in numbers], -1)], numbers, (-1,), parts)
+    return Coupling(cut, [torch.cat([inputs[number].flatten(-axes) for number in numbers], -1)], numbers, (-1,), parts)
 
 
-def _attention(node: Node, active: Collection[int]) -> Blocks:
+def _attention(node: Node, active: Collection[int]) -> Coupling:
     """Read a kernel of attention as a function of queries ``[*, H, g, T, E]``, keys and values ``[*, H, 1, T, E]``, side by side ``[*, H, entries]``.
 
     Args:
         node: The node. Each head of keys and values belongs to ``g`` heads of queries.
-        active: See ``blocks``.
+        active: See ``coupling``.
 
     Returns:
-        See ``blocks``.
+        See ``coupling``.
     """
     query, key, value = (saved(node, name) for name in ("query", "key", "value"))
     scale, bias = saved(node, "scale"), _bias(node)
