@@ -27,7 +27,7 @@ from backpack.extensions.flows import GRADIENT, carried_for
 from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.mapped import answered, ask
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.positions import Part, join, joins
+from backpack.extensions.positions import Contribution, join, joins
 from backpack.extensions.rules import FromGradient, Rule, find_faster
 from backpack.extensions.spared import Spared
 from backpack.utils.differentiation import undifferentiable
@@ -89,7 +89,7 @@ class Collector(Reader):
         self.finishes = {ext: ext.finish_beside if keys.count(key) > 1 else ext.finish for ext, key in self._keys.items()}
         self._rules: dict[tuple[BackpropExtension, int], Rule] = {}
         self._states: dict[tuple[int, Any], Any] = {}
-        self._parts: dict[tuple[int, Flow], list[Part]] = {}
+        self._parts: dict[tuple[int, Flow], list[Contribution]] = {}
         self._values: dict[tuple[int, BackpropExtension], Any] = {}
         # the extension hook may read what modules have recorded, which is given back before the gradient is there
         self._after_gradients = plan.whole and hook is None
@@ -177,7 +177,7 @@ class Collector(Reader):
             if not readers:
                 continue
             if uses > 1 and use.layout.plain and joins(use, self._plan, parameter):
-                self._parts.setdefault((id(parameter), flow), []).append(Part.of(use, name))
+                self._parts.setdefault((id(parameter), flow), []).append(Contribution.of(use, name))
             else:
                 self._read(flow, readers, use, name, parameter, uses == 1)
         self.spared.take(use)

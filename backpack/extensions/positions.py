@@ -25,7 +25,7 @@ from backpack.utils.subsampling import subsample
 _LINEAR = LinearDerivatives()
 
 
-class Part(NamedTuple):
+class Contribution(NamedTuple):
     """What one use contributes.
 
     Attributes:
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     weight: Tensor | None
 
     @classmethod
-    def of(cls, use: Use, name: str) -> Part:
+    def of(cls, use: Use, name: str) -> Contribution:
         """Read the views, which live longer than what the call has recorded.
 
         Args:
@@ -82,7 +82,7 @@ class Part(NamedTuple):
 class Positions:
     """A call that stands for all uses: what its rule reads are the views, side by side along the positions."""
 
-    def __init__(self, parts: list[Part]) -> None:
+    def __init__(self, parts: list[Contribution]) -> None:
         self.call = parts[0].use.call
         self.derivatives = PositionDerivatives(parts[0].rule, parts[0].some.shape[2])
         self.weight = parts[0].weight
@@ -145,7 +145,7 @@ def joins(use: Use, plan: Plan, parameter: Parameter) -> bool:
     return any(isinstance(other, AffineDerivatives) for other in others)
 
 
-def join(parts: Iterable[Part]) -> list[tuple[Use, int]]:
+def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
     """Join the uses of a parameter that go together.
 
     Args:
@@ -154,7 +154,7 @@ def join(parts: Iterable[Part]) -> list[tuple[Use, int]]:
     Returns:
         For each kind of use: the joint use, and how many it stands for.
     """
-    groups: dict[tuple, list[Part]] = {}
+    groups: dict[tuple, list[Contribution]] = {}
     for part in parts:
         groups.setdefault(part.kind, []).append(part)
     joint = []
@@ -167,7 +167,7 @@ def join(parts: Iterable[Part]) -> list[tuple[Use, int]]:
     return joint
 
 
-def _side_by_side(parts: list[Part], source: Hashable) -> Tensor:
+def _side_by_side(parts: list[Contribution], source: Hashable) -> Tensor:
     """Put the rows of one source side by side, with zeros where it has not been.
 
     Args:
