@@ -8,6 +8,7 @@ from torch.nn import AlphaDropout, Dropout, Dropout1d, Dropout2d, Dropout3d, Fea
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
+from backpack.core.derivatives.kinds import FlatDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import NotRecordedError, UnsupportedError
 from backpack.utils.subsampling import subsample
@@ -17,7 +18,7 @@ from backpack.utils.subsampling import subsample
 @register(Dropout1d)
 @register(Dropout2d)
 @register(Dropout3d)
-class DropoutDerivatives(ElementwiseDerivatives):
+class DropoutDerivatives(FlatDerivatives, ElementwiseDerivatives):
     """Entries, or channels, are set to zero at random, and the others multiplied by ``1 / (1 - p)``.
 
     In training mode, entries with zero output are taken for dropped. Where the input is exactly zero this is a guess, so the rule does not
@@ -41,12 +42,6 @@ class DropoutDerivatives(ElementwiseDerivatives):
 
     def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
         return torch.zeros_like(module.output)
-
-    def hessian_is_zero(self, module: Module) -> bool:
-        return True
-
-    def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
-        return torch.zeros_like(g_out[0])
 
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         return mat if self.applies(module) else super()._jac_mat_prod(module, g_inp, g_out, mat)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Samples
+from backpack.core.derivatives.kinds import FlatDerivatives
 from backpack.utils.moment import second_moment
 from backpack.utils.pages import compute
 from backpack.utils.subsampling import subsample
@@ -132,14 +133,11 @@ class ActivationDerivatives(ElementwiseDerivatives):
         return module.output if "output" in self.needs(module) else module.input0
 
 
-class PiecewiseLinearDerivatives(ActivationDerivatives):
+class PiecewiseLinearDerivatives(FlatDerivatives, ActivationDerivatives):
     """An activation whose second derivative vanishes almost everywhere."""
 
     def curvature(self, module: Module, at: Tensor) -> Tensor:
         return torch.zeros_like(at)
-
-    def hessian_is_zero(self, module: Module) -> bool:
-        return True
 
 
 class OverwritableDerivatives(PiecewiseLinearDerivatives):
@@ -152,7 +150,7 @@ class OverwritableDerivatives(PiecewiseLinearDerivatives):
         return frozenset({"output"}) if module.inplace else self.keeps
 
 
-class RecordedSlopeDerivatives(ElementwiseDerivatives):
+class RecordedSlopeDerivatives(FlatDerivatives, ElementwiseDerivatives):
     """An element-wise, piecewise linear map that is random (dropout in training mode): the graph knows its slope, and the call carries it."""
 
     any_batch_axis = False  # the slope lies as the call's tensors do
@@ -163,6 +161,3 @@ class RecordedSlopeDerivatives(ElementwiseDerivatives):
 
     def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
         return torch.zeros_like(module.slope)
-
-    def hessian_is_zero(self, module: Module) -> bool:
-        return True
