@@ -83,23 +83,22 @@ def _says_what_it_needs(cls: type[BaseDerivatives]) -> bool:
     return cls.__module__.startswith("backpack.") or "keeps" in vars(cls) or "needs" in vars(cls)
 
 
-def _execution(module: Module, derivatives: BaseDerivatives) -> Any:
-    """Return what derivatives read.
+def _execution(module: Module, derivatives: BaseDerivatives) -> tuple[Any, BaseDerivatives]:
+    """Return what derivatives read, and derivatives that read it.
 
     Args:
         module: The module of which a module extension is asked something.
         derivatives: Its derivatives.
 
     Returns:
-        The record of its execution; the module, if it has none.
+        The record of its execution, and derivatives for which names that the module uses for something else stand for that; the module, and the
+        derivatives themselves, if it has none.
     """
     call = last_call(module)
-    return module if call is None else _Execution(call, reading_own(derivatives, hidden(call.module, call)))
-
-
-def _rule(at: Any, derivatives: BaseDerivatives) -> BaseDerivatives:
-    # derivatives as they read a record
-    return at.derivatives if isinstance(at, _Execution) else derivatives
+    if call is None:
+        return module, derivatives
+    rule = reading_own(derivatives, hidden(call.module, call))
+    return _Execution(call, rule), rule
 
 
 def _define(extension: ModuleExtension, params: Names, quantity: Callable[..., Any]) -> None:
@@ -134,9 +133,9 @@ class _OfGradients(FirstOrderModuleExtension):
         super().__init__(params)
 
     def _quantity(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, _: Any) -> Tensor:
-        at, chosen = _execution(module, self.derivatives), ext.get_subsampling()
+        (at, rule), chosen = _execution(module, self.derivatives), ext.get_subsampling()
         grad = subsample(g_out[0], subsampling=chosen)
-        return self._reduce(_rule(at, self.derivatives).param_mjp(name, at, g_inp, g_out, grad, sum_batch=False, subsampling=chosen))
+        return self._reduce(rule.param_mjp(name, at, g_inp, g_out, grad, sum_batch=False, subsampling=chosen))
 
     @abstractmethod
     def _reduce(self, gradients: Tensor) -> Tensor:
@@ -233,22 +232,19 @@ class MatToJacMat(ModuleExtension):
         Returns:
             Columns ``[V, N, *input0]``, or a list of them. With subsampling ``N`` counts the chosen samples.
         """
-        chosen, at = extension.get_subsampling(), _execution(module, self.derivatives)
-        if self.derivatives.is_loss:
-            return self._start(extension, at, g_out, chosen)
-        product = partial(_rule(at, self.derivatives).jac_t_mat_prod, at, g_inp, g_out, subsampling=chosen)
-        return [product(columns) for columns in bpQuantities] if isinstance(bpQuantities, list) else product(bpQuantities)
-
-    def _start(self, extension: Any, at: Any, g_out: Grads, chosen: list[int] | None) -> Tensor:
+        chosen, (at, rule) = extension.get_subsampling(), _execution(module, self.derivatives)
+        if not self.derivatives.is_loss:
+            product = partial(rule.jac_t_mat_prod, at, g_inp, g_out, subsampling=chosen)
+            return [product(columns) for columns in bpQuantities] if isinstance(bpQuantities, list) else product(bpQuantities)
         if extension.get_loss_hessian_strategy() == LossHessianStrategy.SAMPLING:
-            mat = _rule(at, self.derivatives)._sqrt_hessian_sampled(at, None, g_out, mc_samples=extension.get_num_mc_samples(), subsampling=chosen)
+            mat = rule._sqrt_hessian_sampled(at, None, g_out, mc_samples=extension.get_num_mc_samples(), subsampling=chosen)
         else:
-            mat = _rule(at, self.derivatives)._sqrt_hessian(at, None, g_out, subsampling=chosen)
+            mat = rule._sqrt_hessian(at, None, g_out, subsampling=chosen)
         return scaled(mat, at, g_out[0], chosen)
 
     def _columns(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, columns: Tensor) -> Tensor:
-        at = _execution(module, self.derivatives)
-        return _rule(at, self.derivatives).param_mjp(name, at, g_inp, g_out, columns, sum_batch=False, subsampling=ext.get_subsampling())
+        at, rule = _execution(module, self.derivatives)
+        return rule.param_mjp(name, at, g_inp, g_out, columns, sum_batch=False, subsampling=ext.get_subsampling())
 
 
 class SqrtGGNBaseModule(MatToJacMat):
@@ -298,7 +294,7 @@ class DiagHBaseModule(MatToJacMat):
         super().__init__(derivatives, params)
 
     def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
-        flow, at, chosen = SignedSqrtFlow(), _execution(module, self.derivatives), extension.get_subsampling()
+        flow, (at, _), chosen = SignedSqrtFlow(), _execution(module, self.derivatives), extension.get_subsampling()
         if self.derivatives.is_loss:
             carried, born = {"matrices": [], "signs": []}, flow.start(at, g_out[0], first_axis(len(at.input0)))
         else:
@@ -324,14 +320,14 @@ class HBPBaseModule(MatToJacMat):
     def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
         if not BackpropStrategy.is_batch_average(extension.get_backprop_strategy()):
             return super().backpropagate(extension, module, g_inp, g_out, bpQuantities)
-        return _carry(AverageFlow(extension.get_curv_type()), _execution(module, self.derivatives), g_out, bpQuantities)
+        return _carry(AverageFlow(extension.get_curv_type()), _execution(module, self.derivatives)[0], g_out, bpQuantities)
 
     def _factors(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, carried: Tensor) -> list[Tensor]:
         if not isinstance(ext, HBP):
             raise UnsupportedError(f"{type(self).__name__} makes Kronecker factors for HBP and its subclasses, not for {type(ext).__name__}.")
         average, samples = BackpropStrategy.is_batch_average(ext.get_backprop_strategy()), len(g_out[0])
         value, parameter = carried if average else {Source(0): carried}, getattr(module, name)
-        use = Use(_execution(module, self.derivatives), {name: parameter}, value, g_out[0], first_axis(samples))
+        use = Use(_execution(module, self.derivatives)[0], {name: parameter}, value, g_out[0], first_axis(samples))
         return HBP.finish(ext, ext.rule_at(samples).at_call(use, name), parameter).value
 
 
@@ -349,13 +345,13 @@ class GGNMPBase(MatToJacMat):
         super().__init__(derivatives, params)
 
     def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
-        return _carry(MatProdFlow(self._curvature(extension)), _execution(module, self.derivatives), g_out, bpQuantities)
+        return _carry(MatProdFlow(self._curvature(extension)), _execution(module, self.derivatives)[0], g_out, bpQuantities)
 
     def _curvature(self, extension: Any) -> str:
         return self.CURVATURE
 
     def _product(self, name: str, ext: Any, module: Module, g_inp: Grads, g_out: Grads, carried: Any) -> Callable[[Tensor], Tensor]:
-        parameter, at = getattr(module, name), _execution(module, self.derivatives)
+        parameter, (at, _) = getattr(module, name), _execution(module, self.derivatives)
         if Curvature.require_residual(self._curvature(ext)):
             require_linear(at, name, ext.savefield, parameter)
         use = Use(at, {name: parameter}, carried, g_out[0], first_axis(len(g_out[0])))
