@@ -83,10 +83,11 @@ def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
         The error.
     """
     return NotRecordedError(
-        "No forward pass of an extended module was recorded for {names}. It ran before extend(), or after CTX.remove_hooks(), which undoes that, "
-        "under disable(), under no_grad(), with other parameters (torch.func.functional_call, or replaced since), or compiled: run it again "
-        "after extend(), or unextend() the modules that are to carry nothing any more, as where the last layer alone was extended again. "
-        f"Or the loss uses nothing that a module returned (an attribute that the model sets, say): return it. {_NOT_COMPILED}",
+        "No forward pass of an extended module was recorded for {names}. It may have run before extend(); after CTX.remove_hooks(), which undoes "
+        "that; under disable() or no_grad(); with other parameters (torch.func.functional_call, or replaced since); or compiled. Run it again after "
+        "extend(). Where a part of the model is to carry nothing any more, as if only the last layer was extended again, call unextend() on that "
+        "part. If the loss uses nothing that a module has returned, but an attribute that the model sets, say, let the model return that. "
+        f"{_NOT_COMPILED}",
         walk.named(walk.reach[node]),
     )
 
@@ -145,11 +146,11 @@ def bare(walk: Walk, node: Node) -> UnattributedError:
         The error.
     """
     return UnattributedError(
-        "{names}: used outside of everything that has samples (a penalty on the parameters, say, an output of the model that is made of them "
-        "alone or of some samples, or a factor of losses behind the last module), so that the gradient there belongs to no sample, or to samples "
-        "that are not followed there. To leave a term out of all quantities, and keep it in .grad, write "
-        "`loss = loss + backpack.leave_out(penalty)`; to keep it in them, let the model return a row for each sample there, as "
-        "the losses [N] or `std.expand_as(mean)` are, and reduce outside; to leave the parameters out of an extension, {exclude}.",
+        "{names}: used outside of everything that has samples: in a penalty on the parameters, say, in an output of the model that is made of "
+        "parameters alone or of some samples, or in a factor of losses behind the last module. The gradient there belongs to no sample, or to "
+        "samples that cannot be followed. To leave such a term out of all quantities, and keep it in .grad, write "
+        "`loss = loss + backpack.leave_out(penalty)`. To keep it in them, let the model return a row for each sample there, like losses [N] or "
+        "`std.expand_as(mean)`, and reduce outside. To leave the parameters out of an extension, write {exclude}.",
         walk.named(walk.reach[node]),
     )
 
