@@ -83,13 +83,13 @@ class backpack:  # noqa: N801
                 ``backward(retain_graph=True)`` does. In forward passes under this context, all of them are kept, and not only what rules need.
             accumulate: Unite the results of all backward passes under this context, as ``.grad`` does: parameters carry, after each pass, the
                 quantities of the sum of the losses so far on all their samples. ``clear(model)`` lets it begin anew.
-            dtype: Type in which results are kept that are tensors, or lists of such; ``None`` for that of the parameter, and at least ``float32`` for
-                what is squared. Functions (``HMP``, ``GGNMP``, ``PCHMP``) take and return the type of the parameter in any case.
-            memory: What the columns that are carried beside the gradient may take at once: bytes, or a text such as ``"2GiB"`` or ``"500MB"``. Where
-                all of them would take more, as far as shapes tell, they are carried in blocks, of one column at least; the results are the same, and
-                not counted. ``None`` stands for 128 MiB. All at once are columns in a pass with ``create_graph=True``, in a model with checkpointed
-                parts, of an extension with module extensions, and Monte-Carlo estimates for samples that are chosen repeatedly or
-                by negative indices.
+            dtype: Type of results that are tensors, or lists of tensors. ``None`` stands for the type of the parameter, or ``float32`` for squares of
+                numbers that have half precision. Functions (``HMP``, ``GGNMP``, ``PCHMP``) take and return the type of the parameter in any case.
+            memory: How much memory second-order quantities may use for the columns that they carry beside the gradient: a number of bytes, or a
+                text such as ``"2GiB"`` or ``"500MB"``; ``None`` for 128 MiB. Where all columns would need more, as estimated from shapes, they are
+                carried one block after the other. Results do not depend on it, and their own memory is not counted. A block has one column at
+                least. Columns cannot be carried in blocks in a pass with ``create_graph=True``, in a model with checkpointed parts, for an extension
+                with module extensions, and for a Monte-Carlo estimate whose ``subsampling`` repeats samples or has negative indices.
 
         Raises:
             UnsupportedError: If an extension is to accumulate whose results for parts of a mini-batch do not make up that of the whole, or results in

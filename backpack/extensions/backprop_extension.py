@@ -68,11 +68,12 @@ class BackpropExtension(Excluding, ABC):
             module_exts: What to do for each module class; ``None`` for the library's own rules.
             fail_mode: For modules with parameters that ``module_exts`` does not name: ``"ERROR"``, ``"WARNING"`` or ``"SILENT"``.
             subsampling: Indices of the samples to use; duplicates count as separate samples, negative ones as in Python. ``None`` for all.
-            exclude: What the extension leaves out: parameters, modules (all parameters in them), or names of either in the module on which ``extend``
-                was called, the outermost one, in which ``*`` stands for anything. Nothing is written there, nothing is refused on their account, and
-                where all extensions leave the same parameters out, nothing is computed for them. A parameter with several owners is left out as a
-                whole. A deep copy leaves out the same, and what is copied along with it. A pickle has copies of its own, unless the model is pickled
-                along with it: beside another copy of the model, it knows what to leave out by names only.
+            exclude: What the extension leaves out: parameters, modules (that is, all parameters in them), and names of either. Names are those in the
+                outermost module on which ``extend`` was called; ``*`` in them stands for anything. On excluded parameters nothing is written, and
+                nothing is refused on their account. If all extensions exclude the same parameters, nothing is computed for them. A parameter that
+                several modules share is excluded in all of them. A deep copy of the extension excludes the same, and the copies of these that are
+                made along with it. A pickle of the extension refers to the model that is pickled along with it; without one, only names have a
+                meaning when it is loaded.
 
         Raises:
             FailModeError: If the fail mode does not exist.
