@@ -175,8 +175,8 @@ def refuse_target(path: str) -> None:
     """
     raise LossValueError(
         f"{path}: an input other than the prediction depends on trainable parameters, so that the curvature of the loss with "
-        "respect to its prediction is not all of it. Detach the target, or whatever else it is and is not to be trained by this loss; or make one "
-        "prediction of all that depends on parameters: the difference of two, with zeros as its target, or mean and variance side by side, "
+        "respect to its prediction is not all of it. Detach that input, if this loss is not to train it, as a target. Otherwise make one prediction "
+        "of all that depends on parameters: the difference of two predictions, with zeros as its target; or mean and variance side by side, "
         "torch.cat([mean, var], 1), in an extended loss of your own that takes them apart."
     )
 

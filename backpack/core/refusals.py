@@ -373,11 +373,11 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
     """
     if walk.double and not (returns and walk.to_loss.isdisjoint(walk.roots)):  # of a product with second derivatives, there are none
         raise UnsupportedError(
-            "backward was called on a graph that contains derivatives of derivatives (for example a gradient penalty), of which no quantities are "
-            "computed, also where this is the loss itself (score matching, differential equations), unless they are derivatives with respect to "
-            "data, a row for each sample: take these inside of the context, with torch.autograd.grad(..., create_graph=True), or in the model's "
-            "forward pass, and return them. Else call backward on such a term outside of the context, or leave it out with "
-            "backpack.leave_out(penalty), if it was computed in a forward pass of its own."
+            "backward was called on a graph that contains derivatives of derivatives: a gradient penalty, say, or a loss that is made of derivatives "
+            "(score matching, differential equations). Quantities are computed of derivatives with respect to data only, with a row for each sample: "
+            "take these inside of the context, with torch.autograd.grad(..., create_graph=True), or in the model's forward pass, and return them. "
+            "Of any other term, call backward outside of the context; or leave it out, with backpack.leave_out(penalty), if it was computed in a "
+            "forward pass of its own."
         )
     if walk.hidden:
         raise UnsupportedError(

@@ -209,7 +209,7 @@ def refuse_curved(node: Node, curved: Node) -> None:
     raise LossValueError(
         f"{title(curved)} lies between {loss} and the tensor on which backward was called. Second-order quantities are exact only for weighted "
         "sums of losses (a * L1 + b * L2, .sum(), .mean()): the curvature of anything else is not that of its loss. Call backward on the loss "
-        "without this operation; or, if all of it is a sum or mean of one term per sample, write it as a loss of your own, a module (prediction, "
-        "target) -> loss that calls functions (torch.nn.functional), not modules, for losses inside, and extend it. Products with the Hessian of "
+        "without this operation. Or, if all of it is a sum or mean of one term per sample, write it as a loss of your own, a module (prediction, "
+        "target) -> loss, and extend it; losses inside of it have to be functions (torch.nn.functional), not modules. Products with the Hessian of "
         "what you have are in backpack.hessianfree."
     )
