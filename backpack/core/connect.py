@@ -14,13 +14,12 @@ from torch.autograd.graph import Node
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.graph import operation, saved_tensors
-from backpack.core.linear import RESHAPES
+from backpack.core.linear import SAME_ENTRIES
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge, Slot
 
 # torch.nn.utils.parametrizations.weight_norm: torch 2.13 takes the norm for constant when it differentiates the backward pass
 _WRONG_TWICE = frozenset({"WeightNormInterface"})
-_SAME_ENTRIES = RESHAPES | {"Unsqueeze", "Squeeze"}
 
 
 class Connection:
@@ -101,7 +100,7 @@ def _saved_at(edges: list[Edge], nodes: Iterable[Node], shape: torch.Size) -> Te
     for node in nodes:
         for tensor in saved_tensors(node) if not checkpointed(node) else ():  # what is computed again is connected to nothing
             place = tensor.grad_fn, tensor.output_nr
-            while place[0] is not None and place not in edges and operation(place[0]) in _SAME_ENTRIES:
+            while place[0] is not None and place not in edges and operation(place[0]) in SAME_ENTRIES:
                 place = place[0].next_functions[0]
             if place in edges and tensor.numel() == shape.numel():
                 return tensor.reshape(shape)

@@ -21,7 +21,7 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.linear import RESHAPES
+from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import multiplies_data
 from backpack.core.samples import Layout, arrangement, settle
 from backpack.core.slots import Edge
@@ -30,7 +30,7 @@ from backpack.core.walk import Walk
 from backpack.utils.lstm import LSTMSteps, previous
 
 _TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
-_RESHAPES = RESHAPES | {"Squeeze", "Unsqueeze", "ToCopy"}
+_RESHAPES = SAME_ENTRIES | {"ToCopy"}
 _LSTM = 2  # mode of a recurrent node
 _LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 

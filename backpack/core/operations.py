@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from backpack.core.calls import RANDOM, ModuleCall
 from backpack.core.graph import shape_of
-from backpack.core.linear import RESHAPES
+from backpack.core.linear import SAME_ENTRIES
 from backpack.core.settings import (
     CONVOLVED,
     ENTRIES,
@@ -52,7 +52,7 @@ AGAIN = "again"
 """Stands among the operations for one more use of an input or of a parameter."""
 _ELU, _SELU = ("alpha", "scale", "input_scale"), (1.6732632423543772848170429916717, 1.0507009873554804934193352949, 1)
 _MODES = ("nearest", "nearest-exact", "linear", "bilinear", "bicubic", "trilinear")
-_NEUTRAL = RESHAPES | frozenset("Alias Squeeze Unsqueeze Clone ToCopy".split())
+_NEUTRAL = SAME_ENTRIES | {"Alias", "Clone", "ToCopy"}
 """Operations that keep the entries and their order, and so may stand anywhere, if the shape at the end is right."""
 
 

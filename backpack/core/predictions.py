@@ -10,6 +10,7 @@ from torch import Tensor
 from backpack.core.batches import rows_of, sample_axis
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.graph import call_node, operation, outputs_of, shape_of, tensor_at
+from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import stands_beside
 from backpack.core.refusals import bare
 from backpack.core.samples import Layout, along, first_axis, layout_of, sum_to
@@ -19,9 +20,9 @@ from backpack.core.walk import Walk
 _DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
 _POWERS = [_DIGITS**i for i in range(4)]  # digits for more samples than fit into memory
 # selections of entries, none of them twice
-_MOVES = frozenset(
-    """View UnsafeView ReshapeAlias Squeeze Unsqueeze Permute Transpose T Slice Select Split SplitWithSizes UnsafeSplit
-    UnsafeSplitWithSizes Unbind Index IndexSelect MaskedSelect Flip Roll Alias""".split()
+_MOVES = SAME_ENTRIES | frozenset(
+    """Permute Transpose T Slice Select Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Index IndexSelect MaskedSelect Flip Roll
+    Alias""".split()
 )
 # selections that may take an entry several times, beside "Index" and "IndexSelect"
 _COPIES = frozenset("Expand Repeat Gather Embedding".split())
