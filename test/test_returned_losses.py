@@ -56,6 +56,17 @@ class Functional(Model):
         return F.cross_entropy(F.linear(self.body(x).tanh(), self.head.weight, self.head.bias), y)
 
 
+class InPlace(Model):
+    """``[N, T, 4]``, with an activation in place on the view that a layer returns of its product with a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.activation(self.body(x))).flatten(0, 1), y.flatten())
+
+
 class Weighted(Model):
     """``[N, T, 4]``, mixed by weights of positions, which come first among the arguments."""
 
@@ -272,7 +283,7 @@ FIRST = (BatchGrad(), Variance())
 SECOND = (BatchDiagGGNExact(),)
 
 
-@pytest.mark.parametrize("cls", [Rows, Positions, Shifted, Functional, Einsum, Turned, Cast])
+@pytest.mark.parametrize("cls", [Rows, Positions, Shifted, Functional, InPlace, Einsum, Turned, Cast])
 @pytest.mark.parametrize(("samples", "length"), [(1, 2), (1, 4), (2, 3), (3, 2), (5, 3)])
 def test_one_row_a_sample(cls: type[Model], samples: int, length: int) -> None:
     """Where modules inside return as many rows as the model is given samples, these are the samples."""

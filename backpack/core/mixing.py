@@ -145,7 +145,7 @@ def is_shared(walk: Walk, node: Node, samples: int) -> bool:
     if _is_bare(walk, node, samples, copies=False):
         return True
     calls = {mark.call for mark in walk.marks.get(node, ()) if mark.call.root}
-    if any(slot.edge is not None and slot.edge[0] in walk.has_data for call in calls for slot in call.tensor_inputs):
+    if any(maker in walk.has_data for call in calls for slot in call.tensor_inputs for maker in slot.makers):
         return False
     if not calls:  # what outermost modules were given tells
         calls, brings = _data_of(walk, samples, node)
@@ -210,7 +210,7 @@ def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -
         if walk.is_data(slot):
             batched = samples in rows[:2] and rows[0] != 1 and not (is_constant(walk, slot.tensor) or is_relative(slot.tensor))
         else:
-            batched = rows[:1] == (samples,) and slot.edge[0] in walk.has_data and slot.edge[0] in _upstream(walk, node)
+            batched = rows[:1] == (samples,) and any(maker in walk.has_data and maker in _upstream(walk, node) for maker in slot.makers)
         if (known or batched) and not is_made_of_constants(walk, node, samples):
             how = f"what {call.path} returns for an input of shape {list(slot.shape)} is summed over the {samples} samples"
             if not known and walk.is_data(slot):
@@ -244,10 +244,10 @@ def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], boo
     def ended(n: Node) -> list[ModuleCall]:
         return [mark.call for mark in walk.marks.get(n, ())]
 
-    def follow(n: Node) -> list[Node]:
+    def follow(n: Node) -> Iterator[Node]:
         layer = next((call for call in ended(n) if not call.module._modules), None)  # its inputs tell, whatever its nodes make of them
-        edges = n.next_functions if layer is None else [slot.edge for slot in layer.tensor_inputs if slot.edge is not None]
-        return [upstream for upstream, _ in edges if walk.is_tracked(upstream)]
+        upstream = [u for u, _ in n.next_functions] if layer is None else [u for slot in layer.tensor_inputs for u in slot.makers]
+        return filter(walk.is_tracked, upstream)
 
     nodes = [*search([node], follow)]
     return {call for n in nodes for call in ended(n)}, any(not ended(n) and brings_rows(walk, n, samples) for n in nodes)

@@ -60,6 +60,11 @@ class Slot:
             self.version = 0
 
     @property
+    def makers(self) -> list[Node]:
+        """The node that made the tensor, and that of its base, which stays in the graph where an operation in place replaces the other."""
+        return [edge[0] for edge in (self.edge, self.base_edge) if edge is not None]
+
+    @property
     def alive(self) -> Tensor | None:
         """The tensor that was recorded, part of the graph; ``None`` if nobody holds it any more, or it was changed since."""
         tensor = self.origin()

@@ -225,7 +225,7 @@ class Tracking:
             axes: Number of axes on which they may.
         """
         given, agrees = call.inputs[0], None
-        if given.edge is None or not self.walk.reach[given.edge[0]]:
+        if self.walk.is_data(given):
             agrees = agrees_with_data([outer for outer in self.walk.outermost if outer.module._modules], given, layout)
             if agrees:
                 self._told |= self._guessed[node]

@@ -212,7 +212,7 @@ class Walk:
         Returns:
             Whether it does not.
         """
-        return slot.edge is None or not self.is_tracked(slot.edge[0])
+        return not any(map(self.is_tracked, slot.makers))
 
     def was_given_data(self, call: ModuleCall) -> bool:
         """Say whether a module was called with such a tensor.
