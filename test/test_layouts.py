@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
@@ -237,3 +238,57 @@ def test_no_samples_in_products_of_means(average: str) -> None:
     for parameter in problem.model.parameters():
         for factor in parameter.hbp:
             assert torch.equal(factor, torch.zeros_like(factor))
+
+
+# --- sparse matrices --------------------------------------------------------------------------------------------------------------------------
+
+
+class Sparse(Module):
+    """What is made of data ``[N, 4]``, or of a graph with as many nodes as there are features, by products with matrices that may be sparse."""
+
+    def __init__(self, how: Callable[[Sparse, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.how, self.first, self.last = how, Linear(4, 3), Linear(3, 2)
+        self.matrix, self.bias, self.weights = Parameter(randn(4, 3)), Parameter(randn(3)), Parameter(randn(6))
+        self.register_buffer("edges", (randn(4, 4) > 0).double() * randn(4, 4))
+        self.register_buffer("ends", randint(4, (2, 6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.how(self, x)))
+
+    def nodes(self, x: Tensor) -> Tensor:
+        """Choose a node for each sample."""
+        return (x.to_dense() > 0).sum(1) % 4
+
+
+PRODUCTS: dict[str, Callable[[Sparse, Tensor], Tensor]] = {
+    "layer": lambda net, x: net.first(x),
+    "matrix": lambda net, x: x @ net.matrix,
+    "matrix and bias": lambda net, x: torch.addmm(net.bias, x, net.matrix),
+    "turned matrix": lambda net, x: x @ net.first.weight.T,
+    "function of a matrix": lambda net, x: x @ (net.bias * net.matrix),
+    "graph": lambda net, x: (net.edges @ net.matrix)[net.nodes(x)],
+    "graph, several times": lambda net, x: x.to_dense() @ (net.edges @ (net.edges @ net.matrix.sin())),
+    "learned graph": lambda net, x: (torch.sparse_coo_tensor(net.ends, net.weights, (4, 4)).coalesce() @ net.matrix)[net.nodes(x)],
+}
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_sparse_matrices(name: str, layout: torch.layout, samples: int) -> None:
+    with default_dtype(torch.float64), catch_warnings():
+        simplefilter("ignore")  # torch's own about sparse matrices
+        torch.manual_seed(samples)
+        net = Sparse(PRODUCTS[name])
+        problem = Problem(net, randn(samples, 4).relu(), [Term(MSELoss(), randn(samples, 2))])
+        oracle = Oracle(problem)
+        truth = oracle.grad_batch, oracle.diag_ggn_batch(oracle.hessian_exact), oracle.diag_h_batch, oracle.kronecker(oracle.hessian_exact)
+        problem.x, net.edges = problem.x.to_sparse(layout=layout), net.edges.to_sparse(layout=layout)
+        names = ["BatchGrad", "BatchDiagGGNExact", *["BatchDiagHessian"] * (name != "learned graph"), *["KFLR"] * (name == "layer")]
+        found = run_all(problem, names)
+    for quantity, expected in zip(["BatchGrad", "BatchDiagGGNExact", "BatchDiagHessian", "KFLR"], truth, strict=True):
+        for parameter, value in found.get(quantity, {}).items():
+            for one, other in zip(flat(value), flat(expected[parameter]), strict=True):
+                close(one, other)
+    assert found["BatchGrad"].keys() >= {"last.weight", "last.bias"} and len(found["BatchGrad"]) > 2

@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from torch.nn import functional as F
 
 from backpack.core.calls import Mark
+from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
@@ -246,14 +247,18 @@ def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias
         bias: Whether the first of the next edges is that of a term that is added.
 
     Returns:
-        The layer; ``None`` if the samples do not lie along the rows, or are in the weight.
+        The layer; ``None`` if the samples do not lie along the rows, or are in the weight, or if the left factor is sparse.
     """
     layout, shape = states[0], shape_of((node, 0))
     if layout.axis != len(shape) - 2 or (bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
         return None
     if bias and node.next_functions[0][0] is not None and shape_of(node.next_functions[0]) != shape[-1:]:
         return None
-    weight = node.next_functions[1 + bias]
+    source, weight = node.next_functions[int(bias) : int(bias) + 2]
+    if source[0] is None or not checkpointed(node):  # there, it would have to be computed again
+        given = saved(node, first)
+        if given is not None and given.layout != torch.strided:
+            return None
     turned = weight[0] is not None and _way_to_leaf(weight, True) is not None
 
     def matrix() -> Tensor:

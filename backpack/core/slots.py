@@ -17,6 +17,7 @@ from backpack.utils.errors import OverwrittenError
 
 Edge = tuple[Node, int]
 """Where a tensor comes from: (graph node, which of its outputs)."""
+_SPARSE = frozenset({torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc})
 
 
 class Slot:
@@ -76,7 +77,7 @@ class Slot:
         return self.value if self.kept else self.origin()
 
     def read(self, name: str, call: Any) -> Tensor | None:
-        """Return the recorded tensor, detached.
+        """Return the recorded tensor, detached; a sparse one with all its zeros, as rules expect it.
 
         Args:
             name: Its name, for the error.
@@ -98,7 +99,8 @@ class Slot:
                 f"{name} of module {call.path} of shape {list(self.shape)} was changed in place after the forward pass (version {self.version}, now "
                 f"{version}), but a rule needs its old value. Do the operation out of place."
             )
-        return tensor if tensor is self.value else tensor.detach()
+        tensor = tensor if tensor is self.value else tensor.detach()
+        return tensor.to_dense() if tensor.layout in _SPARSE else tensor
 
     def without_graph(self) -> Slot:
         """Copy the record without saying where the tensor comes from.
