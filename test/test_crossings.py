@@ -280,6 +280,10 @@ LOOPS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
         torch.zeros_like(h).index_add(0, rows, net.inner(h[None, rows].view(-1, 4)).sin() * (1 + e))
         for e, rows in enumerate((torch.arange(len(h)).flip(0)[:2], torch.arange(1), torch.arange(len(h))[1:2]))
     ),
+    "experts for rows, and their gates": lambda net, h: sum(
+        torch.zeros_like(h).index_add(0, rows, h[rows].sin() * net.inner(h).softmax(1)[rows][:, e : e + 1])
+        for e, rows in enumerate((torch.arange(1, len(h) + 1) % 4 == e).nonzero()[:, 0] for e in range(4))
+    ),
     "steps in front, a layer for rows of one sample": lambda net, h: at_rows(
         net, h * STEPS[:, None], (torch.arange(3)[:, None] < 2) & (torch.arange(len(h)) == len(h) - 1)
     ).sum(0),

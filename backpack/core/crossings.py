@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.graph import call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
 from backpack.core.linear import LINEAR
-from backpack.core.samples import Layout, after_sum, arrangement, decode, label_tensor, probe, split, sum_to
+from backpack.core.samples import Layout, after_sum, arrangement, decode, label_tensor, probe, settle, split, sum_to
 from backpack.utils.columns import blocks
 
 STATIC = LINEAR - frozenset(
@@ -204,8 +204,8 @@ def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) 
     if rows is None or layout.samples < 2 or not full or not full.numel():
         return None
     dim, index = rows[0] % len(full), rows[1]
-    if name in _SELECTS and layout.axis != dim < len(full) - 1 and len({*layout.labels}) == 1:
-        layout = Layout(dim, layout.labels[:1] * full[dim], layout.samples)  # of one sample: those that were not selected may be of others
+    if name in _SELECTS and layout.axis != dim < len(full) - 1 and layout.of_one and not settle(layout).plain:
+        layout = Layout(dim, (max(layout.labels),) * full[dim], layout.samples)  # of one sample: those that were not selected may be of others
     crossings: list[Crossing | None] = []
     for number, shape in enumerate(shapes):
         there = layout
