@@ -92,6 +92,11 @@ def normalized(out: Tensor, dim: int) -> Tensor:
     return out - out.logsumexp(dim, keepdim=True)
 
 
+def packed(sequences: Tensor) -> Tensor:
+    lengths = [sequences.shape[1] - n % 2 for n in range(len(sequences))]
+    return nn.utils.rnn.pack_padded_sequence(sequences, torch.tensor(lengths), batch_first=True, enforce_sorted=False).data
+
+
 def with_teacher(kl_div: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     teacher = nn.Linear(C, C, dtype=torch.float64)  # trainable, but nobody has extended it
     return lambda out, y: kl_div(out.log_softmax(-1), teacher(out.detach()).softmax(-1))
@@ -108,6 +113,8 @@ FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked, extended": lambda out, y: EXTENDED(out[y != 2], y[y != 2]),
     "masked, but for one sample": lambda out, y: F.cross_entropy(out[1:, 2:][y[1:, 2:] > -1], y[1:, 2:].flatten(), reduction="sum"),
     "masked, all": lambda out, y: F.cross_entropy(out[y < 0], y[y < 0], reduction="sum"),
+    "packed": lambda out, y: F.cross_entropy(packed(out), packed(y)),
+    "packed, extended": lambda out, y: EXTENDED(packed(out), packed(y)),
     "chosen": lambda out, y: F.cross_entropy(out.flatten(0, 1)[[3, 0, 1]], y.flatten()[[3, 0, 1]]),
     "in single precision": lambda out, y: F.cross_entropy((out * 1.0).to(torch.float64).view(-1, C), y.flatten()),
     "one step": lambda out, y: F.cross_entropy(out[:, -1], y[:, -1]),

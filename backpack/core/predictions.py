@@ -22,7 +22,7 @@ _POWERS = [_DIGITS**i for i in range(4)]  # digits for more samples than fit int
 # selections of entries, none of them twice
 _MOVES = SAME_ENTRIES | frozenset(
     """Permute Transpose T Slice Select Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Index IndexSelect MaskedSelect Flip Roll
-    Alias""".split()
+    Alias PackPaddedSequence""".split()
 )
 # selections that may take an entry several times, beside "Index" and "IndexSelect"
 _COPIES = frozenset("Expand Repeat Gather Embedding".split())
