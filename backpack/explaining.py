@@ -36,7 +36,7 @@ from backpack.extensions.sides import sides_of, units_of
 from backpack.planning import asked_in, make_plan, walk_from
 from backpack.trial import try_rules
 from backpack.utils.errors import ArgumentError, BackpackError, require_function, require_module
-from backpack.utils.nested import call_with
+from backpack.utils.nested import call_with, tensors_in
 from backpack.utils.precision import wide
 from backpack.utils.random_state import random_state_kept
 
@@ -297,7 +297,7 @@ class _Study:
             state = {source: empty(columns, number, *parameter.shape) for source, columns in widths.items()}
         try:
             result = extension.finish(state, parameter)
-            return list(_flat(result.value if isinstance(result, Noted) else result))
+            return tensors_in(result.value if isinstance(result, Noted) else result)
         except Exception:  # noqa: BLE001 (a user's function, which has never seen tensors without numbers)
             if type(extension).__module__.startswith("backpack."):
                 raise
@@ -315,14 +315,6 @@ class _Study:
         name, field = type(self._extension).__name__, self._extension.savefield
         refused = tuple(row.parameter for row in self.rows if row.verdict is Verdict.REFUSED)
         return Quantity(name, field, 1 + (self.carried + sum(self.read.values())) / unit, sum(row.bytes for row in self.rows), refused, self._crossed)
-
-
-def _flat(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from _flat(part)
 
 
 def _lower(node: Any) -> str:
