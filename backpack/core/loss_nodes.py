@@ -129,7 +129,7 @@ class LossNode:
         path: Names of the function and of the node, for messages.
         order: Position among all losses.
         axes: How the saved tensor is permuted to get there.
-        incoming: Gradient that has arrived at log-probabilities ``[[N, C, *]]``.
+        incoming: Gradient that has arrived at log-probabilities ``[N, C, *]``.
     """
 
     is_loss, released, order, keywords = True, False, 0, ()

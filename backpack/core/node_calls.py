@@ -237,7 +237,7 @@ def _stays(node: Node) -> bool:
 
 
 def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias: bool = False) -> Unit | None:
-    """Read ``x @ W``, perhaps with a bias and for a stack of matrices, as a layer with input ``x [[*, N, K]]`` and weight ``W``.
+    """Read ``x @ W``, perhaps with a bias and for a stack of matrices, as a layer with input ``x [*, N, K]`` and weight ``W``.
 
     Args:
         node: The node.
@@ -280,7 +280,7 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
     """Read a layer of an LSTM in one direction: two Linear layers, of inputs and of previous states, whose sum passes the gates.
 
     Args:
-        node: The node, with outputs ``[[T, R, H]]``, and state and cell after the last step ``[[R, H]]``.
+        node: The node, with outputs ``[T, R, H]``, and state and cell after the last step ``[R, H]``.
         states: Where the samples lie in them.
         walk: The graph.
 

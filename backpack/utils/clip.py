@@ -29,7 +29,7 @@ def clip_factors(model: Module, max_norm: float) -> Tensor:
         max_norm: The bound.
 
     Returns:
-        ``[[N]]``.
+        ``[N]``.
 
     Raises:
         ArgumentError: If the bound is no positive number; if a parameter would be left out of the norm: one with a gradient carries neither, or one
@@ -48,7 +48,7 @@ def clip_per_sample(model: Module, max_norm: float) -> Tensor:
         max_norm: The bound; see ``clip_factors``.
 
     Returns:
-        The factors ``[[N]]``.
+        The factors ``[N]``.
 
     Raises:
         ArgumentError: As ``clip_factors``, or if a parameter does not carry ``grad_batch``.
@@ -159,7 +159,7 @@ def _factors(max_norm: float, used: list[tuple[str, Parameter, str]]) -> Tensor:
         used: Name and parameter, and the field to make them of.
 
     Returns:
-        ``[[N]]``.
+        ``[N]``.
 
     Raises:
         ArgumentError: If it is about different samples.

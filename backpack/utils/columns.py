@@ -15,11 +15,11 @@ def unit_columns(shape: Size, like: Tensor) -> Tensor:
     """Return the unit vectors of the entries of a sample, the same for all samples.
 
     Args:
-        shape: Of the mini-batch, ``[[N, *]]`` with ``D`` entries a sample.
+        shape: Of the mini-batch, ``[N, *]`` with ``D`` entries a sample.
         like: Has type and device.
 
     Returns:
-        ``[[D, N, *]]``, a view that is not to be written to.
+        ``[D, N, *]``, a view that is not to be written to.
     """
     size = shape[1:].numel()
     return torch.eye(size, dtype=like.dtype, device=like.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
@@ -46,8 +46,8 @@ def compare_mixture(columns: Sequence[Tensor], found: Sequence[Tensor], plain: C
     The function is linear, so that a mixture of all columns tells whether the result is wrong for one of them.
 
     Args:
-        columns: Arguments ``[[V, *]]``, at least one column.
-        found: The results ``[[V, *]]``.
+        columns: Arguments ``[V, *]``, at least one column.
+        found: The results ``[V, *]``.
         plain: The function, which takes one column.
 
     Returns:

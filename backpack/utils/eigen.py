@@ -13,10 +13,10 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     """Decompose symmetric matrices; ``torch.linalg.eigh`` raises if a single one has an entry that is not finite.
 
     Args:
-        matrices: ``[[B, M, M]]``.
+        matrices: ``[B, M, M]``.
 
     Returns:
-        Eigenvalues ``[[B, M]]``, not a number where the matrix is not finite, and eigenvectors ``[[B, M, M]]``.
+        Eigenvalues ``[B, M]``, not a number where the matrix is not finite, and eigenvectors ``[B, M, M]``.
     """
     broken = ~matrices.isfinite().all(2).all(1).unsqueeze(1)
     values, vectors = torch.linalg.eigh(matrices.masked_fill(broken.unsqueeze(2), 0.0))
@@ -29,10 +29,10 @@ def eigh_in_units(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Errors of ``eigh`` are relative to the largest entry of a matrix, those here to the entries on the diagonal.
 
     Args:
-        matrices: ``[[B, M, M]]``.
+        matrices: ``[B, M, M]``.
 
     Returns:
-        ``e [[B, M]]``, orthogonal ``v [[B, M, M]]`` and units ``u [[B, M]]`` so that a matrix is ``diag(u) v diag(e) v^T diag(u)``.
+        ``e [B, M]``, orthogonal ``v [B, M, M]`` and units ``u [B, M]`` so that a matrix is ``diag(u) v diag(e) v^T diag(u)``.
     """
     squares = matrices.diagonal(dim1=1, dim2=2).abs()
     if matrices.numel():  # a zero on the diagonal is no unit of the numbers beside it
@@ -47,11 +47,11 @@ def square_root(matrices: Tensor, non_negative: Callable[[Tensor], Tensor]) -> T
     Negative eigenvalues that are rounding errors beside the largest one may be none in other units: such matrices keep theirs.
 
     Args:
-        matrices: ``[[B, M, M]]``.
+        matrices: ``[B, M, M]``.
         non_negative: Refuses eigenvalues of the matrices themselves that are no rounding errors, and sets others to zero.
 
     Returns:
-        ``s [[B, M, M]]`` so that a matrix is ``s s^T``, the symmetric root if all numbers on the diagonal are the same.
+        ``s [B, M, M]`` so that a matrix is ``s s^T``, the symmetric root if all numbers on the diagonal are the same.
     """
     values, vectors, units = eigh_in_units(matrices)
     indefinite = (values < -rounding(values)).any(1, keepdim=True)
@@ -68,9 +68,9 @@ def rounding(values: Tensor) -> Tensor:
     """Bound the rounding errors of eigenvalues.
 
     Args:
-        values: ``[[B, M]]``.
+        values: ``[B, M]``.
 
     Returns:
-        ``[[B, 1]]``.
+        ``[B, 1]``.
     """
     return values.shape[1] * torch.finfo(values.dtype).eps * values.abs().amax(1, keepdim=True) if values.numel() else values

@@ -1,6 +1,6 @@
 """The backward recursion of one layer and direction of an LSTM, for many columns at once.
 
-With pre-activations ``a [[T, R, 4, H]]`` of ``R`` sequences and gates ``i, f, o = sigmoid(a)``, ``g = tanh(a)`` in the order ``i, f, g, o``:
+With pre-activations ``a [T, R, 4, H]`` of ``R`` sequences and gates ``i, f, o = sigmoid(a)``, ``g = tanh(a)`` in the order ``i, f, g, o``:
 ``c_t = f c_{t-1} + i g`` and ``h_t = o tanh(c_t)`` (Hochreiter & Schmidhuber 1997; Gers et al. 2000). Outputs are known, so that the
 pre-activations of all steps are two products with matrices, and only the cells are a recursion.
 """
@@ -15,12 +15,12 @@ def previous(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
     """Return the state before each step.
 
     Args:
-        states: State after each step ``[[T, R, H]]``.
-        first: State before the first step ``[[R, H]]``.
+        states: State after each step ``[T, R, H]``.
+        first: State before the first step ``[R, H]``.
         reverse: Whether the last step comes first.
 
     Returns:
-        ``[[T, R, H]]``.
+        ``[T, R, H]``.
     """
     return torch.cat([states[1:], first[None]] if reverse else [first[None], states[:-1]])
 
@@ -32,9 +32,9 @@ class LSTMSteps:
         """Run the recursion of the cells.
 
         Args:
-            gates: Pre-activations ``[[T, R, 4 H]]``, which are overwritten.
-            first_cell: Cell before the first step ``[[R, H]]``.
-            weight_hh: ``[[4 H, H]]``.
+            gates: Pre-activations ``[T, R, 4 H]``, which are overwritten.
+            first_cell: Cell before the first step ``[R, H]``.
+            weight_hh: ``[4 H, H]``.
             reverse: Whether the last step comes first.
         """
         self._weight = weight_hh
@@ -62,12 +62,12 @@ class LSTMSteps:
         """Carry columns from the outputs to the pre-activations and to the states before the first step.
 
         Args:
-            outputs: Columns at the outputs of all steps ``[[V, T, R, H]]``.
-            hidden: At the state after the last step ``[[V, R, H]]``.
-            cell: At the cell after the last step ``[[V, R, H]]``.
+            outputs: Columns at the outputs of all steps ``[V, T, R, H]``.
+            hidden: At the state after the last step ``[V, R, H]``.
+            cell: At the cell after the last step ``[V, R, H]``.
 
         Returns:
-            Columns at the pre-activations ``[[V, T, R, 4 H]]``, at the first state and at the first cell ``[[V, R, H]]``.
+            Columns at the pre-activations ``[V, T, R, 4 H]``, at the first state and at the first cell ``[V, R, H]``.
         """
         (V, T, R, H), steps = outputs.shape, outputs.unbind(1)
         columns = outputs.new_empty(T, V, R, 4, H)  # each step in one piece, as its product with the weight needs it

@@ -125,11 +125,11 @@ def _entries_of(at: Comparison, name: str, value: Any, *leading: int) -> Tensor:
     Args:
         at: The comparison.
         name: Name of the parameter.
-        value: ``[[*leading, *parameter]]``.
+        value: ``[*leading, *parameter]``.
         *leading: Leading axes.
 
     Returns:
-        ``[[*leading, E]]``.
+        ``[*leading, E]``.
     """
     shape = at.reference.parameters[name].shape
     value = _tensor_of(value, (*leading, *shape))

@@ -24,13 +24,13 @@ def draw(loss: Module, output: Tensor, curvature: Callable[[Tensor], Tensor], dr
 
     Args:
         loss: The loss function.
-        output: What the model returned, ``[[N, *]]``.
+        output: What the model returned, ``[N, *]``.
         curvature: Multiplies with the Hessian of the loss.
         draws: Number of draws ``M`` for each sample.
         samples: Indices of the samples, ``K`` of them.
 
     Returns:
-        Columns ``[[M, K, D]]`` whose squares, added over ``M``, have the Hessian as expected value.
+        Columns ``[M, K, D]`` whose squares, added over ``M``, have the Hessian as expected value.
 
     Raises:
         Incomparable: If the distribution that belongs to the loss is not known here.

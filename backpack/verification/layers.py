@@ -42,7 +42,7 @@ class Layer:
         groups: Number of groups.
         diagonal: Whether the factor of the input is a diagonal.
         input_first: Whether the factor of the input comes first.
-        probe: What is added to the output of each call, ``[[groups * O]]``.
+        probe: What is added to the output of each call, ``[groups * O]``.
         calls: Module and arguments of each call.
         results: What each call has returned, with the probe.
     """
@@ -85,7 +85,7 @@ class Layer:
             group: Which group.
 
         Returns:
-            ``[[K]]``.
+            ``[K]``.
         """
         by_output = gradient.abs()
         if self.kind in _TRANSPOSED:
@@ -98,7 +98,7 @@ class Layer:
         """Say how often a call would have to be made if each sample had rows of its own.
 
         Args:
-            output: What the model returned, in its graph, ``[[N, *]]``.
+            output: What the model returned, in its graph, ``[N, *]``.
 
         Returns:
             For each call 1, or the number of samples if several of them use the same entry of what it has returned: then all see it.
@@ -122,7 +122,7 @@ class Layer:
             counts: How often to count each call.
 
         Returns:
-            ``[[K, positions]]``.
+            ``[K, positions]``.
         """
         with torch.no_grad():
             found = [torch.stack([self._input(k, group, *call).flatten() for k in indices]) for call in self.calls]

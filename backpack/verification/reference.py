@@ -32,7 +32,7 @@ def with_softmax(output: Tensor, loss: Callable[[Tensor], Tensor]) -> Callable[[
     Log-probabilities are as good as logits, since their softmax is the same.
 
     Args:
-        output: What enters the loss, ``[[N, *]]``, in its graph.
+        output: What enters the loss, ``[N, *]``, in its graph.
         loss: The loss.
 
     Returns:
@@ -61,7 +61,7 @@ class Reference:
     """A model and its loss at one mini-batch.
 
     Attributes:
-        output: What the model returned, in its graph, ``[[N, *]]``.
+        output: What the model returned, in its graph, ``[N, *]``.
         parameters: All parameters that require a gradient.
         used: Names of those that take part in it.
         gradient: Gradient of the loss with respect to each.
@@ -84,7 +84,7 @@ class Reference:
         Args:
             parameters: All that require a gradient, by name.
             probes: Further tensors in the graph of the output to which columns may be asked for.
-            output: What the model returned, ``[[N, *]]``.
+            output: What the model returned, ``[N, *]``.
             loss: Maps it to a number.
             precision: Machine epsilon.
             entries: How many entries of each parameter are compared.
@@ -108,7 +108,7 @@ class Reference:
         """Choose indices: half of them where a score is largest, half at random.
 
         Args:
-            scores: ``[[K]]``.
+            scores: ``[K]``.
             count: How many, at most.
 
         Returns:
@@ -129,7 +129,7 @@ class Reference:
             samples: Indices.
 
         Returns:
-            Chosen entries ``[[K, E]]`` and squared norms ``[[K]]``.
+            Chosen entries ``[K, E]`` and squared norms ``[K]``.
         """
         for n in set(samples) - self._first.keys():
             arriving = torch.zeros_like(self.output)
@@ -163,7 +163,7 @@ class Reference:
             tensor: The parameter or probe.
 
         Returns:
-            Numbers that are not negative, ``[[numel]]``.
+            Numbers that are not negative, ``[numel]``.
         """
         return self._transposed[1][tensor].detach().abs().flatten()
 
@@ -175,7 +175,7 @@ class Reference:
             indices: Entries of the flattened parameter.
 
         Returns:
-            ``[[E, N, D]]``.
+            ``[E, N, D]``.
         """
         try:
             w, products = self._transposed
@@ -196,7 +196,7 @@ class Reference:
             indices: Entries of the flattened parameter.
 
         Returns:
-            ``[[E, N, D]]``.
+            ``[E, N, D]``.
 
         Raises:
             Incomparable: If they are many.
@@ -216,7 +216,7 @@ class Reference:
             direction: Like the output, flattened or not.
 
         Returns:
-            ``[[N, D]]``.
+            ``[N, D]``.
 
         Raises:
             Incomparable: If the loss begins with a softmax of which nothing else is known.
@@ -231,11 +231,11 @@ class Reference:
         Args:
             tensor: A parameter or probe.
             indices: Entries of the flattened parameter.
-            roots: Columns ``s [[M, K, D]]`` such that ``sum_m s s^T`` takes the place of the Hessian of the loss, and the ``K`` samples that
+            roots: Columns ``s [M, K, D]`` such that ``sum_m s s^T`` takes the place of the Hessian of the loss, and the ``K`` samples that
                 they belong to; ``None`` for the Hessian itself.
 
         Returns:
-            ``[[N, E, E]]``, or ``[[K, E, E]]``.
+            ``[N, E, E]``, or ``[K, E, E]``.
         """
         if roots is not None:
             draws, samples = roots
@@ -255,7 +255,7 @@ class Reference:
             vector: Of the parameter's shape.
 
         Returns:
-            Chosen entries ``[[E]]``.
+            Chosen entries ``[E]``.
         """
         w, products = self._transposed
         image = _derivative((products[self.parameters[name]] * vector).sum(), w)
@@ -287,7 +287,7 @@ class Reference:
             samples: Indices of samples; ``None`` for the Hessian of the whole loss.
 
         Returns:
-            ``[[K, E]]``, or ``[[1, E]]``.
+            ``[K, E]``, or ``[1, E]``.
         """
         rows = [self._no_samples(name)[0]]
         for n in [None] if samples is None else samples:
@@ -303,7 +303,7 @@ class Reference:
             vector: Of the parameter's shape.
 
         Returns:
-            Chosen entries ``[[E]]``.
+            Chosen entries ``[E]``.
         """
         return _derivative((self._gradients(None)[name] * vector).sum(), self.parameters[name]).flatten()[self.entries[name]]
 

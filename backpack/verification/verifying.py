@@ -55,7 +55,7 @@ def verify(
         X: What the model is called with: ``model(*X)`` for a tuple, ``model(**X)`` for a dictionary, else ``model(X)``.
         y: What the loss is called with after the output, likewise.
         extensions: Extensions, as they would be given to ``backpack``.
-        output: Returns the tensor that enters the loss, ``[[N, *]]``, from what the model returns, for example
+        output: Returns the tensor that enters the loss, ``[N, *]``, from what the model returns, for example
             ``lambda out: out.logits.transpose(1, 2)``; ``None`` if that is the tensor.
         samples: How many samples are compared, of quantities that keep samples apart.
         entries: How many entries of each parameter are compared: half of them where the gradient is largest, half at random.

@@ -124,7 +124,7 @@ class PReLUDerivatives(PiecewiseLinearDerivatives, BaseParameterDerivatives):
         """Let weights broadcast against axis 1.
 
         Returns:
-            ``[[V, 1, C, 1, ...]]`` from ``weights`` ``[[V, C]]``, one axis more than ``like``; ``[[V, 1]]`` where that has no channels.
+            ``[V, 1, C, 1, ...]`` from ``weights`` ``[V, C]``, one axis more than ``like``; ``[V, 1]`` where that has no channels.
         """
         channels = (weights.shape[1], *[1] * (like.dim() - 2)) if like.dim() > 1 else ()
         return weights.reshape(weights.shape[0], 1, *channels)

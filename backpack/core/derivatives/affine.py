@@ -1,6 +1,6 @@
 """Affine layers: two views, of the input and of a matrix of outputs, in which every rule for weight and bias is written once.
 
-With ``columns`` ``x [[N, G, K, L]]`` and the weight as a matrix ``W [[G, O, K]]`` such a layer computes ``W x + b`` at each of ``L``
+With ``columns`` ``x [N, G, K, L]`` and the weight as a matrix ``W [G, O, K]`` such a layer computes ``W x + b`` at each of ``L``
 positions, in ``G`` groups with ``O`` outputs each.
 """
 
@@ -60,7 +60,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
             subsampling: Samples to select; ``None`` for all.
 
         Returns:
-            ``[[N, G, K, L]]``: what each of the ``L`` positions multiplies by the weight.
+            ``[N, G, K, L]``: what each of the ``L`` positions multiplies by the weight.
         """
 
     @abstractmethod
@@ -69,10 +69,10 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
         Args:
             module: The layer with its recorded output.
-            mat: ``[[V, *output]]``, with any number of samples.
+            mat: ``[V, *output]``, with any number of samples.
 
         Returns:
-            ``[[V, N, G, O, L]]``.
+            ``[V, N, G, O, L]``.
         """
 
     @abstractmethod
@@ -81,17 +81,17 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
         Args:
             module: The layer with its recorded output.
-            rows: ``[[V, N, G, O, L]]``.
+            rows: ``[V, N, G, O, L]``.
 
         Returns:
-            ``[[V, *output]]``.
+            ``[V, *output]``.
         """
 
     def vectors(self, module: Module) -> Tensor | None:
-        """Input of each sample as one vector, which the whole weight ``[[O, K]]`` multiplies: in a small net, calls for views of it are felt.
+        """Input of each sample as one vector, which the whole weight ``[O, K]`` multiplies: in a small net, calls for views of it are felt.
 
         Returns:
-            ``[[N, K]]``; ``None``, the default, where there are several positions or groups, or may be.
+            ``[N, K]``; ``None``, the default, where there are several positions or groups, or may be.
         """
         return None
 
@@ -108,10 +108,10 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
         Args:
             module: The layer.
-            matrix: ``[[..., G, O, K]]``.
+            matrix: ``[..., G, O, K]``.
 
         Returns:
-            ``[[..., *weight]]``.
+            ``[..., *weight]``.
         """
         return matrix.reshape(*matrix.shape[:-3], *module.weight.shape)
 
@@ -120,10 +120,10 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
         Args:
             module: The layer.
-            weight: ``[[V, *weight]]``.
+            weight: ``[V, *weight]``.
 
         Returns:
-            ``[[V, G, O, K]]``.
+            ``[V, G, O, K]``.
         """
         groups = self.groups(module)
         return weight.reshape(weight.shape[0], groups, weight.shape[1] // groups, prod(weight.shape[2:]))
@@ -147,7 +147,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
         Args:
             module: The layer with its recorded input.
-            rows: ``[[V, N, G, O, L]]``.
+            rows: ``[V, N, G, O, L]``.
 
         Returns:
             ``False`` where the columns are a view of the input.
@@ -159,11 +159,11 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
         Args:
             module: The layer with its recorded input.
-            mat: ``[[V, *output]]``.
+            mat: ``[V, *output]``.
             subsampling: Samples that ``mat`` is about; ``None`` for all.
 
         Yields:
-            Which columns ``v``, which samples ``n``, and their products ``[[v, n, G, O, K]]``, a tensor that the caller may overwrite, and that is
+            Which columns ``v``, which samples ``n``, and their products ``[v, n, G, O, K]``, a tensor that the caller may overwrite, and that is
             overwritten afterwards, except for the first one.
         """
         rows, size = self.rows(module, mat), module.weight.numel()
@@ -192,10 +192,10 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
         Args:
             module: The layer with its recorded input.
-            mat: A single column ``[[1, *output]]``.
+            mat: A single column ``[1, *output]``.
 
         Returns:
-            ``[[*weight]]``.
+            ``[*weight]``.
         """
         return self.weight_from_matrix(module, _summed_products(wide(self.rows(module, mat)), wide(self.columns(module))))[0]
 
@@ -207,7 +207,7 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
             scale: Factor.
 
         Returns:
-            ``[[G, K, K]]``, a tensor that the caller may change.
+            ``[G, K, K]``, a tensor that the caller may change.
         """
         vectors = self.vectors(module)
         if vectors is not None:
@@ -235,7 +235,7 @@ def _products(rows: Tensor, columns: Tensor) -> Tensor:
     """Sum over positions the outer products of rows and columns.
 
     Returns:
-        ``[[V, N, G, O, K]]``.
+        ``[V, N, G, O, K]``.
     """
     # one position: a multiplication is two to four times as fast as N matrix products with an inner axis of length one
     if columns.shape[3] == 1 or len(rows) == 1:
@@ -247,7 +247,7 @@ def _summed_products(rows: Tensor, columns: Tensor) -> Tensor:
     """Sum over positions and samples the outer products of rows and columns, by one matrix product for each group and column ``v``.
 
     Returns:
-        ``[[V, G, O, K]]``.
+        ``[V, G, O, K]``.
     """
     # [G, V, O, NL] @ [G, 1, NL, K]; the samples come one after the other in a Linear layer, so that flattening makes no copy
     return (rows.permute(2, 0, 3, 1, 4).flatten(3) @ columns.permute(1, 0, 3, 2).flatten(1, 2).unsqueeze(1)).transpose(0, 1)

@@ -1,6 +1,6 @@
 """Squares of the per-sample products ``sum_l rows[v, n, :, l] x[n, :, l]^T`` of affine layers, which are not formed, or for few samples at a time.
 
-A layer is given by its derivatives and its module with the recorded input; ``mat`` ``[[V, *output]]`` are columns at its output.
+A layer is given by its derivatives and its module with the recorded input; ``mat`` ``[V, *output]`` are columns at its output.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ def norms_at_output(mat: Tensor, notes: dict[Hashable, Any]) -> Tensor:
     """Norms of a column, once for all parameters of a layer.
 
     Args:
-        mat: A single column ``[[1, N, O]]``.
+        mat: A single column ``[1, N, O]``.
         notes: Keeps the result.
 
     Returns:
-        ``[[N]]``, not to be changed.
+        ``[N]``, not to be changed.
     """
     if "norms" not in notes:
         notes["norms"] = torch.linalg.vector_norm(wide(mat[0]), dim=1)
@@ -79,12 +79,12 @@ def squared_norms(
     Args:
         layer: Derivatives of the layer.
         module: The layer.
-        mat: A single column, the gradient ``[[1, *output]]``.
+        mat: A single column, the gradient ``[1, *output]``.
         sums: Takes the sum of per-sample weight gradients, if these are formed.
         notes: Keeps what other parameters of the layer need, too.
 
     Returns:
-        ``[[N]]``.
+        ``[N]``.
     """
     vectors = layer.vectors(module)
     if vectors is not None:
@@ -108,10 +108,10 @@ def _by_gram_matrices(layer: AffineDerivatives, module: Module, rows: Tensor) ->
     Args:
         layer: Derivatives of the layer.
         module: The layer.
-        rows: ``[[N, G, O, L]]``, of the precision of the result.
+        rows: ``[N, G, O, L]``, of the precision of the result.
 
     Returns:
-        ``[[N]]``.
+        ``[N]``.
     """
     samples, groups, outputs, positions = rows.shape
     entries, sums, terms = module.weight.numel(), [rows.new_empty(0)], [rows.new_empty(0)]
@@ -134,12 +134,12 @@ def squares_at_output(mat: Tensor, signs: Tensor | None, notes: dict[Hashable, A
     """Sum of element-wise squares of columns, once for all parameters of a layer.
 
     Args:
-        mat: Columns ``[[V, N, O]]``.
-        signs: Factor of each column and sample ``[[V, N]]``; ``None`` for one.
+        mat: Columns ``[V, N, O]``.
+        signs: Factor of each column and sample ``[V, N]``; ``None`` for one.
         notes: Keeps the result.
 
     Returns:
-        ``[[N, O]]``, not to be changed.
+        ``[N, O]``, not to be changed.
     """
     if "squares" not in notes:
         notes["squares"] = sum_of_squared_columns(mat, signs)
@@ -161,14 +161,14 @@ def sum_of_squares(
     Args:
         layer: Derivatives of the layer.
         module: The layer.
-        mat: Columns ``[[V, *output]]``.
-        signs: Factor of each column and sample ``[[V, N]]``; ``None`` for one.
+        mat: Columns ``[V, *output]``.
+        signs: Factor of each column and sample ``[V, N]``; ``None`` for one.
         sums: Takes the sum of the products themselves, if these are formed.
         scale: Factor.
         notes: Keeps what other parameters of the layer need, too.
 
     Returns:
-        ``[[*weight]]``.
+        ``[*weight]``.
     """
     vectors = layer.vectors(module)
     if vectors is not None:
@@ -192,11 +192,11 @@ def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, si
     Args:
         layer: Derivatives of the layer.
         module: The layer.
-        mat: Columns ``[[V, *output]]``.
-        signs: Factor of each column and sample ``[[V, N]]``; ``None`` for one.
+        mat: Columns ``[V, *output]``.
+        signs: Factor of each column and sample ``[V, N]``; ``None`` for one.
 
     Returns:
-        ``[[N, *weight]]``.
+        ``[N, *weight]``.
     """
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
@@ -216,7 +216,7 @@ def _blocks(layer: AffineDerivatives, module: Module, mat: Tensor, sums: dict[st
     Args:
         layer: Derivatives of the layer.
         module: The layer.
-        mat: Columns ``[[V, *output]]``.
+        mat: Columns ``[V, *output]``.
         sums: Takes the sum; ``None`` if nobody wants it.
 
     Yields:
@@ -241,10 +241,10 @@ def _each(products: Tensor) -> tuple[Tensor, ...]:
     """Split products, if they are large.
 
     Args:
-        products: ``[[v, n, G, O, K]]``.
+        products: ``[v, n, G, O, K]``.
 
     Returns:
-        ``[[1, 1, G, O, K]]`` each, of which a single one is no view, which would take time; none if they are small.
+        ``[1, 1, G, O, K]`` each, of which a single one is no view, which would take time; none if they are small.
     """
     columns, samples, *matrix = products.shape
     if prod(matrix) < _EACH:
@@ -259,12 +259,12 @@ def _zeros(module: Module, rows: Tensor, *lead: int) -> Tensor:
 
 
 def _add_squares(total: Tensor | None, products: Tensor, signs: Tensor | None) -> Tensor:
-    """Add ``[[v, n, G, O, K]]``, squared and overwritten, to ``[[1, 1, G, O, K]]``.
+    """Add ``[v, n, G, O, K]``, squared and overwritten, to ``[1, 1, G, O, K]``.
 
     Args:
         total: Where to add; ``None`` where nothing has been added yet.
         products: What to square.
-        signs: Factors ``[[v, n]]``, or ``None``.
+        signs: Factors ``[v, n]``, or ``None``.
 
     Returns:
         The total.

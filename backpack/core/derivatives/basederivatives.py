@@ -5,7 +5,7 @@ what a rule implements and what the engine calls. Arguments mean the same everyw
 
 - ``module``: a module that carries the recorded ``input0`` and ``output``, or the record of one execution, which offers these, too.
 - ``g_inp``, ``g_out``: tuples of gradients with respect to inputs and outputs, or ``None`` where only Jacobians are asked for.
-- ``mat``: a matrix of ``V`` columns, ``[[V, ...]]``, or in the public methods one vector ``[[...]]``.
+- ``mat``: a matrix of ``V`` columns, ``[V, ...]``, or in the public methods one vector ``[...]``.
 - ``subsampling``: indices of the samples that ``mat`` is about, which then has ``len(subsampling)`` of them; ``None`` means all, duplicates
   count. Samples lie on axis 0 of input and output, and ``N`` below is their number in ``mat``.
 
@@ -80,7 +80,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         """Multiply by the Jacobian of the output with respect to the input.
 
         Returns:
-            ``[[V, *output]]`` from ``mat`` ``[[V, *input0]]``.
+            ``[V, *output]`` from ``mat`` ``[V, *input0]``.
         """
         product = partial(self._jac_mat_prod, module, g_inp, g_out)
         return apply_checked(product, mat, *shapes_of(module), self._title("jac_mat_prod", module))
@@ -92,7 +92,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         """Multiply by the transposed Jacobian of the output with respect to the input.
 
         Returns:
-            ``[[V, *input0]]`` from ``mat`` ``[[V, *output]]``.
+            ``[V, *input0]`` from ``mat`` ``[V, *output]``.
         """
         product = partial(self._jac_t_mat_prod, module, g_inp, g_out, subsampling=subsampling)
         gives, takes = (subsampled(shape, subsampling) for shape in shapes_of(module))
@@ -107,7 +107,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         This default applies the transposed Jacobian twice, to the columns of ``mat`` and to the rows of the result.
 
         Returns:
-            ``[[D_in, D_in]]`` from ``mat`` ``[[D_out, D_out]]``, over the flattened input and output of one sample.
+            ``[D_in, D_in]`` from ``mat`` ``[D_out, D_out]``, over the flattened input and output of one sample.
         """
         samples = [0] if self.same_jacobian else None
         num_samples = 1 if self.same_jacobian else module.output.shape[0]
@@ -138,7 +138,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         raise self._missing("hessian_is_diagonal", module)
 
     def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
-        """Diagonal ``[[*input0]]`` of the residual ``sum_k Hess(z_k) dL/dz_k``, already multiplied by ``g_out[0] = dL/dz``.
+        """Diagonal ``[*input0]`` of the residual ``sum_k Hess(z_k) dL/dz_k``, already multiplied by ``g_out[0] = dL/dz``.
 
         Raises:
             UnsupportedError: If no rule exists.
@@ -157,7 +157,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         """Multiply by the residual ``sum_k Hess(z_k) dL/dz_k`` of each sample.
 
         Returns:
-            ``[[V, *input0]]`` from ``mat`` ``[[V, *input0]]``.
+            ``[V, *input0]`` from ``mat`` ``[V, *input0]``.
         """
         product = partial(self._residual_mat_prod, module, g_inp, g_out)
         shape = module.input0.shape
@@ -175,7 +175,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         """Give each column of a matrix the shape of the input.
 
         Returns:
-            ``[[V, *input0]]``.
+            ``[V, *input0]``.
         """
         return cls._reshape_like(mat, subsampled(module.input0.shape, subsampling))
 
@@ -184,7 +184,7 @@ class BaseDerivatives(ABC):  # noqa: B024 (each product is optional)
         """Give each column of a matrix the shape of the output.
 
         Returns:
-            ``[[V, *output]]``.
+            ``[V, *output]``.
         """
         return cls._reshape_like(mat, module.output.shape)
 
@@ -216,7 +216,7 @@ class BaseParameterDerivatives(BaseDerivatives):
         """Multiply by the transposed Jacobian of the output with respect to a parameter.
 
         Returns:
-            ``[[V, *param]]`` from ``mat`` ``[[V, *output]]``; ``[[V, N, *param]]`` with the samples kept apart if not ``sum_batch``.
+            ``[V, *param]`` from ``mat`` ``[V, *output]``; ``[V, N, *param]`` with the samples kept apart if not ``sum_batch``.
         """
         product = partial(self._param_mjp, param_str, module, g_inp, g_out, sum_batch=sum_batch, subsampling=subsampling)
         takes = subsampled(module.output.shape, subsampling)
@@ -236,7 +236,7 @@ class BaseParameterDerivatives(BaseDerivatives):
         """Multiply by the Jacobian of the output with respect to the weight.
 
         Returns:
-            ``[[V, *output]]`` from ``mat`` ``[[V, *weight]]``.
+            ``[V, *output]`` from ``mat`` ``[V, *weight]``.
         """
         product = partial(self._weight_jac_mat_prod, module, g_inp, g_out)
         return apply_checked(product, mat, self._parameter(module, "weight").shape, module.output.shape, self._title("weight_jac_mat_prod", module))
@@ -248,7 +248,7 @@ class BaseParameterDerivatives(BaseDerivatives):
         """Multiply by the Jacobian of the output with respect to the bias.
 
         Returns:
-            ``[[V, *output]]`` from ``mat`` ``[[V, *bias]]``.
+            ``[V, *output]`` from ``mat`` ``[V, *bias]``.
         """
         product = partial(self._bias_jac_mat_prod, module, g_inp, g_out)
         return apply_checked(product, mat, self._parameter(module, "bias").shape, module.output.shape, self._title("bias_jac_mat_prod", module))
@@ -264,7 +264,7 @@ class BaseParameterDerivatives(BaseDerivatives):
 
 
 class BaseLossDerivatives(BaseDerivatives):
-    """Second derivatives of a scalar loss with respect to its first input, the prediction ``[[N, *features]]``.
+    """Second derivatives of a scalar loss with respect to its first input, the prediction ``[N, *features]``.
 
     The public methods take the loss alone, unscaled: they raise ``LossValueError`` if it is no scalar, and warn if the incoming gradient is
     not one. The underscore methods do not look at ``g_out``; scaling is up to the caller.
@@ -295,7 +295,7 @@ class BaseLossDerivatives(BaseDerivatives):
         """Symmetric factor of the loss Hessian.
 
         Returns:
-            ``[[V, N, *features]]``. For each ``n``, ``S[:, n]^T S[:, n]`` is the Hessian of the loss in sample ``n``, its ``reduction``
+            ``[V, N, *features]``. For each ``n``, ``S[:, n]^T S[:, n]`` is the Hessian of the loss in sample ``n``, its ``reduction``
             included.
         """
         self._check_scalar(module, g_out)
@@ -308,7 +308,7 @@ class BaseLossDerivatives(BaseDerivatives):
         """Symmetric factor of a loss Hessian that may have negative eigenvalues.
 
         Returns:
-            ``S [[V, N, *features]]`` and signs ``s [[V, N]]`` (``None``: positive); the Hessian is ``S[:, n]^T diag(s[:, n]) S[:, n]``.
+            ``S [V, N, *features]`` and signs ``s [V, N]`` (``None``: positive); the Hessian is ``S[:, n]^T diag(s[:, n]) S[:, n]``.
         """
         return self._sqrt_hessian(module, g_inp, g_out), None
 
@@ -324,7 +324,7 @@ class BaseLossDerivatives(BaseDerivatives):
         """Unbiased estimate of the symmetric factor of the loss Hessian, from gradients at sampled targets.
 
         Returns:
-            ``[[M, N, *features]]`` for ``M = mc_samples``, divided by ``sqrt(M)``. For each ``n`` the expectation of ``S[:, n]^T S[:, n]`` is
+            ``[M, N, *features]`` for ``M = mc_samples``, divided by ``sqrt(M)``. For each ``n`` the expectation of ``S[:, n]^T S[:, n]`` is
             the Hessian of the loss in sample ``n``, its ``reduction`` included.
 
         Raises:
@@ -342,7 +342,7 @@ class BaseLossDerivatives(BaseDerivatives):
         """Function that multiplies by the loss Hessian.
 
         Returns:
-            Maps ``[[V, *input0]]`` to ``[[V, *input0]]``.
+            Maps ``[V, *input0]`` to ``[V, *input0]``.
         """
         self._check_scalar(module, g_out)
         product = self._make_hessian_mat_prod(module, g_inp, g_out)
@@ -356,7 +356,7 @@ class BaseLossDerivatives(BaseDerivatives):
         """Loss Hessian, summed over the samples.
 
         Returns:
-            ``[[*features, *features]]``, the ``reduction`` included.
+            ``[*features, *features]``, the ``reduction`` included.
         """
         self._check_scalar(module, g_out)
         return self._sum_hessian(module, g_inp, g_out)

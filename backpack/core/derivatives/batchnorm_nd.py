@@ -29,7 +29,7 @@ class BatchNormNdDerivatives(ConstantJacobianDerivatives, ScaleShiftDerivatives)
         """Return the running statistics.
 
         Returns:
-            Mean and inverse deviation, ``[[1, C, 1, ...]]`` both.
+            Mean and inverse deviation, ``[1, C, 1, ...]`` both.
 
         Raises:
             MixedSamplesError: If the module (not the record of an execution, which was asked then) uses statistics of the mini-batch.

@@ -14,7 +14,7 @@ from backpack.utils.precision import wide
 
 @register(BCEWithLogitsLoss)
 class BCELossWithLogitsDerivatives(ElementwiseLikelihoodDerivatives):
-    """Binary cross-entropy of every logit ``x`` of the input ``[[N, *]]`` with its target ``t``, which may be soft.
+    """Binary cross-entropy of every logit ``x`` of the input ``[N, *]`` with its target ``t``, which may be soft.
 
     With ``s = sigmoid(x)``, the loss ``w ((1 - t) x + (1 + (pos_weight - 1) t) log(1 + e^-x))`` has the second derivative
     ``w (1 + (pos_weight - 1) t) s (1 - s)``.

@@ -191,10 +191,10 @@ def _flat(columns: Tensor) -> Tensor:
     """Flatten each sample.
 
     Args:
-        columns: ``[[V, N, *]]``.
+        columns: ``[V, N, *]``.
 
     Returns:
-        ``[[V, N, D]]``.
+        ``[V, N, D]``.
     """
     return columns.reshape(*columns.shape[:2], columns.shape[2:].numel())
 
@@ -337,7 +337,7 @@ def _deficit(hessian: Tensor) -> Tensor:
     """Return by how much the smallest eigenvalue is negative.
 
     Args:
-        hessian: ``[[N, D, D]]``.
+        hessian: ``[N, D, D]``.
 
     Returns:
         A number, not negative.

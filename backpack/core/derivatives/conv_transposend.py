@@ -18,7 +18,7 @@ from backpack.utils.subsampling import subsample
 class ConvTransposeNDDerivatives(ConvolutionDerivatives):
     """Derivatives of transposed convolutions, whose weight is ``[C_in, O, *kernel]`` for ``O`` outputs a group.
 
-    In the views, hence in Kronecker factors, the outputs come first, as if the weight were transposed: ``[[G, O, K]]``.
+    In the views, hence in Kronecker factors, the outputs come first, as if the weight were transposed: ``[G, O, K]``.
     """
 
     weight_axis = 1

@@ -130,7 +130,7 @@ class ConvolutionDerivatives(AffineDerivatives):
 
         Args:
             module: The layer.
-            rows: ``[[V, N, G, O, L]]``.
+            rows: ``[V, N, G, O, L]``.
 
         Returns:
             Whether there is one column, and the unfolded input of a sample does not fit into the cache or the kernel is at its best.
@@ -156,10 +156,10 @@ class ConvolutionDerivatives(AffineDerivatives):
 
         Args:
             module: The layer with its recorded output.
-            inputs: ``[[N, C_in, *]]``.
+            inputs: ``[N, C_in, *]``.
 
         Returns:
-            ``[[G, K, K]]``.
+            ``[G, K, K]``.
         """
 
     def get_unfolded_input(self, module: Module) -> Tensor:
@@ -169,7 +169,7 @@ class ConvolutionDerivatives(AffineDerivatives):
             module: The layer with its recorded input.
 
         Returns:
-            ``[[N, C_in * K, L]]``.
+            ``[N, C_in * K, L]``.
         """
         return self.columns(module).flatten(1, 2)
 
@@ -194,7 +194,7 @@ class ConvolutionDerivatives(AffineDerivatives):
 
         Args:
             module: The layer.
-            columns: ``[[B, C_out, *]]``.
+            columns: ``[B, C_out, *]``.
 
         Returns:
             Channels last where the kernel is faster so.
@@ -206,11 +206,11 @@ class ConvolutionDerivatives(AffineDerivatives):
 
         Args:
             module: The layer.
-            columns: ``[[B, C_out, *]]``.
+            columns: ``[B, C_out, *]``.
             order: How the result lies in memory.
 
         Returns:
-            ``[[B, C_in, *]]``.
+            ``[B, C_in, *]``.
         """
         shape, weight = (len(columns), *module.input0.shape[1:]), module.weight
         if order is torch.channels_last:
@@ -234,12 +234,12 @@ class ConvolutionDerivatives(AffineDerivatives):
 
         Args:
             module: The layer with its recorded input.
-            mat: ``[[V, N, C_out, *]]``; the kernel takes neither zero columns nor zero samples that are groups.
+            mat: ``[V, N, C_out, *]``; the kernel takes neither zero columns nor zero samples that are groups.
             subsampling: Samples that ``mat`` is about; ``None`` for all.
             separate: Keep the samples apart.
 
         Returns:
-            ``[[V, N, *weight]]``, or ``[[V, 1, *weight]]`` with the sum over samples.
+            ``[V, N, *weight]``, or ``[V, 1, *weight]`` with the sum over samples.
         """
         inputs, samples = self._pad(module, subsample(module.input0, subsampling=subsampling)), 1
         if separate:
@@ -276,12 +276,12 @@ def _into_channels(tensor: Tensor, groups: int, axis: int) -> Tensor:
     """Turn columns into further output channels.
 
     Args:
-        tensor: ``[[V, ..., G * O, ...]]``.
+        tensor: ``[V, ..., G * O, ...]``.
         groups: ``G``.
         axis: Axis of length ``G * O``.
 
     Returns:
-        ``[[..., G * V * O, ...]]``, without the first axis.
+        ``[..., G * V * O, ...]``, without the first axis.
     """
     return tensor.unflatten(axis, (groups, -1)).movedim(0, axis).flatten(axis - 1, axis + 1)
 
@@ -290,13 +290,13 @@ def _out_of_channels(tensor: Tensor, columns: int, groups: int, axis: int) -> Te
     """Undo ``_into_channels``.
 
     Args:
-        tensor: ``[[..., G * V * O, ...]]``.
+        tensor: ``[..., G * V * O, ...]``.
         columns: ``V``.
         groups: ``G``.
         axis: Axis of length ``G * V * O``.
 
     Returns:
-        ``[[V, ..., G * O, ...]]``.
+        ``[V, ..., G * O, ...]``.
     """
     return tensor.unflatten(axis, (groups, columns, -1)).movedim(axis + 1, 0).flatten(axis + 1, axis + 2)
 

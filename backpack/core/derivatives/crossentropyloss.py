@@ -35,10 +35,10 @@ def _over_classes(function: Callable[[Tensor, int], Tensor], logits: Tensor) -> 
 
     Args:
         function: Takes a tensor and an axis.
-        logits: ``[[N, C, *]]``.
+        logits: ``[N, C, *]``.
 
     Returns:
-        ``[[N, C, *]]``, laid out in memory as the logits are.
+        ``[N, C, *]``, laid out in memory as the logits are.
     """
     if _classes_last(logits):
         return function(logits.movedim(1, -1), logits.dim() - 1).movedim(-1, 1)
@@ -56,11 +56,11 @@ def _usual_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
     """Compute ``S[v, c] = sqrt(p_v) (delta_vc - p_c)`` at each position.
 
     Args:
-        log_probs: Logarithms of the probabilities ``[[N, C, L]]``.
-        weight: Factor of the columns of a position, a number or ``[[N, 1, L]]``.
+        log_probs: Logarithms of the probabilities ``[N, C, L]``.
+        weight: Factor of the columns of a position, a number or ``[N, 1, L]``.
 
     Returns:
-        ``[[C, N, C, L]]``.
+        ``[C, N, C, L]``.
     """
     root = (log_probs / 2).exp_() * weight
     factor = root.neg().movedim(1, 0).unsqueeze(2) * log_probs.exp()
@@ -77,11 +77,11 @@ def _few_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
     Nothing cancels: ``p_v`` is not more than one half.
 
     Args:
-        log_probs: Logarithms of the probabilities ``[[N, C, L]]``.
-        weight: Factor of the columns of a position, a number or ``[[N, 1, L]]``.
+        log_probs: Logarithms of the probabilities ``[N, C, L]``.
+        weight: Factor of the columns of a position, a number or ``[N, 1, L]``.
 
     Returns:
-        ``[[C - 1, N, C, L]]``.
+        ``[C - 1, N, C, L]``.
     """
     root = (log_probs / 2).exp_()
     largest, likely = root.max(1, keepdim=True)
@@ -94,7 +94,7 @@ def _few_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
 
 @register(CrossEntropyLoss)
 class CrossEntropyLossDerivatives(NLLLossDerivatives):
-    """Cross-entropy of logits ``[[N, C, *]]`` with class indices ``[[N, *]]`` or class probabilities ``[[N, C, *]]``.
+    """Cross-entropy of logits ``[N, C, *]`` with class indices ``[N, *]`` or class probabilities ``[N, C, *]``.
 
     All options are exact: class weights, ignored targets, label smoothing, target probabilities that do not add up to one. If all
     targets are ignored, the mean is not a number, but its gradient is zero, and so is the Hessian here.
@@ -181,7 +181,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             columns: Number of columns of a position.
 
         Returns:
-            A number or ``[[N, 1, *]]``; and ``[[V, N]]`` for all columns, ``None`` if all count positive.
+            A number or ``[N, 1, *]``; and ``[V, N]`` for all columns, ``None`` if all count positive.
         """
         common = self._common_weight(module)
         if common is not None:
@@ -212,12 +212,12 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
 
         Args:
             module: The loss with recorded inputs.
-            weight: Square root of each position's factor in the loss, a number or ``[[N, 1, *]]``.
+            weight: Square root of each position's factor in the loss, a number or ``[N, 1, *]``.
             subsampling: Indices of samples, or ``None`` for all.
             make: Makes the columns of a position.
 
         Returns:
-            ``[[V, N, C, *]]``.
+            ``[V, N, C, *]``.
         """
         log_probs = self._log_probs(module, subsampling)
         num_samples, _, num_positions = log_probs.shape
@@ -236,7 +236,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             subsampling: Indices of samples, or ``None`` for all.
 
         Returns:
-            ``[[N, C, L]]``.
+            ``[N, C, L]``.
         """
         logits = wide(subsample(module.input0, subsampling=subsampling))
         return _over_classes(Tensor.log_softmax, logits).reshape(*logits.shape[:2], prod(logits.shape[2:]))
@@ -268,7 +268,7 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
             module: The loss with recorded inputs.
 
         Returns:
-            The probabilities ``[[N, C, *]]``, and their products with each position's factor in the loss.
+            The probabilities ``[N, C, *]``, and their products with each position's factor in the loss.
         """
         probs, common = _over_classes(Tensor.softmax, wide(module.input0)), self._common_weight(module)
         return probs, probs * (self._hessian_weight(module) if common is None else common)
@@ -286,11 +286,11 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         """Draw labels as ``_make_distribution(...).sample`` does, without its checks.
 
         Args:
-            probs: ``[[N, C, *]]``.
+            probs: ``[N, C, *]``.
             mc_samples: Number of draws ``M``.
 
         Returns:
-            Classes ``[[M, N, *]]``.
+            Classes ``[M, N, *]``.
 
         Raises:
             LossValueError: If the probabilities are not finite.

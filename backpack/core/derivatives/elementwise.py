@@ -19,8 +19,8 @@ def in_order_of(mat: Tensor, factor: Tensor) -> Tensor:
     """Let what many columns are multiplied with lie in memory as they do.
 
     Args:
-        mat: Columns ``[[V, *factor]]``.
-        factor: ``[[N, *]]``.
+        mat: Columns ``[V, *factor]``.
+        factor: ``[N, *]``.
 
     Returns:
         The factor, with channels last where the columns have them so.
@@ -36,7 +36,7 @@ class ElementwiseDerivatives(BaseDerivatives):
     any_batch_axis = True
 
     def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
-        """First derivative ``[[*output]]`` of each output entry with respect to its input entry.
+        """First derivative ``[*output]`` of each output entry with respect to its input entry.
 
         Raises:
             UnsupportedError: If the class does not define it.
@@ -44,7 +44,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         raise self._missing("df", module)
 
     def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
-        """Second derivative ``[[*output]]`` of each output entry with respect to its input entry, not multiplied by ``g_out``.
+        """Second derivative ``[*output]`` of each output entry with respect to its input entry, not multiplied by ``g_out``.
 
         Raises:
             UnsupportedError: If the class does not define it.
@@ -69,12 +69,12 @@ class ElementwiseDerivatives(BaseDerivatives):
             module: The module.
             g_inp: Not used.
             g_out: Not used.
-            mat: ``[[V, *output]]``.
+            mat: ``[V, *output]``.
             subsampling: Samples that ``mat`` is about; ``None`` for all.
             out: May take the result, and may be ``mat``.
 
         Returns:
-            ``[[V, *input0]]``.
+            ``[V, *input0]``.
         """
         return compute(torch.mul, mat.shape, mat, in_order_of(mat, self.df(module, g_inp, g_out, subsampling=subsampling)), out)
 
@@ -104,7 +104,7 @@ class ActivationDerivatives(ElementwiseDerivatives):
             at: The recorded input, or output, perhaps of some samples only.
 
         Returns:
-            ``[[N, ...]]``, or a mask of that shape.
+            ``[N, ...]``, or a mask of that shape.
         """
 
     @abstractmethod
@@ -116,7 +116,7 @@ class ActivationDerivatives(ElementwiseDerivatives):
             at: The recorded input, or output.
 
         Returns:
-            ``[[N, ...]]``.
+            ``[N, ...]``.
         """
 
     def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:

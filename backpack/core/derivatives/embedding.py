@@ -23,12 +23,12 @@ def add_at(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """Add rows that have the same place.
 
     Args:
-        rows: ``[[V, E, D]]``.
-        places: Numbers ``[[E]]`` below ``count``.
+        rows: ``[V, E, D]``.
+        places: Numbers ``[E]`` below ``count``.
         count: Number of places.
 
     Returns:
-        ``[[V, count, D]]``.
+        ``[V, count, D]``.
     """
     columns, _, features = rows.shape
     if columns > 1:
@@ -49,16 +49,16 @@ class Lookups(NamedTuple):
         """Multiply by the factors.
 
         Args:
-            rows: ``[[V, E, D]]``.
+            rows: ``[V, E, D]``.
 
         Returns:
-            ``[[V, E, D]]``.
+            ``[V, E, D]``.
         """
         return rows if self.factors is None else rows * self.factors[:, None].to(rows.dtype)
 
 
 class LookupDerivatives(BaseParameterDerivatives):
-    """The output is made of rows of the weight ``[[K, D]]``."""
+    """The output is made of rows of the weight ``[K, D]``."""
 
     keeps = frozenset({"input"})
 
@@ -80,11 +80,11 @@ class LookupDerivatives(BaseParameterDerivatives):
 
         Args:
             module: The layer.
-            mat: ``[[V, *output]]``, with any number of samples.
+            mat: ``[V, *output]``, with any number of samples.
             lookups: What its samples looked up.
 
         Returns:
-            For each entry the row to which it was added ``[[V, E, D]]``.
+            For each entry the row to which it was added ``[V, E, D]``.
         """
 
     @abstractmethod
@@ -93,11 +93,11 @@ class LookupDerivatives(BaseParameterDerivatives):
 
         Args:
             module: The layer with its recorded output.
-            rows: ``[[V, E, D]]``.
+            rows: ``[V, E, D]``.
             lookups: What was looked up.
 
         Returns:
-            ``[[V, *output]]``.
+            ``[V, *output]``.
         """
 
     def sums_per_sample(self, module: Module, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,10 +105,10 @@ class LookupDerivatives(BaseParameterDerivatives):
 
         Args:
             module: The layer with its recorded input.
-            mat: ``[[V, *output]]``.
+            mat: ``[V, *output]``.
 
         Returns:
-            ``[[V, U, D]]``, and for each of the ``U`` pairs the sample ``[[U]]`` and the row of the weight ``[[U]]``.
+            ``[V, U, D]``, and for each of the ``U`` pairs the sample ``[U]`` and the row of the weight ``[U]``.
         """
         lookups, size = self.lookups(module), module.weight.shape[0]
         pairs, places = torch.unique(lookups.samples * size + lookups.indices, return_inverse=True)
@@ -160,7 +160,7 @@ class EmbeddingDerivatives(LookupDerivatives):
             module: The layer with its recorded input.
 
         Returns:
-            ``[[K]]``.
+            ``[K]``.
         """
         lookups, size = self.lookups(module), module.weight.shape[0]
         used = lookups.indices if lookups.factors is None else lookups.indices[lookups.factors]
@@ -171,10 +171,10 @@ class EmbeddingDerivatives(LookupDerivatives):
 
         Args:
             module: The layer with its recorded input.
-            mat: ``[[V, *output]]``.
+            mat: ``[V, *output]``.
 
         Returns:
-            ``[[V, N, D]]``.
+            ``[V, N, D]``.
         """
         lookups = self.lookups(module)
         rows = lookups.weighted(self.rows(module, mat, lookups))

@@ -57,7 +57,7 @@ class GenericDerivatives(BaseParameterDerivatives):
         """Multiply by the Jacobian of the output with respect to a parameter.
 
         Returns:
-            ``[[V, *output]]`` from ``mat`` ``[[V, *param]]``.
+            ``[V, *output]`` from ``mat`` ``[V, *param]``.
         """
         replay = _Replay(module, param_str)
         return apply_checked(
@@ -74,7 +74,7 @@ class GenericDerivatives(BaseParameterDerivatives):
         """Residual ``sum_k Hess(z_k) dL/dz_k`` of each sample.
 
         Returns:
-            Symmetric matrices ``[[N, D, D]]`` over the ``D`` entries of a sample's input.
+            Symmetric matrices ``[N, D, D]`` over the ``D`` entries of a sample's input.
         """
         product = self._residual_mat_prod(module, g_inp, g_out, unit_columns(module.input0.shape, module.input0))
         return product.reshape(*product.shape[:2], len(product)).movedim(0, 2)
@@ -229,7 +229,7 @@ def _each(function: Callable[..., Tensor], axes: tuple[int | None, ...], *args: 
     """Apply a function to slices of its arguments and stack the results, by a loop where an operation cannot be vectorized.
 
     Returns:
-        ``[[N, ...]]``, where ``N`` is the length of axis 0 of the arguments whose entry in ``axes`` is 0; the others are not cut.
+        ``[N, ...]``, where ``N`` is the length of axis 0 of the arguments whose entry in ``axes`` is 0; the others are not cut.
     """
     length = next(len(arg) for arg, axis in zip(args, axes, strict=True) if axis == 0)
     try:

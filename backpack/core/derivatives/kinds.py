@@ -56,7 +56,7 @@ class LinearMapDerivatives(ConstantJacobianDerivatives):
         """Apply the linear part of the module, its forward pass by default.
 
         Returns:
-            ``[[N, ...]]`` from ``batch`` ``[[N, ...]]``, for any ``N``.
+            ``[N, ...]`` from ``batch`` ``[N, ...]``, for any ``N``.
         """
         return module.forward(batch)
 

@@ -52,7 +52,7 @@ class ElementwiseLossDerivatives(GenericLossDerivatives):
             module: The loss with recorded inputs.
 
         Returns:
-            Second derivatives ``[[N, *]]`` of any sign, in single precision or better.
+            Second derivatives ``[N, *]`` of any sign, in single precision or better.
         """
         return wide(hessian_products(module, [torch.ones_like(module.input0)])[0])
 
@@ -64,7 +64,7 @@ class ElementwiseLossDerivatives(GenericLossDerivatives):
             subsampling: Indices of samples, or ``None`` for all.
 
         Returns:
-            ``[[N, *]]`` in the type of the input.
+            ``[N, *]`` in the type of the input.
         """
         root = square_root(non_negative(self._hessian_diagonal(module), module, "second derivatives"))
         return subsample(root, subsampling=subsampling).to(module.input0.dtype)
@@ -123,10 +123,10 @@ def _spread(root: Tensor) -> Tensor:
     """Give each entry of a sample a column.
 
     Args:
-        root: ``[[N, *]]``.
+        root: ``[N, *]``.
 
     Returns:
-        ``[[V, N, *]]``.
+        ``[V, N, *]``.
     """
     num_features = prod(root.shape[1:])
     return root.reshape(root.shape[0], num_features).diag_embed(dim1=0, dim2=2).reshape(num_features, *root.shape)
@@ -157,7 +157,7 @@ def diagonal_of(terms: Tensor, module: Module) -> Tensor:
         module: The loss with recorded inputs.
 
     Returns:
-        ``[[N, *]]``.
+        ``[N, *]``.
     """
     inputs = module.input0
     diagonal = terms.to(torch.promote_types(inputs.dtype, torch.float32)).sum_to_size(inputs.shape)

@@ -37,10 +37,10 @@ def random_signs(mc_samples: int, like: Tensor) -> Tensor:
 
     Args:
         mc_samples: Number of draws ``M``.
-        like: A tensor ``[[N, *]]`` that gives shape, data type and device.
+        like: A tensor ``[N, *]`` that gives shape, data type and device.
 
     Returns:
-        Entries 1 and -1, ``[[M, N, *]]``.
+        Entries 1 and -1, ``[M, N, *]``.
     """
     return like.new_empty(mc_samples, *like.shape).bernoulli_().mul_(2).sub_(1)
 
@@ -89,7 +89,7 @@ class GenericLossDerivatives(BaseLossDerivatives):
             module: The loss with recorded inputs and output.
 
         Returns:
-            Symmetric matrices ``[[N, D, D]]``.
+            Symmetric matrices ``[N, D, D]``.
         """
         self._verify_support(module)
         return sample_hessians(module)
@@ -111,11 +111,11 @@ class GenericLossDerivatives(BaseLossDerivatives):
 
         Args:
             module: The loss with recorded inputs.
-            mat: ``[[M, N, *]]``.
+            mat: ``[M, N, *]``.
             subsampling: Indices of samples, or ``None`` for all.
 
         Returns:
-            ``[[M, N, *]]``.
+            ``[M, N, *]``.
         """
         factor = self._sqrt_hessian(module, None, None, subsampling=subsampling)
         return torch.einsum("mnv,vn...->mn...", mat.reshape(*mat.shape[:2], factor.shape[0]), factor)
@@ -175,11 +175,11 @@ def _columns(factor: Tensor, inputs: Tensor) -> Tensor:
     """Arrange the columns of each sample's factor.
 
     Args:
-        factor: ``[[N, D, V]]``.
+        factor: ``[N, D, V]``.
         inputs: Input of the loss.
 
     Returns:
-        ``[[V, N, *]]``.
+        ``[V, N, *]``.
     """
     return factor.movedim(2, 0).reshape(factor.shape[2], factor.shape[0], *inputs.shape[1:]).to(inputs.dtype)
 
@@ -188,10 +188,10 @@ def signs_of(values: Tensor) -> Tensor | None:
     """Return the signs of second derivatives.
 
     Args:
-        values: ``[[N, V]]``.
+        values: ``[N, V]``.
 
     Returns:
-        ``[[V, N]]``, or ``None`` if none is negative.
+        ``[V, N]``, or ``None`` if none is negative.
     """
     return values.sign().T if (values < 0).any() else None
 
@@ -226,7 +226,7 @@ def sample_hessians(module: Module) -> Tensor:
         module: A loss with recorded inputs and output.
 
     Returns:
-        Symmetric matrices ``[[N, D, D]]``, where ``D`` is the number of input entries per sample.
+        Symmetric matrices ``[N, D, D]``, where ``D`` is the number of input entries per sample.
 
     Raises:
         MixedSamplesError: If the Hessian couples different samples.

@@ -13,7 +13,7 @@ from backpack.utils.subsampling import subsample
 
 
 class MatmulDerivatives(AffineDerivatives):
-    """Input ``[[N, (G,) *positions, K]]``, weight ``[[(G,) K, O]]``, output ``[[N, (G,) *positions, O]]``; each matrix of a stack is a group."""
+    """Input ``[N, (G,) *positions, K]``, weight ``[(G,) K, O]``, output ``[N, (G,) *positions, O]``; each matrix of a stack is a group."""
 
     any_batch_axis = True
     transposed = True

@@ -31,12 +31,12 @@ def _gather(mat: Tensor, positions: Tensor, axes: int) -> Tensor:
     """Read entries off the last axes.
 
     Args:
-        mat: ``[[V, *lead, *large]]``.
-        positions: ``[[*lead, *small]]``, indices into the flattened ``large``.
+        mat: ``[V, *lead, *large]``.
+        positions: ``[*lead, *small]``, indices into the flattened ``large``.
         axes: Number of axes of ``large`` and ``small``.
 
     Returns:
-        ``[[V, *lead, *small]]``.
+        ``[V, *lead, *small]``.
     """
     lead, size = prod(positions.shape[:-axes]), prod(positions.shape[-axes:])
     flat = mat.reshape(mat.shape[0], lead, prod(mat.shape[-axes:]))
@@ -47,12 +47,12 @@ def _scatter(mat: Tensor, positions: Tensor, large: tuple[int, ...]) -> Tensor:
     """Add entries to places of the last axes, the transposed of ``_gather``.
 
     Args:
-        mat: ``[[V, *lead, *small]]``.
-        positions: ``[[*lead, *small]]``, indices into the flattened ``large``.
+        mat: ``[V, *lead, *small]``.
+        positions: ``[*lead, *small]``, indices into the flattened ``large``.
         large: Shape of the last axes of the result.
 
     Returns:
-        ``[[V, *lead, *large]]``.
+        ``[V, *lead, *large]``.
     """
     small, lead = positions.shape[-len(large) :], positions.shape[: -len(large)]
     index = positions.reshape(prod(lead), prod(small)).expand(len(mat), -1, -1)
@@ -83,7 +83,7 @@ class MaxPoolNDDerivatives(FlatDerivatives):
             subsampling: Samples to select; ``None`` for all.
 
         Returns:
-            ``[[N, *channels, *pooled]]``: positions of the maxima among the entries of the pooled axes of the input.
+            ``[N, *channels, *pooled]``: positions of the maxima among the entries of the pooled axes of the input.
         """
         return self._run(module, subsample(module.input0, subsampling=subsampling))[1]
 

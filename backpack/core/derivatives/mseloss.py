@@ -14,7 +14,7 @@ from backpack.utils.precision import wide
 
 @register(MSELoss)
 class MSELossDerivatives(ElementwiseLikelihoodDerivatives):
-    """Squared distance of every entry of the input ``[[N, *]]`` to its target: the Hessian is ``2 I`` over the divisor."""
+    """Squared distance of every entry of the input ``[N, *]`` to its target: the Hessian is ``2 I`` over the divisor."""
 
     def _curvature(self, subsampled_input: Tensor) -> Tensor:
         return torch.full_like(wide(subsampled_input), 2.0)

@@ -56,7 +56,7 @@ class NLLLossDerivatives(GenericLossDerivatives):
         """Create the distribution of the labels; draws have the shape of the targets, and ``use_autograd`` needs ``log_prob``.
 
         Args:
-            subsampled_input: Input of the loss ``[[N, *]]``, perhaps some of its samples only.
+            subsampled_input: Input of the loss ``[N, *]``, perhaps some of its samples only.
 
         Raises:
             UnsupportedError: If the subclass does not say.
@@ -68,7 +68,7 @@ class NLLLossDerivatives(GenericLossDerivatives):
         """Return the number by which ``reduction="mean"`` divides the sum of all terms.
 
         Args:
-            input: Input of the loss ``[[N, *]]``, all samples.
+            input: Input of the loss ``[N, *]``, all samples.
 
         Raises:
             UnsupportedError: If the subclass does not say.
@@ -82,7 +82,7 @@ class NLLLossDerivatives(GenericLossDerivatives):
             module: The loss with recorded inputs.
 
         Returns:
-            A number, or a tensor ``[[N, *]]`` that can be broadcast against the input.
+            A number, or a tensor ``[N, *]`` that can be broadcast against the input.
         """
         return 1 / (self._get_mean_normalization(module.input0) or 1) if module.reduction == "mean" else 1.0
 
@@ -111,11 +111,11 @@ class NLLLossDerivatives(GenericLossDerivatives):
         holds all positions of a sample, with labels drawn independently; the sign of a gradient has no meaning for what is built from it.
 
         Args:
-            subsampled_input: Input of the loss ``[[N, *]]``, perhaps some of its samples only.
+            subsampled_input: Input of the loss ``[N, *]``, perhaps some of its samples only.
             mc_samples: Number of draws ``M``.
 
         Returns:
-            Gradients ``[[M, N, *]]`` without weights and without the divisor of the reduction.
+            Gradients ``[M, N, *]`` without weights and without the divisor of the reduction.
         """
         compute = self._compute_sampled_grads_autograd if self.use_autograd else self._compute_sampled_grads_manual
         return compute(subsampled_input, mc_samples)
@@ -129,10 +129,10 @@ class NLLLossDerivatives(GenericLossDerivatives):
             return torch.stack([torch.autograd.grad(loss, point, retain_graph=True, create_graph=differentiable)[0] for loss in losses])
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
-        """Compute the gradients ``[[M, N, *]]`` for sampled labels in closed form.
+        """Compute the gradients ``[M, N, *]`` for sampled labels in closed form.
 
         Args:
-            subsampled_input: Input of the loss ``[[N, *]]``, perhaps some of its samples only.
+            subsampled_input: Input of the loss ``[N, *]``, perhaps some of its samples only.
             mc_samples: Number of draws ``M``.
 
         Raises:
@@ -154,10 +154,10 @@ class ElementwiseLikelihoodDerivatives(ElementwiseLossDerivatives, NLLLossDeriva
         """Return the second derivative of a term, without weights and without the divisor of the reduction.
 
         Args:
-            subsampled_input: Input of the loss ``[[N, *]]``, perhaps some of its samples only.
+            subsampled_input: Input of the loss ``[N, *]``, perhaps some of its samples only.
 
         Returns:
-            Non-negative second derivatives ``[[N, *]]``, in single precision or better.
+            Non-negative second derivatives ``[N, *]``, in single precision or better.
         """
 
     def hessian_is_psd(self) -> bool:

@@ -35,14 +35,14 @@ def apply_checked(product: Callable[[Tensor], Tensor], mat: Tensor, takes: Seque
     """Apply a product of matrices to a matrix or to one vector, with checks before and after.
 
     Args:
-        product: Maps ``[[V, *takes]]`` to ``[[V, *gives]]``.
-        mat: Matrix ``[[V, *takes]]`` or vector ``[[*takes]]``.
+        product: Maps ``[V, *takes]`` to ``[V, *gives]``.
+        mat: Matrix ``[V, *takes]`` or vector ``[*takes]``.
         takes: Shape of one column of the argument.
         gives: Shape of one column of the result.
         name: Name of the product, for messages.
 
     Returns:
-        Matrix ``[[V, *gives]]``, or vector ``[[*gives]]`` if ``mat`` was one. A mismatch raises ``ShapeError``.
+        Matrix ``[V, *gives]``, or vector ``[*gives]`` if ``mat`` was one. A mismatch raises ``ShapeError``.
 
     Raises:
         ArgumentTypeError: If the argument is no tensor.

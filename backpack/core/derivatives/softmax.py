@@ -57,12 +57,12 @@ class NormalizedExponentialDerivatives(BaseDerivatives):
         """Multiply by the transposed Jacobian.
 
         Args:
-            output: ``[[*output]]``.
-            mat: ``[[V, *output]]``.
+            output: ``[*output]``.
+            mat: ``[V, *output]``.
             axis: The axis of the probabilities.
 
         Returns:
-            ``[[V, *input0]]``.
+            ``[V, *input0]``.
         """
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
@@ -73,7 +73,7 @@ def _centered(probabilities: Tensor, mat: Tensor, axis: int) -> Tensor:
     """Multiply by ``diag(p) - p p^T``.
 
     Returns:
-        ``[[V, *output]]``.
+        ``[V, *output]``.
     """
     weighted = probabilities * mat
     return weighted - probabilities * weighted.sum(axis, keepdim=True)
