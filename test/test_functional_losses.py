@@ -159,6 +159,18 @@ def test_copies_of_many_samples(picked: list[int], dtype: torch.dtype) -> None:
     torch.testing.assert_close(value, (2 * counts[:, None]).expand(-1, C).to(value.dtype), rtol=1e-2, atol=0)
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, extend(nn.MSELoss())])
+def test_pairs_of_samples_in_first_order(loss: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A gradient needs no loss: rows of several samples, one below the other, are traced back to the output, whether the loss is extended or not."""
+    model, x, pairs = extend(nn.Linear(3, C)), randn(N, 3), torch.tensor([[0, 1], [1, 2], [2, 0]])
+    with backpack(extensions.BatchGrad()):
+        out = model(x)
+        rows = out[pairs].flatten(0, 1)
+        (gradient,) = torch.autograd.grad(loss(rows, torch.zeros_like(rows)), out, retain_graph=True)
+        loss(rows, torch.zeros_like(rows)).backward()
+    torch.testing.assert_close(model.weight.grad_batch, gradient[:, :, None] * x[:, None])
+
+
 def test_no_copies() -> None:
     model, x, y = extend(nn.Linear(3, C)), randn(N, 3), randint(C, (N,))
     for empty in (lambda out: out.repeat(0, 1), lambda out: out[:, None].expand(-1, 0, -1).flatten(0, 1), lambda out: out[:0].repeat(2, 1)):

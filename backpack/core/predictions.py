@@ -94,9 +94,10 @@ def _of_copies(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
         dim: Axis of classes; ``None`` if there is none.
 
     Returns:
-        The layout; ``None`` where something else lies in between, or entries come from elsewhere.
+        The layout; ``None`` where something else lies in between, or entries come from elsewhere, or for first-order quantities of an output.
     """
-    found = _owners_of(walk, edge)
+    known = not (walk.second_order or walk.returns_loss)  # samples begin at the output then, whatever becomes of it
+    found = None if known else _owners_of(walk, edge)
     if found is None:
         return None
     samples, digits = found
