@@ -143,6 +143,7 @@ ALONE: dict[str, Function] = {
     "messages to some nodes": lambda net, x: x[:, 0] + messages(net, net.other(messages(net, net.layer(net.grid))))[torch.arange(len(x)).flip(0)],
     "messages to nodes of all": lambda net, x: x + messages(net, net.other(messages(net, net.layer(net.grid))))[(x[..., 0] > 0).long()],
     "messages, sparse": lambda net, x: x + torch.sparse.mm(net.edges, net.other(net.edges @ net.layer(net.grid)).sin())[(x[..., 0] > 0).long()],
+    "messages, normalized": lambda net, x: x[:, 0] + F.layer_norm(messages(net, net.layer(net.grid)), (2,), eps=0.1)[torch.arange(len(x)).flip(0)],
     "batch norm of chosen words": lambda net, x: net.layer(x) + net.norm(net.table.weight[net.chosen]).square().mean(0),
     "batch norm of positions": lambda net, x: net.layer(x) + net.norm(net.table.weight[torch.arange(max(2, len(x)) + 2)[2:]]).square().mean(0),
     "softmax over features that come first": features_first,

@@ -81,7 +81,8 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
     if operation(node) in PIECEWISE_LINEAR:  # the places of maxima
         others = [tensor for tensor in others if tensor.is_floating_point()]
     if not others:
-        return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) for n, _ in node.next_functions)
+        norm = operation(node) == "NativeLayerNorm"  # has saved its weight, or has none
+        return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) or (norm and n is None) for n, _ in node.next_functions)
     return all(tensor is not None and (not tensor.dim() or is_constant(tensor)) for tensor in others)
 
 
