@@ -12,6 +12,7 @@ from test_extensions import close, sum_batch
 from torch import Tensor
 from torch.nn import Embedding, Linear, Module, MSELoss, Parameter
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, results
 from backpack.extensions import BatchGrad, DiagGGNExact
@@ -82,19 +83,23 @@ def test_positions_of_a_layer(make: Callable[..., Module]) -> None:
 class Kernels(Module):
     """A convolution whose kernels are made for each sample, in groups of channels that are none of the samples' own number."""
 
-    def __init__(self, groups: int) -> None:
+    def __init__(self, groups: int, again: bool) -> None:
         super().__init__()
-        self.kernels, self.groups = Linear(2, 6 * LENGTH // groups), groups
+        self.kernels, self.groups, self.again = Linear(2, 6 * LENGTH // groups), groups, again
 
     def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.convolve, x.detach().requires_grad_(), use_reentrant=False) if self.again else self.convolve(x)
+
+    def convolve(self, x: Tensor) -> Tensor:
         kernels = self.kernels(x.mean(1)).view(-1, LENGTH // self.groups, 1)
         return F.conv1d(x.reshape(1, -1, 2), kernels, groups=self.groups * len(x)).view(len(x), LENGTH, 2, 2).mean(2)
 
 
 @pytest.mark.parametrize("samples", [1, 2, LENGTH, 6])
 @pytest.mark.parametrize("groups", [1, LENGTH])
-def test_kernels_of_each_sample(groups: int, samples: int) -> None:
-    check(lambda: Kernels(groups), samples)
+@pytest.mark.parametrize("again", [False, True], ids=["once", "checkpointed"])
+def test_kernels_of_each_sample(again: bool, groups: int, samples: int) -> None:
+    check(lambda: Kernels(groups, again), samples)
 
 
 class Pairs(Module):
