@@ -263,6 +263,27 @@ def test_factors_of_layers_that_are_called_once_for_all_samples(samples: int) ->
     assert {row.verdict for row in one_number} == {AGREES}
 
 
+class Tokens(Module):
+    """A weight that multiplies its input entry by entry, and a bias: of the shape of products with it, or of none."""
+
+    def __init__(self, bias: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.bias, self.dtype = Parameter(randn(3, 3)), Parameter(randn(bias, 3)), dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.unsqueeze(-1) * self.weight + self.bias).to(self.dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bias", [1, 3])
+def test_modules_that_own_a_weight_and_compute_something_else(bias: int, dtype: torch.dtype) -> None:
+    """What they return is compared with products of their weight only where it could be one."""
+    report = verify(Sequential(Linear(3, 3), Tokens(bias, dtype)).double(), MSELoss(), randn(2, 3), randn(2, 3, 3).to(dtype), extensions.BatchGrad())
+    assert {row.verdict for row in report} == {AGREES}
+    squares = Sequential(Tokens(1, dtype), Flatten(0, 1)).double()  # [3, 3], as the product
+    assert {row.verdict for row in verify(squares, MSELoss(), randn(1, 3), randn(3, 3).to(dtype), extensions.BatchGrad())} == {AGREES}
+
+
 class Changing(Module):
     """A table and a convolution have other options in each call."""
 

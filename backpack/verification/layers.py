@@ -205,11 +205,12 @@ class Layers:
         x, weight = args[0], module.weight
         if weight.dim() != 2 or not isinstance(x, Tensor) or x.dtype != weight.dtype or not x.shape or x.shape[-1] != len(weight):
             return False
+        bias = module._parameters.get("bias")
+        if bias is not None and (bias.shape != weight.shape[1:] or bias.dtype != weight.dtype):
+            return False
         with torch.no_grad():
-            product = x @ weight
-            bias = module._parameters.get("bias")
-            product = product if bias is None else product + bias
-            return output.shape == product.shape and torch.allclose(output, product)
+            product = x @ weight if bias is None else x @ weight + bias
+            return (output.shape, output.dtype) == (product.shape, product.dtype) and torch.allclose(output, product)
 
     def of(self, weight: Tensor, output: Tensor) -> Layer | None:
         """Find the layer of a parameter.
