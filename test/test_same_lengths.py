@@ -332,3 +332,97 @@ def test_sums_over_samples_are_refused(summed: str, around: Callable) -> None:
         with pytest.raises(MixedSamplesError, match=rf"is summed over the {samples} samples"):
             run(made)
         assert results(made.model) == {}
+
+
+class Assembled(Module):
+    """Data times a matrix that is made of parameters and constants, which need not be buffers."""
+
+    def __init__(self, made: Callable[[Assembled, Tensor], Tensor], first: bool) -> None:
+        super().__init__()
+        self.entries, self.rows, self.layer = Parameter(torch.randn(6)), Parameter(torch.randn(4, 2)), Linear(4, 4)
+        self.made, self.first = made, first
+
+    def forward(self, x: Tensor) -> Tensor:
+        matrix = self.made(self, x)
+        return self.layer(torch.tanh(x @ matrix.T)) if self.first else F.linear(torch.tanh(self.layer(x)), matrix)
+
+
+def lower(model: Assembled, x: Tensor) -> Tensor:
+    matrix = x.new_zeros(4, 4)
+    matrix[torch.tril_indices(4, 4, -1).unbind()] = model.entries
+    return matrix
+
+
+def with_diagonal(model: Assembled, x: Tensor) -> Tensor:
+    matrix = lower(model, x)
+    matrix[range(4), range(4)] = 1.0
+    return matrix
+
+
+def reflection(model: Assembled, x: Tensor) -> Tensor:
+    vector, unit = model.entries[:4, None], torch.eye(4, dtype=x.dtype)
+    return unit - 2 * vector @ (vector.T @ unit) / vector.square().sum()
+
+
+def by_mask(model: Assembled, x: Tensor) -> Tensor:
+    matrix = x.new_ones(4, 4)
+    matrix[torch.ones(4, 4).triu(1).bool()] = model.entries
+    return matrix
+
+
+def lines(model: Assembled, x: Tensor) -> Tensor:
+    return x.new_zeros(4, 4).index_put((torch.tensor([2, 1]),), model.rows.reshape(2, 4))
+
+
+ASSEMBLED = {
+    "triangle": lower,
+    "triangle with ones": with_diagonal,
+    "mask": by_mask,
+    "lines": lines,
+    "rotation": lambda model, x: torch.matrix_exp(lower(model, x) - lower(model, x).T),
+    "scattered": lambda model, x: x.new_zeros(16).scatter(0, torch.tensor([1, 5, 6, 9, 12, 15]), model.entries).view(4, 4),
+    "reflection": reflection,
+    "columns": lambda model, x: torch.cat([model.rows, model.rows.square().sum(1, keepdim=True), x.new_ones(4, 1)], -1),
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("made", ASSEMBLED)
+def test_matrices_of_parameters_and_constants(made: str, first: bool) -> None:
+    """What is put into constants, or beside them, has rows of its own, however many samples there are."""
+    for samples in (1, 2, 3, 4, 6):
+
+        def make(samples: int = samples) -> Problem:
+            torch.manual_seed(0)
+            x = torch.randn(samples, 4, dtype=torch.float64)
+            model = Assembled(ASSEMBLED[made], first).double()
+            loss = MSELoss()(model(x), torch.zeros_like(x))
+            for parameter, gradient in zip(model.parameters(), torch.autograd.grad(loss, list(model.parameters()), allow_unused=True), strict=True):
+                parameter.requires_grad_(gradient is not None)
+            return Problem(model, x, [Term(MSELoss(), torch.randn_like(x))])
+
+        problem, oracle = make(), Oracle(make())
+        run(problem)
+        for name, parameter in ((name, parameter) for name, parameter in problem.model.named_parameters() if parameter.requires_grad):
+            close(parameter.grad_batch, oracle.grad_batch[name])
+            close(parameter.diag_ggn_exact, sum_batch(oracle.diag_ggn_batch(oracle.hessian_exact))[name])
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda model, x: torch.cat([model.entries[:2].expand(4, 2), 2 * x[:, :2]], 1),
+        lambda model, x: torch.cat([model.entries[:1].repeat(4, 2), 2 * x[:, :2]], 1),
+        lambda model, x: (2 * x).index_put((torch.arange(4), torch.tensor([0])), model.entries[0]),
+        lambda model, x: (2 * x).index_put((torch.arange(4),), model.entries[:4]),
+        lambda model, x: (2 * x).index_put((torch.arange(4), x.argmax(1)), model.entries[:4]),
+        lambda model, x: (2 * x).scatter(1, x.argmax(1, keepdim=True), model.rows[:, :1]),
+        lambda model, x: (2 * x) @ lower(model, x),
+        lambda model, x: torch.cat([2 * x, model.layer(x)[:, :0]], 1),
+    ],
+)
+def test_copies_of_samples_with_parameters_in_them_are_refused(made: Callable[[Assembled, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    with pytest.raises(MixedSamplesError, match="influence"):
+        run(Problem(Assembled(made, True).double(), x, [Term(MSELoss(), torch.randn_like(x))]))

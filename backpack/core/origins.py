@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from backpack.core.batches import place_of
 from backpack.core.crossings import ELEMENTWISE, STATIC
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.linear import PIECEWISE_LINEAR, PRODUCTS
+from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.differentiation import search
 
@@ -222,16 +224,18 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
         samples: Number of samples.
 
     Returns:
-        Whether some input depends on no tracked parameter, and what the node makes has as many rows as there are samples, and another shape than
-        its other inputs; or several rows for each sample, if that input is not known to be constant, or positions; or rows are looked up for as many
-        numbers, which are no positions.
+        Whether some input depends on no tracked parameter, and what the node makes has as many rows as there are samples, and others than its other
+        inputs have; or several rows for each sample, if that input is not known to be constant, or positions; or rows are looked up for as many
+        numbers, which are no positions. The identity brings nothing into a product.
     """
     if operation(node) in LOOKUPS:
         return _looks_up_data(walk, node, samples)
     tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
     rows, shape = rows_made(node), shape_of((node, 0))
     product = operation(node) in MATRIX_PRODUCTS
-    if len(tracked) == len(node.next_functions) or not (product or all(shape_of(edge) != shape for edge in tracked)):
+    if len(tracked) == len(node.next_functions) or not (product or not any(_has_rows_of(walk, node, edge, samples) for edge in tracked)):
+        return False
+    if product and any(_is_identity(t) for t in saved_tensors(node, results=False)):
         return False
     if samples in rows:
         return True
@@ -241,6 +245,34 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
         return False
     given = list(saved_tensors(node, results=False))
     return not given or any(not (is_made(walk, t) or is_constant(walk, t) or are_positions(t, samples)) for t in given)
+
+
+def _has_rows_of(walk: Walk, node: Node, edge: Edge, samples: int) -> bool:
+    # whether what a node makes has the rows of an input: its shape, but for columns that are joined; or a place for each of its entries
+    given, made = shape_of(edge), shape_of((node, 0))
+    if operation(node) == "Cat":
+        axis = saved(node, "dim") % len(made)
+        return axis > 0 and given[:axis] == made[:axis] and operation(edge[0]) not in ("Expand", "Repeat")
+    if operation(node) in ("IndexPut", "Scatter") and edge != node.next_functions[0]:
+        return _writes_all_once(node, given) and not _looks_up_data(walk, node, samples)
+    return given == made
+
+
+def _writes_all_once(node: Node, given: torch.Size) -> bool:
+    # whether each entry is written to a place of its own, and none is broadcast
+    if operation(node) == "Scatter":
+        return True
+    made, indices = shape_of((node, 0)), saved(node, "indices")
+    chosen = [index for index in indices if index is not None]
+    if all(index.dtype in _INTEGERS for index in chosen):
+        places = torch.broadcast_shapes(*(index.shape for index in chosen)).numel()
+        return given.numel() == places * torch.Size(n for n, index in zip_longest(made, indices) if index is None).numel()
+    return len(indices) == 1 and given.numel() == int(chosen[0].sum()) * made[chosen[0].dim() :].numel()
+
+
+def _is_identity(tensor: Tensor) -> bool:
+    square = tensor.layout == torch.strided and tensor.dim() == _MATRIX and len(tensor) == tensor.shape[1] > 1
+    return square and not tensor.requires_grad and torch.equal(tensor, torch.eye(len(tensor), dtype=tensor.dtype, device=tensor.device))
 
 
 def selects_rows(walk: Walk, node: Node) -> bool:
