@@ -192,6 +192,33 @@ def test_derivatives_of_a_module_extension() -> None:
             close(p.grad_batch[n], grad)
 
 
+class Numbered(Linear):
+    """Has names that begin like those of recorded tensors."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, bias=False)
+        self.output1, self.input = 2.0, 1.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output1 * self.input * super().forward(x)
+
+
+class NumberedDerivatives(LinearDerivatives):
+    def _weight_jac_t_mat_prod(
+        self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
+    ) -> Tensor:
+        return module.output1 * module.input * super()._weight_jac_t_mat_prod(module, g_inp, g_out, mat, sum_batch, subsampling)
+
+
+def test_names_like_those_of_recorded_tensors() -> None:
+    extension = extensions.BatchGrad()
+    extension.set_module_extension(Numbered, BatchGradBase(NumberedDerivatives(), ["weight"]))
+    model, X = extend(Numbered(3, 2)), torch.rand(4, 3)
+    with backpack(extension):
+        model(X).sum().backward()
+    close(model.weight.grad_batch, 3 * X.unsqueeze(1).expand(4, 2, 3))
+
+
 @pytest.mark.parametrize("by_module_extension", [False, True])
 @pytest.mark.parametrize("samples", [1, 3])
 def test_products(samples: int, by_module_extension: bool) -> None:

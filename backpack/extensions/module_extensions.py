@@ -17,6 +17,7 @@ from torch.nn import Module
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.own_names import hidden, reading_own
+from backpack.core.derivatives.records import number_of
 from backpack.core.flow import Use
 from backpack.core.recording import last_call, reading
 from backpack.core.samples import first_axis
@@ -53,10 +54,9 @@ class _Execution:
         return _Execution(self._call.without_graph(), self.derivatives)
 
     def __getattr__(self, name: str) -> Any:
-        kind = name.rstrip("0123456789")
-        if kind not in {"input", "output"}:
+        if (number := number_of(name)) is None:
             return getattr(self._call, name)
-        slots = self._call.outputs if name == "output" else self._call.inputs[int(name[5:]) :]
+        kind, slots = ("output", self._call.outputs) if number < 0 else ("input", self._call.inputs[number:])
         slot = slots[0] if slots and isinstance(slots[0], Slot) else None
         needed = slot is None or kind in self.derivatives.needs(self._call)
         try:

@@ -19,6 +19,7 @@ from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.linearity import is_linear_in
 from backpack.core.derivatives.loss_generic import sample_hessians
 from backpack.core.derivatives.own_names import hidden, reading_own
+from backpack.core.derivatives.records import number_of
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.columns import unit_columns
 from backpack.utils.errors import ArgumentError, BackpackError, LossValueError, UnsupportedError, require_module
@@ -109,7 +110,7 @@ class _Execution:
         self.output = output if "output" in keeps else output.to("meta")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("input") and name[5:].isdigit():
+        if number_of(name) is not None:
             raise AttributeError(name)
         return self.own(name)
 
