@@ -35,7 +35,7 @@ from backpack.core.refusals import (
     single,
     unrecorded,
 )
-from backpack.core.samples import Layout, Repeated, arrangement, first_axis, seen_through_reshape, settle
+from backpack.core.samples import Layout, Repeated, arrangement, plain_layout, seen_through_reshape, settle
 from backpack.core.slots import Slot
 from backpack.core.starts import refuse_curved
 from backpack.core.tracking import Tracking
@@ -242,7 +242,7 @@ class Plan(Tracking):
         if unit is None:
             return False
         self.shared[node], samples = unit, self._samples_at[node]
-        unit.arrangement, unit.layout = Repeated(samples), first_axis(samples)
+        unit.arrangement, unit.layout = Repeated(samples), plain_layout(samples)
         if unit.below is not None:
             self._arrive(unit.below, SPLIT, node, samples)
         self._count_uses(node, unit)

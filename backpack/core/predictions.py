@@ -13,7 +13,7 @@ from backpack.core.graph import call_node, operation, outputs_of, shape_of, tens
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import stands_beside
 from backpack.core.refusals import bare
-from backpack.core.samples import Layout, along, first_axis, layout_of, sum_to
+from backpack.core.samples import Layout, along, layout_of, plain_layout, sum_to
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 
@@ -45,11 +45,11 @@ def find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     """
     found, shape = _samples_at(walk, edge), shape_of(edge)
     if found is not None and found[0] >= 0:
-        return first_axis(*found)
+        return plain_layout(*found)
     if walk.single:
         return _of_one(shape, dim)
     if found is not None:
-        return first_axis(shape[0])
+        return plain_layout(shape[0])
     positions, device = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape)), tensor_at(edge).device
     count = positions.numel()
     powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
@@ -65,9 +65,9 @@ def find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
         return None
     samples, axis, sent = parts[0]
     if samples < 0:
-        return first_axis(shape[0])
+        return plain_layout(shape[0])
     if sent is None:
-        return first_axis(samples, axis)
+        return plain_layout(samples, axis)
     if samples <= 1 or not count:
         return _of_one(shape, dim, samples)
     found_at: list[tuple[Tensor, Tensor]] = []

@@ -15,7 +15,7 @@ from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import compiled, operation, saved, shape_of
 from backpack.core.linear import RESHAPES
 from backpack.core.owners import owners
-from backpack.core.samples import Layout, first_axis, settle
+from backpack.core.samples import Layout, plain_layout, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
@@ -325,7 +325,7 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
     Raises:
         UnsupportedError: If the rows do not stay on axis 0.
     """
-    if any(state is not SPLIT and settle(state) != first_axis(state.samples) for state in states):
+    if any(state is not SPLIT and settle(state) != plain_layout(state.samples) for state in states):
         raise UnsupportedError(
             f"The loss takes the rows of its prediction for samples, but these are not the rows of what a module inside returns, at "
             f"{walk.where(node)}. {_RETURN}"

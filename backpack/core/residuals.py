@@ -18,7 +18,7 @@ from torch.func import vjp, vmap
 from backpack.core.crossings import SPLIT, Gap
 from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, coupling, is_known, is_plain_attention, product
-from backpack.core.samples import Layout, along, first_axis, label_tensor, settle
+from backpack.core.samples import Layout, along, label_tensor, plain_layout, settle
 from backpack.utils.eigen import eigh
 from backpack.utils.precision import wide
 
@@ -169,7 +169,7 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     """
     function, values, numbers, axes, parts = coupling(gap.node, [i for i, n in enumerate(gap.nexts) if n is not None])
     split = gap.states[0] is SPLIT
-    layout = first_axis(len(grad)) if split else _layouts(gap)[numbers[0]] if axes else gap.states[0]
+    layout = plain_layout(len(grad)) if split else _layouts(gap)[numbers[0]] if axes else gap.states[0]
     values = [value.expand(len(grad), *value.shape) if split else value for value in values]
     ndim, count = values[0].dim(), len(values)
     coupled = [axis % ndim for axis in axes]

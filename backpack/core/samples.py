@@ -45,12 +45,12 @@ def _identity(samples: int) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def first_axis(samples: int, axis: int = 0) -> Layout:
-    """Return the layout of a tensor that has the samples on its first axis.
+def plain_layout(samples: int, axis: int = 0) -> Layout:
+    """Return the layout of a tensor in which sample ``i`` lies at index ``i`` of an axis.
 
     Args:
         samples: Number of samples.
-        axis: Another axis.
+        axis: The axis.
 
     Returns:
         The layout.
@@ -308,11 +308,11 @@ def arrangement(layout: Layout) -> tuple[Arrangement | None, Layout]:
     layout = settle(layout)
     axis, labels, samples = layout
     if layout.plain:
-        return (Arrangement(axis, (samples,), 0), first_axis(samples)) if axis else (None, layout)
+        return (Arrangement(axis, (samples,), 0), plain_layout(samples)) if axis else (None, layout)
     rows = len(labels) // samples if samples else 0
     for place, pattern in enumerate(_patterns(len(labels), samples)):
         if labels == pattern:
-            return Arrangement(axis, (samples, rows) if place == 0 else (rows, samples), place), first_axis(samples)
+            return Arrangement(axis, (samples, rows) if place == 0 else (rows, samples), place), plain_layout(samples)
     return (Arrangement(axis, (len(labels),), 0) if axis else None), Layout(0, labels, samples)
 
 

@@ -22,7 +22,7 @@ from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, has_samples, refus
 from backpack.core.mixing import is_shared, stands_beside
 from backpack.core.predictions import find_samples
 from backpack.core.refusals import bare
-from backpack.core.samples import Layout, first_axis
+from backpack.core.samples import Layout, plain_layout
 from backpack.core.slots import Edge, Slot
 from backpack.core.walk import Walk
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
@@ -120,7 +120,7 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
         raise bare(walk, below[0])
     if layout is not None and second_order and layout.axis:
         refuse_axis(call.path, below, layout)
-    return Start(call, mark.nr, below, layout or first_axis(call.inputs[0].shape[0]), piece.inside, layout is not None)
+    return Start(call, mark.nr, below, layout or plain_layout(call.inputs[0].shape[0]), piece.inside, layout is not None)
 
 
 def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
@@ -165,7 +165,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
                 f"{title(node)} takes a prediction of shape {list(shape)}, and which of its entries belong to which sample cannot be read off the "
                 "graph. Make it from the output of a module, with samples on axis 0, by reshaping and selecting alone."
             )
-        layout = first_axis(shape[0])
+        layout = plain_layout(shape[0])
     axes = (layout.axis, dim, *(axis for axis in range(len(shape)) if axis not in (layout.axis, dim))) if classes else None
     call = LossNode(node, below, axes)
     has_samples(call, True)
@@ -192,7 +192,7 @@ def start_at_output(walk: Walk, node: Node, mark: Mark, known: bool) -> Layout |
     expected = {rows_of(call, walk.marks[node])} if call.root else walk.batches or {size}
     if size is None or size not in expected:
         return None
-    return None if stands_beside(walk, node, call, size) else first_axis(size, axis)
+    return None if stands_beside(walk, node, call, size) else plain_layout(size, axis)
 
 
 def refuse_curved(node: Node, curved: Node) -> None:

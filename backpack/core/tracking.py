@@ -20,7 +20,7 @@ from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, refuse_without_los
 from backpack.core.mixing import is_same_for_all
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
-from backpack.core.samples import Layout, first_axis, settle, unite
+from backpack.core.samples import Layout, plain_layout, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output
 from backpack.core.walk import Walk
@@ -107,7 +107,7 @@ class Tracking:
         shape = shape_of(below) if self.walk.reach.get(below[0]) else ()
         if len(shape) != _TIME_FIRST:
             return False
-        self._arrive(below, first_axis(shape[1], 1), None, shape[1])
+        self._arrive(below, plain_layout(shape[1], 1), None, shape[1])
         return True
 
     def _start_at_output(self, node: Node, mark: Mark) -> None:

@@ -15,7 +15,7 @@ from backpack.core.graph import shape_of
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import reading
-from backpack.core.samples import Layout, first_axis, seen_through_reshape, settle
+from backpack.core.samples import Layout, plain_layout, seen_through_reshape, settle
 from backpack.core.slots import Slot
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
@@ -204,7 +204,7 @@ def _other_rows(
     layout, shape = plan.states.get(node, {}).get(mark.nr), mark.call.outputs[0].shape
     if isinstance(layout, Layout) and mark.base:
         layout = seen_through_reshape(layout, shape_of((node, mark.nr)), shape)
-    if isinstance(layout, Layout) and settle(layout) == first_axis(layout.samples):
+    if isinstance(layout, Layout) and settle(layout) == plain_layout(layout.samples):
         return None
     about = {} if parameter is None else owners.about([parameter])
     return UnsupportedError(

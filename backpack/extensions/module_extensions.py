@@ -20,7 +20,7 @@ from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.derivatives.records import number_of
 from backpack.core.flow import Use
 from backpack.core.recording import last_call, reading
-from backpack.core.samples import first_axis
+from backpack.core.samples import plain_layout
 from backpack.core.slots import Slot
 from backpack.extensions.chains import AverageFlow, MatProdFlow
 from backpack.extensions.curvature import Curvature
@@ -296,10 +296,10 @@ class DiagHBaseModule(MatToJacMat):
     def backpropagate(self, extension: Any, module: Module, g_inp: Grads, g_out: Grads, bpQuantities: Any) -> Any:  # noqa: N803
         flow, (at, _), chosen = SignedSqrtFlow(), _execution(module, self.derivatives), extension.get_subsampling()
         if self.derivatives.is_loss:
-            carried, born = {"matrices": [], "signs": []}, flow.start(at, g_out[0], first_axis(len(at.input0)))
+            carried, born = {"matrices": [], "signs": []}, flow.start(at, g_out[0], plain_layout(len(at.input0)))
         else:
             carried = bpQuantities | {"matrices": super().backpropagate(extension, module, g_inp, g_out, bpQuantities["matrices"])}
-            residual = flow.residual_at(at, g_out[0], first_axis(len(g_out[0])))
+            residual = flow.residual_at(at, g_out[0], plain_layout(len(g_out[0])))
             born = {} if residual is None else dict([residual])
         new = signed_matrices(born)
         new["matrices"] = [subsample(mat, 1, chosen) for mat in new["matrices"]]
@@ -327,7 +327,7 @@ class HBPBaseModule(MatToJacMat):
             raise UnsupportedError(f"{type(self).__name__} makes Kronecker factors for HBP and its subclasses, not for {type(ext).__name__}.")
         average, samples = BackpropStrategy.is_batch_average(ext.get_backprop_strategy()), len(g_out[0])
         value, parameter = carried if average else {Source(0): carried}, getattr(module, name)
-        use = Use(_execution(module, self.derivatives)[0], {name: parameter}, value, g_out[0], first_axis(samples))
+        use = Use(_execution(module, self.derivatives)[0], {name: parameter}, value, g_out[0], plain_layout(samples))
         return HBP.finish(ext, ext.rule_at(samples).at_call(use, name), parameter).value
 
 
@@ -354,7 +354,7 @@ class GGNMPBase(MatToJacMat):
         parameter, (at, _) = getattr(module, name), _execution(module, self.derivatives)
         if Curvature.require_residual(self._curvature(ext)):
             require_linear(at, name, ext.savefield, parameter)
-        use = Use(at, {name: parameter}, carried, g_out[0], first_axis(len(g_out[0])))
+        use = Use(at, {name: parameter}, carried, g_out[0], plain_layout(len(g_out[0])))
         return CurvatureMatrixProduct.finish(ext, (use, name), parameter)
 
 
@@ -374,5 +374,5 @@ class PCHMPBase(GGNMPBase):
 def _carry(flow: AverageFlow | MatProdFlow, at: Any, g_out: Grads, carried: Any) -> Any:
     grad = g_out[0]
     if at.derivatives.is_loss:
-        return flow.start(at, grad, first_axis(len(at.input0)))
-    return flow.through(at, carried, grad, first_axis(len(grad)))
+        return flow.start(at, grad, plain_layout(len(at.input0)))
+    return flow.through(at, carried, grad, plain_layout(len(grad)))
