@@ -42,8 +42,8 @@ def adopt(walk: Walk) -> bool:
         if call.recorder.is_torn():
             raise NotRecordedError(
                 f"{call.path} came with a copy of a module, or of a part of one, whose class makes copies in its own way, as torch.fx.GraphModule "
-                "does, and may leave out what extend() has installed: where the samples lie in a module around this one would not be known. Write "
-                "`extend(model)` again for the module that you call, before the forward pass."
+                "does. What extend() has installed may be missing there, and where the samples lie in a module around this one would not be known. "
+                "Write `extend(model)` again for the module that you call, before the forward pass."
             )
     called = [(call.recorder.path, call.module) for call in calls]
     for prefix, root in (*called, *(("", root) for root in (owners.roots() if foreign else ()))):  # the layers of a root may be called one by one

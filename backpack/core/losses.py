@@ -114,8 +114,8 @@ def refuse_as_loss(marks: Iterable[Mark]) -> None:
             if swapped := _swapped(mark.call):
                 raise LossValueError(f"{swapped}.")
             raise LossValueError(
-                f"{mark.call.path} has parameters of its own, depends on more than its arguments, or has computed something else than its class "
-                "does, as with a hook or a patched function: its curvature with respect to the prediction is not known, or not all of it. Move "
+                f"The curvature of {mark.call.path} with respect to the prediction is not known, or not all of it: it has parameters of its own, "
+                "depends on more than its arguments, or has computed something else than its class does, as with a hook or a patched function. Move "
                 "layers into the model, and give the loss their output; write what a hook computes as a loss of your own."
             )
 

@@ -137,13 +137,13 @@ def _misplaced(walk: Walk, node: Node, calls: list[ModuleCall], tensor: Tensor, 
     where = (f"be all of sample {owner}" if owner >= 0 else "be of no sample") if layout.of_one else f"lie on axis {layout.axis}"
     why = (
         f"may have samples elsewhere: where it comes from is not recorded. If the axis of length {layout.samples} there is another one, use a "
-        "mini-batch of another size. Else"
+        "mini-batch of another size."
         if unknown
-        else "has its samples elsewhere, as the input of the model tells:"
+        else "has its samples elsewhere, as the input of the model tells."
     )
     return UnsupportedError(
         f"The {layout.samples} samples are taken from axis 0 of what the model returns. Followed from there, what {what} is given, of shape "
-        f"{shape}, would {where}, but it {why} let the model return its samples on axis 0 ([N, E, C], not the [E, N, C] of experts), or leave these "
+        f"{shape}, would {where}, but it {why} Let the model return its samples on axis 0 ([N, E, C], not the [E, N, C] of experts), or leave these "
         "parameters out of all extensions: {exclude}.",
         walk.named(walk.reach[node]),
     )

@@ -158,9 +158,9 @@ def _is_hidden(gap: Gap, part: Born) -> bool:
 
 def _hidden(walk: Walk, concerned: int, gap: Gap) -> UnsupportedError:
     return UnsupportedError(
-        f"The derivative of {walk.where(gap.node)} is exactly zero here, so that samples cannot be followed through it, but its second derivative is "
-        "not, or may not be: the diagonal of the Hessian of {names} is not known at this very point, as where parameters are initialized with "
-        "zeros. Start anywhere else, use the generalized Gauss-Newton, or leave these parameters out: {exclude}.",
+        f"The derivative of {walk.where(gap.node)} is exactly zero here, as where parameters are initialized with zeros, so that samples cannot be "
+        "followed through it. Its second derivative is not zero, or may not be: the diagonal of the Hessian of {names} is not known at this very "
+        "point. Start anywhere else, use the generalized Gauss-Newton, or leave these parameters out: {exclude}.",
         walk.named(curved_in(walk, concerned, gap)),
     )
 
