@@ -602,6 +602,29 @@ def test_recurrent_layer_in_front(batch_first: bool) -> None:
         close(parameter.grad_batch, gradients)
 
 
+@pytest.mark.parametrize("samples", [1, 2])
+def test_attention_in_front(samples: int) -> None:
+    """A mini-batch of one sample leaves no doubt, whatever has a single row."""
+
+    class Attentive(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.scores = nn.MultiheadAttention(4, 2), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            h = x.transpose(0, 1)
+            return F.cross_entropy(self.scores(self.attention(h, h, h)[0].mean(0)), y)
+
+    torch.manual_seed(0)
+    model, x, y = Attentive().double(), torch.randn(samples, 3, 4, dtype=torch.float64), torch.randint(3, (samples,))
+    expected = sample_gradients(model, [model(x[n : n + 1], y[n : n + 1]) for n in range(samples)])
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x, y).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)
+
+
 class Shift(nn.Module):
     """A parameter is added behind the layer, and the samples are counted by nobody."""
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import known_axis, lacks_batch
+from backpack.core.batches import batch_of, known_axis, lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import SPLIT, Gap, State, Way
 from backpack.core.derivatives.affine import is_bilinear
@@ -169,7 +169,7 @@ class Plan(Tracking):
         """
         for mark in reversed(marks):
             call, state = mark.call, states.get(mark.nr)
-            if node in self._guessed and isinstance(state, Layout) and state.axis == known_axis(call):
+            if node in self._guessed and isinstance(state, Layout) and state.axis == known_axis(call) and (state.samples > 1 or batch_of(call) != 1):
                 self._compare_with_data(node, call, state, 2)
             elif node in self._guessed and not call.module._modules and call.found.rule is None and known_axis(call) is None:
                 self._doubt_lengths(node, call.outputs[mark.index].shape)
