@@ -361,7 +361,7 @@ def with_diagonal(model: Assembled, x: Tensor) -> Tensor:
 
 def reflection(model: Assembled, x: Tensor) -> Tensor:
     vector, unit = model.entries[:4, None], torch.eye(4, dtype=x.dtype)
-    return unit - 2 * vector @ (vector.T @ unit) / vector.square().sum()
+    return unit - (2 * unit) @ vector @ (vector.T @ unit) / vector.square().sum()
 
 
 def by_mask(model: Assembled, x: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
     Returns:
         Whether some input depends on no tracked parameter, and what the node makes has as many rows as there are samples, and others than its other
         inputs have; or several rows for each sample, if that input is not known to be constant, or positions; or rows are looked up for as many
-        numbers, which are no positions. The identity brings nothing into a product.
+        numbers, which are no positions. Multiples of the identity bring nothing into a product.
     """
     if operation(node) in LOOKUPS:
         return _looks_up_data(walk, node, samples)
@@ -235,7 +235,7 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
     product = operation(node) in MATRIX_PRODUCTS
     if len(tracked) == len(node.next_functions) or not (product or not any(_has_rows_of(walk, node, edge, samples) for edge in tracked)):
         return False
-    if product and any(_is_identity(t) for t in saved_tensors(node, results=False)):
+    if product and any(_is_scaling(t) for t in saved_tensors(node, results=False)):
         return False
     if samples in rows:
         return True
@@ -270,9 +270,10 @@ def _writes_all_once(node: Node, given: torch.Size) -> bool:
     return len(indices) == 1 and given.numel() == int(chosen[0].sum()) * made[chosen[0].dim() :].numel()
 
 
-def _is_identity(tensor: Tensor) -> bool:
+def _is_scaling(tensor: Tensor) -> bool:
+    # whether a constant is a multiple of the identity
     square = tensor.layout == torch.strided and tensor.dim() == _MATRIX and len(tensor) == tensor.shape[1] > 1
-    return square and not tensor.requires_grad and torch.equal(tensor, torch.eye(len(tensor), dtype=tensor.dtype, device=tensor.device))
+    return square and not tensor.requires_grad and torch.equal(tensor, tensor[0, 0].expand(len(tensor)).diag())
 
 
 def selects_rows(walk: Walk, node: Node) -> bool:
