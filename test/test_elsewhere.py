@@ -332,6 +332,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chosen": lambda out, y: F.cross_entropy(out, y, reduction="none")[y > 0].mean(),
     "gathered": lambda out, y: -out.log_softmax(1).gather(1, y[:, None]).mean(),
     "indexed": lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].mean(),
+    "margins": lambda out, y: (out[torch.arange(len(y)), y] - out[torch.arange(len(y)), y - 1]).exp().mean(),
     "norms": lambda out, y: (out - F.one_hot(y, out.shape[1])).norm(dim=1).mean(),
     "module": extend(nn.CrossEntropyLoss()),
     "function": F.cross_entropy,
@@ -356,11 +357,22 @@ def assigned(outs: list[Tensor]) -> Tensor:
     return joined
 
 
+UNSORTED = torch.tensor([3, 0, 5, 1, 4, 2])
 JOINS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "copies": lambda outs: torch.cat([out.clone() * 1 for out in outs]),
     "stacked": lambda outs: torch.stack(outs).flatten(0, 1),
     "assigned": assigned,
     "index_copy": lambda outs: torch.zeros(6, 3).index_copy(0, torch.arange(3), outs[0]).index_copy(0, torch.arange(3, 6), outs[1]),
+    "sorted back": lambda outs: torch.cat(outs)[UNSORTED],
+    "sorted back, selected": lambda outs: torch.cat(outs).index_select(0, UNSORTED),
+    "sorted back, gathered": lambda outs: torch.cat(outs).take_along_dim(UNSORTED[:, None], 0),
+    "turned": lambda outs: torch.cat(outs).flip(0),
+    "shifted": lambda outs: torch.cat(outs).roll(1, 0),
+    "without what was added to the last": lambda outs: torch.cat(outs)[:5],
+    "without what was added to the last, before": lambda outs: torch.cat([outs[0], outs[1][:2]]),
+    "and turned": lambda outs: torch.cat([z := torch.cat(outs), z.flip(0)]),
+    "stacked, the last in front": lambda outs: torch.stack(outs).flip(0).flatten(0, 1),
+    "parts of each": lambda outs: torch.cat([*outs[0].split(2), *outs[1].split(2)]),
 }
 
 
@@ -368,7 +380,7 @@ JOINS: dict[str, Callable[[list[Tensor]], Tensor]] = {
 def test_ways_to_put_outputs_below_one_another(join: str) -> None:
     model, x, y = extend(Linear(4, 3)), torch.randn(6, 4), torch.arange(6) % 3
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="was called 2 times"):
-        F.cross_entropy(JOINS[join](list(halves(model, x))), y).backward()
+        F.cross_entropy(out := JOINS[join](list(halves(model, x))), y.repeat(2)[: len(out)]).backward()
 
 
 def test_the_error_says_what_to_do_about_several_calls() -> None:
@@ -432,6 +444,14 @@ TOGETHER: dict[str, tuple[Callable[[], Module], Callable[[Module, Tensor], Tenso
     "a difference, repeated": (lambda: Linear(2, 3), lambda model, x: (model(x[:, 0]) - model(x[:, 1])).repeat_interleave(2, 0)),
     "the larger one": (lambda: Linear(2, 3), lambda model, x: torch.cat([model(x[:, 0]), model(x[:, 1])]).view(2, len(x), 3).amax(0)),
     "contrasts": (lambda: Linear(2, 3), lambda model, x: (z := torch.cat([model(x[:, 0]), model(x[:, 1])])) @ z.T),
+    "contrasts, row by row": (lambda: Linear(2, 3), lambda model, x: (z := torch.cat([model(x[:, 0]), model(x[:, 1])])) * z.roll(len(x), 0)),
+    "contrasts side by side": (lambda: Linear(2, 3), lambda model, x: torch.cat([z := torch.cat([model(x[:, 0]), model(x[:, 1])]), z.flip(0)], 1)),
+    "pairs": (
+        lambda: Linear(2, 3),
+        lambda model, x: torch.cat([model(x[:, 0]), model(x[:, 1])])[torch.arange(2 * len(x))[:, None] - torch.arange(2)].prod(1),
+    ),
+    "neighbours": (lambda: Linear(2, 3), lambda model, x: (z := torch.cat([model(x[:, 0]), model(x[:, 1])]))[1:] - z[:-1]),
+    "negatives": (lambda: Linear(2, 3), lambda model, x: model(x[:, 0]) * (z := model(x[:, 1])) - model(x[:, 0]) * z[torch.arange(len(x)) - 1]),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch.autograd.graph import Node
 
 from backpack.core.calls import ModuleCall
@@ -22,12 +23,15 @@ _TAKES = frozenset("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind
 _TAKES |= frozenset("Softmax LogSoftmax Logsumexp Norm LinalgVectorNorm Prod Var Std Cumsum Cumprod Max Min Amax Amin Sort Topk Median".split())
 _TAKES |= {"Kthvalue", "Cummax", "Cummin", "Mode"}
 """Operations along an axis, which compare rows, or tell them apart, if it is that of rows."""
+_CHOOSES = frozenset("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Slice IndexSelect Gather Flip Roll".split())
+"""Those of them that may leave rows of several calls below one another, in another order."""
 
 
 class _Rows(NamedTuple):
     calls: frozenset[ModuleCall]
     stacked: bool
     joined: bool
+    order: Node | None = None  # what has chosen some of them, or put them in another order
 
 
 def refuse_joined(walk: Walk) -> None:
@@ -84,7 +88,10 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
     name, shape = operation(node) or node.name(), shape_of((node, 0))
     calls, joined = frozenset().union(*(rows.calls for rows in upstream)), [rows for rows in upstream if rows.joined]
     below = len(calls) > 1 and shape[:1] == (sum(call.outputs[0].shape[:1].numel() for call in calls),)
-    if name in ("Cat", "Stack"):
+    joins = name in ("Cat", "Stack")
+    if len({rows.order for rows in joined}) > 1 and shape.numel() > 1 and not (joins and saved(node, "dim") in (0, -len(shape))):
+        return None  # each row meets another one
+    if joins:
         if saved(node, "dim") not in (0, -len(shape)):
             return joined[0] if joined else upstream[0] if len(calls) == 1 else None
         return _Rows(calls, name == "Stack" or any(rows.stacked for rows in upstream), bool(joined) or (name == "Cat" and len(calls) > 1))
@@ -93,7 +100,7 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
     if name in RESHAPES and upstream[0].stacked:
         return _Rows(calls, not below, bool(joined) or below)
     if len(upstream) == 1 or len(calls) == 1:
-        return upstream[0]
+        return upstream[0]._replace(order=node) if _chooses(node) else upstream[0]
     return _Rows(frozenset().union(*(rows.calls for rows in joined)), False, True) if joined else None
 
 
@@ -103,6 +110,21 @@ def _turns(node: Node) -> bool:
     if name == "Permute":
         return saved(node, "dims")[:1] not in ((0,), (-axes,))
     return name == "T" or (name == "Transpose" and bool({saved(node, "dim0"), saved(node, "dim1")} & {0, -axes}))
+
+
+def _chooses(node: Node) -> bool:
+    # whether an operation takes some rows, or all of them in another order, each as a whole
+    name, axes = operation(node), len(shape_of((node, 0)))
+    if name == "Index":
+        rows, *others = saved(node, "indices")
+        return rows is not None and rows.dtype.itemsize > 1 and rows.dim() == 1 and not others
+    dims = saved(node, "dims" if name in ("Flip", "Roll") else "dim") if name in _CHOOSES else ()
+    return any(dim % max(1, axes) == 0 for dim in ((dims,) if isinstance(dims, int) else dims))
+
+
+def _leaves_several(rows: _Rows | None, shape: torch.Size) -> bool:
+    # whether rows of different calls are below one another still, or may be put there
+    return rows is not None and (not rows.joined or shape[0] > max(call.outputs[0].shape[:1].numel() for call in rows.calls))
 
 
 def moves_rows(walk: Walk, start: Node) -> bool:
@@ -149,6 +171,8 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
         return not given or not shape or shape[0] >= given[0]
     if _turns(node):
         return False
+    if _chooses(node):
+        return _leaves_several(found[edges[0][1][0]], shape)
     if name == "Index":
         rows = saved(node, "indices")[0]
         return rows is None or rows.dtype.itemsize == 1 or len(saved(node, "indices")) > 1
