@@ -330,9 +330,9 @@ class Earlier:
             what, note = _What(parameter, field), owners.notes(parameter)[field]
             parts = MicroBatches(before, part_of(vars(parameter)[field], note, what))
             if not combination.fits(*parts):
-                raise UnsupportedError(
-                    f"{what}: passes that accumulate have results of shapes {' and '.join(str(_shapes(part.value)) for part in parts)}."
-                )
+                one, other = (str(_shapes(part.value)) for part in parts)
+                why = f"of shapes {one} and {other}" if one != other else "of different structure: they use the parameter in another way"
+                raise UnsupportedError(f"{what}: passes that accumulate have results {why}.")
             united.append((parameter, field, combination.united(parts), note))
         for entry in united:
             store(*entry)

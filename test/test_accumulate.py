@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from backpack import backpack, clear, extend, extensions, leave_out, results, unscale
 from backpack.core.owners import owners
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.module_extension import ModuleExtension
 from backpack.utils.errors import ArgumentError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -531,6 +532,19 @@ def test_factors_of_different_structure_are_refused(shape: tuple[int, ...], one:
             loss.backward()
     assert all(map(torch.equal, flat(model.weight.kflr), flat(before)))
     assert torch.equal(model.weight.grad, gradient)
+
+
+def test_factors_of_different_structure_beside_rules_of_a_user() -> None:
+    """What such rules will make is not foreseen: the results of the pass are compared."""
+    extension = extensions.KFLR()
+    extension.set_module_extension(nn.Identity, ModuleExtension(params=[]))
+    model, lossfunc = extend(_OnOneParameter(torch.rand(_SQUARE))), extend(nn.MSELoss(reduction="sum"))
+    with backpack(extension, accumulate=True):
+        lossfunc(model(lambda w: F.linear(_ROWS, w)), torch.zeros(4, 3)).backward()
+        before = deepcopy(model.weight.kflr)
+        with pytest.raises(UnsupportedError, match=r"weight\.kflr: passes that accumulate .* in another way"):
+            lossfunc(model(lambda w: _ROWS @ w), torch.zeros(4, 3)).backward()
+    assert all(map(torch.equal, model.weight.kflr, before))
 
 
 @pytest.mark.parametrize(
