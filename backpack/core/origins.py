@@ -286,7 +286,7 @@ def selects_rows(walk: Walk, node: Node) -> bool:
     Returns:
         Whether it does; not where their numbers are those of a buffer, as the ends of the edges of a graph are.
     """
-    return operation(node) in LOOKUPS and not all(is_constant(walk, t) for t in saved_tensors(node, results=False) if not t.is_floating_point())
+    return operation(node) in LOOKUPS and not all(is_constant(walk, t) for t in saved_tensors(node, results=False))
 
 
 def _looks_up_data(walk: Walk, node: Node, samples: int) -> bool:
