@@ -80,6 +80,29 @@ def test_samples_of_several_calls_are_not_joined(loss: str) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("sizes", [(5, 3), (2, 4)])
+def test_samples_of_mini_batches_of_other_sizes_are_not_joined(sizes: tuple[int, int], copies: int, loss: str) -> None:
+    """Of two models, whose rows are their own samples for quantities that need no loss."""
+    torch.manual_seed(0)
+    models, batches = [extend(nn.Linear(4, 3).double()) for _ in sizes], [torch.randn(size, 4, dtype=torch.float64) for size in sizes]
+    y = torch.randint(3, (sum(sizes), copies))
+
+    def value() -> Tensor:
+        out = torch.cat([model(x) for model, x in zip(models, batches, strict=True)])
+        return LOSSES[loss]()(out if copies == 1 else out.repeat_interleave(copies, 0), y.flatten())
+
+    with backpack(DiagGGNExact()), pytest.raises(BackpackError):
+        value().backward()
+    assert all(results(model) == {} for model in models)
+    with backpack(BatchGrad()):
+        value().backward()
+    for model, x, labels in zip(models, batches, y.split(sizes), strict=True):
+        rows = F.cross_entropy(model(x).repeat_interleave(copies, 0), labels.flatten(), reduction="none").view(len(x), copies).sum(1) / y.numel()
+        close(model.weight.grad_batch, torch.stack([torch.autograd.grad(row, model.weight, retain_graph=True)[0] for row in rows]))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_constants_are_not_joined(loss: str) -> None:
     """Rows that were made of something else than the model's output are of no sample."""
     made = problem(2, 3)

@@ -186,6 +186,8 @@ MIXED: dict[str, Function] = {
     "function of batch statistics": lambda net, x: F.batch_norm(F.linear(F.normalize(x[:, 0]), net.weight), None, None, training=True),
     "softmax over samples": lambda net, x: (x + net.vector).softmax(0),
     "softmax over samples, a module": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax(0)))(x + net.vector),
+    "layer over samples": lambda net, x: net._modules.setdefault("over", extend(nn.Linear(len(x), len(x))))(net.layer(x[:, 0]).T).T,
+    "layer norm over samples": lambda net, x: net._modules.setdefault("over", extend(nn.LayerNorm(len(x))))(net.layer(x[:, 0]).T).T,
     "softmax over samples, by default": lambda net, x: net._modules.setdefault("soft", extend(nn.Softmax2d()))(net.layer(x)),
     "keys that lie evenly": lambda net, x: net.layer(x[:, 0]) @ net.other(torch.linspace(0, 1, 2 * len(x)).view(-1, 2)).T,
     "keys that are repeated": lambda net, x: net.layer(x[:, 0]) @ net.other((2 * x[1:, 0]).repeat_interleave(2, 0)).T[:, :1],
@@ -336,6 +338,24 @@ def test_points_that_the_model_is_given(number: int) -> None:
     compare_with_each(model, x)
     with pytest.raises(MixedSamplesError, match=r"mixes them .*made of constants: then let them be a buffer"), backpack(BatchGrad()):
         (model(x, torch.randn(number, 2)) ** 2).sum().backward()
+
+
+class Placed(nn.Module):
+    """Reads the places of the first sample, which are those of all."""
+
+    def __init__(self, first: int | slice) -> None:
+        super().__init__()
+        self.values, self.places, self.first = nn.Linear(1, 2), nn.Linear(1, 2), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.values(x[..., 1:]).tanh() + self.places(x[self.first, :, :1])
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4])
+@pytest.mark.parametrize("first", [0, slice(1)])
+def test_places_that_samples_share(first: int | slice, samples: int) -> None:
+    places, x = torch.randn(1, LENGTH, 1).expand(samples, -1, -1), torch.randn(samples, LENGTH, 1)
+    compare_with_each(extend(Placed(first)), cat([places, x], 2))
 
 
 @pytest.mark.parametrize("samples", [3, 4, 5])

@@ -102,6 +102,50 @@ def test_kernels_of_each_sample(again: bool, groups: int, samples: int) -> None:
     check(lambda: Kernels(groups, again), samples)
 
 
+class Each(Module):
+    """Calls a layer for each sample, with what was computed from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(2 * sample) for sample in x])
+
+
+@pytest.mark.parametrize("samples", [1, 2, 4])
+def test_as_many_features_as_samples(samples: int) -> None:
+    """They are none."""
+    check(Each, samples)
+
+
+class Turned(Each):
+    """Calls it for each position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).transpose(0, 1)
+
+
+@pytest.mark.parametrize("samples", [1, 2, LENGTH, 4])
+def test_positions_that_share_memory(samples: int) -> None:
+    """Entries of the mini-batch are views of one another, so that memory does not tell their samples."""
+
+    def make() -> Problem:
+        made = problem(Turned, samples)
+        made.x = made.x[:, :1].expand(-1, LENGTH, -1)
+        return made
+
+    made, oracle = make(), Oracle(make())
+    if samples == LENGTH:
+        with pytest.raises(UnsupportedError, match="may have samples elsewhere"):
+            run(made)
+        assert results(made.model) == {}
+        return
+    run(made)
+    for name, parameter in made.model.named_parameters():
+        close(parameter.grad_batch, oracle.grad_batch[name])
+
+
 class Pairs(Module):
     """A tensor that is used as it is, and transposed."""
 
