@@ -287,6 +287,51 @@ def jacobian_of(out: Tensor, parameter: Tensor) -> Tensor:
     return torch.stack([torch.autograd.grad(entry, parameter, retain_graph=True)[0] for entry in out.flatten()])
 
 
+class Squeezed(nn.Module):
+    """Forgets the axis of samples, where there is one of them."""
+
+    def __init__(self, width: int, forward: Callable[[Squeezed, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.step, self.changed = nn.Linear(2, 3), nn.Linear(3, width), nn.GRU(2, 3), forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.changed(self, x)
+
+
+POSITIONS: dict[str, tuple[int, Callable[[Squeezed, Tensor], Tensor]]] = {
+    "numbers": (1, lambda net, x: net.last(net.first(x).tanh()).squeeze()),
+    "rows": (2, lambda net, x: net.last(net.first(x).tanh()).squeeze()),
+    "matrices": (4, lambda net, x: net.last(net.first(x).tanh()).unflatten(2, (2, 2)).squeeze()),
+    "in front of the last layer": (2, lambda net, x: net.last(net.first(x).tanh()[0])),
+}
+SUMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "extended": nn.MSELoss(),
+    "function": nn.functional.mse_loss,
+    "by hand": lambda out, y: (out - y).abs().sum(),
+}
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, BatchDiagGGNExact])
+@pytest.mark.parametrize("loss", list(SUMS))
+@pytest.mark.parametrize("name", list(POSITIONS))
+def test_positions_of_a_single_sample_are_no_samples(name: str, loss: str, extension: type) -> None:
+    model, lossfunc = extend(Squeezed(*POSITIONS[name])), SUMS[loss]
+    if isinstance(lossfunc, nn.Module):
+        extend(lossfunc)
+    with backpack(extension()), pytest.raises(UnsupportedError, match=r"samples|loss is known"):
+        out = model(torch.randn(1, 5, 2))
+        lossfunc(out, torch.zeros_like(out)).backward()
+    assert results(model) == {}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_one_step_in_front_of_the_samples(samples: int) -> None:
+    model = extend(Squeezed(2, lambda net, x: net.last(net.step(x)[0][-1])))
+    with backpack(BatchGrad()):
+        nn.functional.cross_entropy(model(torch.randn(1, samples, 2)), torch.zeros(samples, dtype=torch.long)).backward()
+    assert [len(p.grad_batch) for p in model.parameters() if p.grad is not None] == [samples] * 6
+
+
 class Ragged(nn.Module):
     """Sequences of several lengths."""
 

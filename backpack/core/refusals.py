@@ -307,10 +307,11 @@ def turned(call: ModuleCall) -> UnsupportedError:
         The error.
     """
     given, shape = list(call.tensor_inputs[0].shape), next(list(slot.shape) for slot in call.outputs if slot.shape)
+    squeezed = " (squeeze() drops that of a single sample, too: use squeeze(-1))" * (batch_of(call) == 1)
     return UnsupportedError(
         f"{call} was given a tensor of shape {given} and returns {shape}: samples lie on axis 0 of what a model returns, which would be {shape[0]} "
         f"there, but it was given {batch_of(call)}. Give it the samples on axis 0, and return them there; exchange or merge axes outside of the "
-        "model, if the loss needs it."
+        f"model, if the loss needs it{squeezed}."
     )
 
 

@@ -10,7 +10,7 @@ from torch import Size
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import agrees_with_data, lists_samples, turns
+from backpack.core.batches import agrees_with_data, batch_of, known_axis, lists_samples, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import operation, shape_of
@@ -59,6 +59,7 @@ class Tracking:
         self._covered: set[Node] = set()
         self._told: set[Node] = set()
         self._doubts: dict[Node, BackpackError] = {}
+        self._of_one: ModuleCall | None = None  # a model that was given one sample, and returns several
         self._refused, self._refusals = 0, []
 
     def _note(self, error: BackpackError) -> None:
@@ -124,6 +125,8 @@ class Tracking:
         call, known = mark.call, self.states.get(node, {}).get(mark.nr)
         told = known is not None or (node in self.states and mark.nr not in self._bare.get(node, ()))  # by what uses it, or other outputs alone
         if told and not call.root:  # only a model has a say then
+            if self._of_one is not None and isinstance(known, Layout) and known.samples > 1:
+                self._refuse_positions(mark, known)
             return
         own = map(id, call.module._parameters.values())
         if call.root and known is None and (call.module._modules or self.walk.bits.keys() & own) and turns(call):
@@ -136,6 +139,7 @@ class Tracking:
             if start.samples > 1 and self.walk.returns_loss and moves_rows(self.walk, node):
                 self._doubt(node, call.outputs[mark.index].shape, start.samples)
         if start is None:
+            self._of_one = call if call.root and isinstance(known, Layout) and known.samples > 1 and batch_of(call) == 1 else self._of_one
             return
         size = start.samples
         if known is not None:
@@ -151,6 +155,20 @@ class Tracking:
                 return
         self.states.setdefault(node, {})[mark.nr] = start
         self._samples_at[node] = size
+
+    def _refuse_positions(self, mark: Mark, layout: Layout) -> None:
+        """Refuse rows of a model's output that are positions of the only sample that it was given, whose axis it has dropped.
+
+        Args:
+            mark: What a call inside left at an output.
+            layout: Where the rows lie there.
+
+        Raises:
+            turned: If axes of length one lie in front of them, and nothing says that these are none of samples.
+        """
+        shape = mark.call.outputs[mark.index].shape
+        if not mark.base and layout.axis and set(shape[: layout.axis]) == {1} and known_axis(mark.call) != layout.axis:
+            raise turned(self._of_one)
 
     def _outputs_of(self, call: ModuleCall) -> list[Node]:
         # the nodes of several outputs at which samples are known
