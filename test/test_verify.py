@@ -266,12 +266,13 @@ def test_factors_of_layers_that_are_called_once_for_all_samples(samples: int) ->
 class Tokens(Module):
     """A weight that multiplies its input entry by entry, and a bias: of the shape of products with it, or of none."""
 
-    def __init__(self, bias: int, dtype: torch.dtype) -> None:
+    def __init__(self, bias: int, dtype: torch.dtype, largest: bool = False) -> None:
         super().__init__()
-        self.weight, self.bias, self.dtype = Parameter(randn(3, 3)), Parameter(randn(bias, 3)), dtype
+        self.weight, self.bias, self.dtype, self.largest = Parameter(randn(3, 3)), Parameter(randn(bias, 3)), dtype, largest
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x.unsqueeze(-1) * self.weight + self.bias).to(self.dtype)
+        out = (x.unsqueeze(-1) * self.weight + self.bias).to(self.dtype)
+        return out.amax(1) if self.largest else out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -280,8 +281,9 @@ def test_modules_that_own_a_weight_and_compute_something_else(bias: int, dtype: 
     """What they return is compared with products of their weight only where it could be one."""
     report = verify(Sequential(Linear(3, 3), Tokens(bias, dtype)).double(), MSELoss(), randn(2, 3), randn(2, 3, 3).to(dtype), extensions.BatchGrad())
     assert {row.verdict for row in report} == {AGREES}
-    squares = Sequential(Tokens(1, dtype), Flatten(0, 1)).double()  # [3, 3], as the product
-    assert {row.verdict for row in verify(squares, MSELoss(), randn(1, 3), randn(3, 3).to(dtype), extensions.BatchGrad())} == {AGREES}
+    largest = Tokens(bias, dtype, largest=True).double()  # of the shape of the product
+    for samples in (1, 3):
+        assert {row.verdict for row in verify(largest, MSELoss(), randn(samples, 3), randn(samples, 3).to(dtype), extensions.BatchGrad())} == {AGREES}
 
 
 class Changing(Module):
