@@ -710,6 +710,26 @@ def test_functions_do_not_keep_a_model_alive(extension: type, functional: bool) 
     assert (after["tensors"], after["calls"]) == (before["tensors"], before["calls"])
 
 
+@pytest.mark.parametrize("extension", [HMP, GGNMP])
+def test_products_in_nets_deeper_than_calls_may_be_nested(extension: type) -> None:
+    first, lossfunc = Linear(2, 2), extend(nn.MSELoss())
+    model = extend(Sequential(first, *[nn.ELU() for _ in range(1100)]))
+    x, y, vector = torch.randn(3, 2), torch.randn(3, 2), torch.randn(2, 2)
+    with backpack(extension()):
+        lossfunc(model(x), y).backward()
+    out = model(x)
+    if extension is HMP:
+        (gradient,) = torch.autograd.grad(lossfunc(out, y), first.weight, create_graph=True)
+        (expected,) = torch.autograd.grad(gradient, first.weight, vector)
+    else:
+        columns = torch.zeros_like(out, requires_grad=True)
+        (pulled,) = torch.autograd.grad(out, first.weight, columns, create_graph=True)
+        (pushed,) = torch.autograd.grad(pulled, columns, vector, retain_graph=True)
+        (expected,) = torch.autograd.grad(out, first.weight, 2 / y.numel() * pushed)
+    torch.testing.assert_close(getattr(first.weight, extension().savefield)(vector), expected)
+    assert expected.abs().min() > 0
+
+
 def test_differentiable_results_can_be_given_up() -> None:
     """They hold the graph, which holds the parameter that carries them."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -216,6 +217,39 @@ def _jacobian(call: ModuleCall, grad: Tensor) -> tuple[Product, Product]:
     return partial(rule._jac_mat_prod, call, None, (grad,)), partial(rule._jac_t_mat_prod, call, None, (grad,))
 
 
+class _Through(NamedTuple):
+    """Multiply with a curvature matrix of a module's input: by a loop over the modules behind it, which may be more than Python nests calls.
+
+    Attributes:
+        call: The record of the module's execution.
+        value: Multiplies with the curvature matrix of its output.
+        forward: Multiplies with its Jacobian.
+        backward: Multiplies with the transposed Jacobian.
+        residual: Multiplies with its own second derivative; ``None`` if that is zero.
+    """
+
+    call: ModuleCall
+    value: Product
+    forward: Product
+    backward: Product
+    residual: Product | None
+
+    def __call__(self, mat: Tensor) -> Tensor:
+        product, passed = self, []
+        while isinstance(product, _Through):
+            if product.call.versions:
+                product.call.refuse_changed()
+            # an operation in place on a view acts on the view's base: the module that made the view, Flatten say, is not called then
+            columns = mat.reshape(mat.shape[0], *product.call.inputs[0].shape)
+            passed.append((product, mat.shape, None if product.residual is None else columns))
+            product, mat = product.value, product.forward(columns)
+        out = product(mat)
+        for product, shape, columns in reversed(passed):
+            out = product.backward(out)
+            out = (out if product.residual is None else out + product.residual(columns)).reshape(shape)
+        return out
+
+
 @dataclass(frozen=True)
 class MatProdFlow(ChainFlow):
     """A function that multiplies ``[V, *out]`` with a curvature matrix of a module's output.
@@ -235,20 +269,8 @@ class MatProdFlow(ChainFlow):
 
     def through(self, call: ModuleCall, value: Product, grad: Tensor, layout: Layout, over: bool = False) -> Product:
         rule, call = call.derivatives, call.without_graph()
-        forward, backward = _jacobian(call, grad)
         residual = self._residual(call, grad) if Curvature.require_residual(self.curvature) and not rule.hessian_is_zero(call) else None
-        shape, own = call.inputs[0].shape, bool(call.versions)
-
-        def product(mat: Tensor) -> Tensor:
-            if own:
-                call.refuse_changed()
-            # an operation in place on a view acts on the view's base: the module that made the view, Flatten say, is not called then
-            columns = mat if mat.shape[1:] == shape else mat.reshape(mat.shape[0], *shape)
-            out = backward(value(forward(columns)))
-            out = out if residual is None else out + residual(columns)
-            return out if columns is mat else out.reshape(mat.shape)
-
-        return product
+        return _Through(call, value, *_jacobian(call, grad), residual)
 
     def _residual(self, call: ModuleCall, grad: Tensor) -> Product:
         rule = call.derivatives
