@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from copy import deepcopy
 
@@ -127,6 +128,20 @@ def test_products_where_a_class_is_certain(name: str, logit: float) -> None:
     found = getattr(layer.bias, extension.savefield)(torch.eye(3))
     probs = layer.bias.detach().double().softmax(0)
     torch.testing.assert_close(found.double(), probs.diag() - probs.outer(probs), rtol=1e-5, atol=1e-17)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rate", [1.0, 2.0**20 - 1, 2.0**20 + 1, 1e15, 1e18, 1e30])
+def test_draws_of_large_counts(rate: float, dtype: torch.dtype) -> None:
+    """Counts have no digits left there for what they differ by from their mean; from 2^63 on, there are none."""
+    layer = extend(nn.Linear(1, 3, dtype=dtype))
+    nn.init.zeros_(layer.weight)
+    nn.init.constant_(layer.bias, math.log(rate))
+    with backpack(extensions.SqrtGGNMC(mc_samples=10000)):
+        extend(nn.PoissonNLLLoss())(layer(torch.ones(2, 1, dtype=dtype)), torch.ones(2, 3, dtype=dtype)).backward()
+    draws = layer.bias.sqrt_ggn_mc.double() * 100 * math.sqrt(6 / rate)  # [V, N, 3], of mean 0 and variance 1
+    assert draws.mean().abs() < 0.03
+    assert (draws.square().mean() - 1).abs() < 0.05
 
 
 def gate(h: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ from backpack.core.derivatives.nll_base import ElementwiseLikelihoodDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.utils.precision import wide
 
+_MANY = 2**20
+"""Counts from which on they are drawn from the normal distribution: their digits end where those of their deviations from the mean would follow."""
+
 
 @register(PoissonNLLLoss)
 class PoissonNLLLossDerivatives(ElementwiseLikelihoodDerivatives):
@@ -42,7 +45,9 @@ class PoissonNLLLossDerivatives(ElementwiseLikelihoodDerivatives):
 
     def _compute_sampled_grads_manual(self, subsampled_input: Tensor, mc_samples: int) -> Tensor:
         rate = wide(subsampled_input).exp()
-        return rate - Poisson(rate.masked_fill(~rate.isfinite(), 0.0)).sample(torch.Size([mc_samples]))
+        deviations = rate - Poisson(rate.where(rate <= _MANY, 0)).sample(torch.Size([mc_samples]))
+        many = rate > _MANY
+        return deviations.where(~many, rate.sqrt() * torch.randn_like(deviations)) if many.any() else deviations
 
 
 @register(GaussianNLLLoss)
