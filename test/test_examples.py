@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from runpy import run_path
 
 import numpy
 import pytest
@@ -99,10 +100,13 @@ def test_digits_from_mnist_files(tmp_path: Path) -> None:
         (["--data", "x"], "mnist"),
     ],
 )
-def test_digits_with_bad_arguments(arguments: list[str], message: str) -> None:
-    done = python("examples/digits.py", *arguments)
-    assert done.returncode != 0
-    assert message in done.stderr
+def test_digits_with_bad_arguments(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr(sys, "argv", ["digits.py", *arguments])
+    with pytest.raises((SystemExit, FileNotFoundError)) as stop:
+        run_path(str(ROOT / "examples" / "digits.py"))
+    assert str(stop.value) != "0"
+    assert message in f"{stop.value}{capsys.readouterr().err}"
 
 
 SCRIPTS = sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))
