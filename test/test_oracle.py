@@ -119,6 +119,7 @@ def test_building_twice_gives_the_same(name: str) -> None:
     assert torch.equal(first.loss(first.outputs()), second.loss(second.outputs()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHAINS)
 def test_recursion_without_modification_is_ggn_and_hessian(name: str) -> None:
     oracle = Oracle(CASES[name].build(3))
@@ -129,6 +130,7 @@ def test_recursion_without_modification_is_ggn_and_hessian(name: str) -> None:
             close(block, expected[parameter])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FULLY_CONNECTED)
 def test_kronecker_factors_of_one_sample_are_exact(name: str) -> None:
     """On one sample the Kronecker product of the factors is the block itself."""
@@ -143,6 +145,7 @@ def test_kronecker_factors_of_one_sample_are_exact(name: str) -> None:
             close(kronecker_product(*factors[parameter]), block)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_bias_factor_is_exact_block(name: str) -> None:
     oracle = Oracle(CASES[name].build(3))
