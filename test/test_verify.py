@@ -823,8 +823,32 @@ def test_arguments() -> None:
 
 
 def test_model_that_cannot_be_copied() -> None:
-    """It keeps a tensor of an earlier graph: the reason is that of ``copy.deepcopy``."""
-    model = Linear(3, 2)
-    model.last = model(torch.rand(1, 3))
-    with pytest.raises(ArgumentError, match=r"verify\(\) works on a copy of the model.*graph leaves"):
+    """It keeps tensors of an earlier graph: the reason is that of ``copy.deepcopy``, and their places are named."""
+    model = Sequential(Linear(3, 2))
+    model[0].last = [model(torch.rand(1, 3))]
+    model.register_buffer("state", model(torch.rand(1, 3)))
+    with pytest.raises(ArgumentError, match=r"verify\(\) works on a copy of the model.*graph leaves.*kept in state, 0\.last: detach them"):
         verify(model, MSELoss(), torch.rand(4, 3), torch.rand(4, 2), extensions.BatchGrad())
+
+
+class Spectral(Module):
+    """A filter with complex parameters, as in neural operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.filter = Linear(5, 2), Parameter(randn(3, dtype=torch.cfloat))
+        self.register_buffer("phase", randn(3, dtype=torch.cfloat))
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        assert torch.view_as_real(self.filter * self.phase * shift).dtype == x.dtype
+        return self.head(torch.fft.irfft(torch.fft.rfft(x) * self.filter * self.phase * shift, n=5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, None])
+def test_complex_numbers_remain_complex(dtype: torch.dtype | None) -> None:
+    """Parameters that are left out, buffers and inputs are converted with the rest, and keep their imaginary parts."""
+    X = (rand(4, 5), randn(4, 3, dtype=torch.cfloat))
+    quantities = [extensions.BatchGrad(exclude=["filter"]), extensions.KFAC(exclude=["filter"])]
+    report = verify(Spectral(), MSELoss(), X, rand(4, 2), quantities, dtype=dtype)
+    nothing_wrong(report)
+    assert [row.parameter for row in report if row.verdict is AGREES] == ["head.weight", "head.bias"] * 2

@@ -16,7 +16,7 @@ from backpack.backward import backpack
 from backpack.extending import extend, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import ArgumentError
-from backpack.utils.nested import call_with
+from backpack.utils.nested import call_with, tensors_in
 from backpack.utils.random_state import random_state_kept
 from backpack.verification.layers import uses
 
@@ -81,12 +81,26 @@ class Copies:
         try:
             model, lossfunc, extension = deepcopy((self._model, self._lossfunc, extension))
         except (RuntimeError, TypeError) as error:
-            raise ArgumentError(f"verify() works on a copy of the model, but copy.deepcopy(model) failed: {error}") from error
+            raise ArgumentError(f"verify() works on a copy of the model, but copy.deepcopy(model) failed: {error}{self._kept()}") from error
         for module in (model, lossfunc):
             if isinstance(module, Module):
                 unextend(module)
-                module.to(self._dtype)
+                module._apply(self._converted)
         return model, lossfunc, extension
+
+    def _converted(self, tensor: Tensor) -> Tensor:
+        # unlike Module.to(), which drops imaginary parts
+        if self._dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
+            return tensor
+        return tensor.to(self._dtype.to_complex() if tensor.is_complex() else self._dtype)
+
+    def _kept(self) -> str:
+        modules = [(name, module) for root in (self._model, self._lossfunc) if isinstance(root, Module) for name, module in root.named_modules()]
+        entries = [(f"{name}.{key}".lstrip("."), value) for name, module in modules for key, value in {**vars(module), **module._buffers}.items()]
+        held = [name for name, value in entries if not name.endswith("_buffers") and any(tensor.grad_fn is not None for tensor in tensors_in(value))]
+        if not held:
+            return ""
+        return f" Tensors of an earlier graph are kept in {', '.join(held)}: detach them, reset the state of the model, or give it before it has run."
 
     def forward(self, model: Module, lossfunc: Callable[..., Tensor]) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Run a copy.
@@ -151,8 +165,7 @@ class Copies:
             The same with new tensors.
         """
         if isinstance(value, Tensor):
-            new = value.detach().clone()
-            new = new.to(self._dtype) if self._dtype is not None and new.is_floating_point() else new
+            new = self._converted(value.detach().clone())
             return new.requires_grad_(value.requires_grad)
         if isinstance(value, Mapping):
             return {key: self._given(entry) for key, entry in value.items()}
@@ -172,7 +185,7 @@ class Copies:
         found = []
 
         def see(tensor: Tensor) -> Tensor:
-            if tensor.is_floating_point():
+            if tensor.is_floating_point() or tensor.is_complex():
                 found.append(torch.finfo(tensor.dtype).eps)
             return tensor.detach()
 
