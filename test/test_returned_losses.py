@@ -709,6 +709,28 @@ def test_states_without_a_graph(order: str, samples: int, length: int) -> None:
         close(parameter.grad_batch, gradients)
 
 
+class Ensemble(nn.Module):
+    """Two critics in one parameter, as in reinforcement learning; what they say is returned without a graph, critics first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critics = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        values = self.critics @ data["x"].T
+        return F.smooth_l1_loss(values, data["y"].expand_as(values), reduction="none").mean(1).sum(), values.detach()
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_rows_without_a_graph_are_no_samples(samples: int, kind: type) -> None:
+    """Rows of critics were taken for samples; they are none, whatever the loss takes."""
+    model = extend(Ensemble())
+    with backpack(BatchGrad()), pytest.raises(BackpackError):
+        model(kind(x=torch.randn(samples, 4), y=torch.randn(samples)))[0].backward()
+    assert results(model) == {}
+
+
 CLASSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "product": lambda h, classes: h @ classes.T,
     "layer": F.linear,

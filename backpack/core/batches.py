@@ -100,7 +100,7 @@ def lacks_batch(call: ModuleCall) -> bool:
 
 
 def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
-    """Count the samples that an outermost module returns: as many as the first of its outputs that may have samples has rows, one with a graph first.
+    """Count the samples that an outermost module returns: as many as the first of its outputs has rows, of those with a graph, if some have one.
 
     Args:
         call: Its call.
@@ -110,7 +110,8 @@ def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
         Their number; ``None`` if it returns none (a loss, say), or if the rows are not the samples that it was given, but may be parts of them
         (``[N * T, C]``, ``[T, N, C]``).
     """
-    for index, slot in sorted(enumerate(call.outputs), key=lambda output: output[0] in call.detached):
+    with_graph = [output for output in enumerate(call.outputs) if output[0] not in call.detached]
+    for index, slot in with_graph or enumerate(call.outputs):
         shape, axis = slot.shape, sample_axis(call, index)
         if len(shape) > axis:
             break
