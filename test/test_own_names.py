@@ -248,3 +248,27 @@ def test_class_of_the_rule_is_the_users() -> None:
     assert isinstance(rule, PowerDerivatives)
     assert not isinstance(rule, AffineDerivatives)
     assert (type(rule).__name__, type(rule).__module__) == ("PowerDerivatives", PowerDerivatives.__module__)
+
+
+class Selective(Module):
+    """Shows some of its parameters, by a method with fewer arguments than that of torch, as losses of reinforcement learning do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.scale, self.hidden_target = Linear(3, 2), Parameter(torch.randn(3)), Linear(3, 2).requires_grad_(False)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True):  # noqa: ANN201
+        return (item for item in super().named_parameters(prefix, recurse) if not item[0].startswith("hidden"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cumprod(self.scale * x, 1)) - self.hidden_target(x)
+
+
+def test_method_that_lists_parameters() -> None:
+    model, x, y = extend(Selective()), torch.randn(4, 3), torch.randn(4, 2)
+    rows = [torch.autograd.grad(torch.nn.functional.mse_loss(model(x[n : n + 1]), y[n : n + 1]) / 4, list(model.parameters())) for n in range(4)]
+    with backpack(extensions.BatchGrad(), DiagGGNExact(), extensions.KFAC(exclude=["scale"])):
+        extend(MSELoss())(model(x), y).backward()
+    for (name, parameter), *expected in zip(model.named_parameters(), *rows, strict=True):
+        assert not name.startswith("hidden")
+        close(parameter.grad_batch, torch.stack(expected))

@@ -76,7 +76,7 @@ class _Owners:
             chosen: Which of its parameters to track.
         """
         names: dict[Parameter, list[str]] = {}
-        for name, parameter in root.named_parameters(remove_duplicate=False):
+        for name, parameter in Module.named_parameters(root, remove_duplicate=False):  # classes override it without the argument
             if parameter in chosen or parameter in self:
                 names.setdefault(parameter, []).append(name)
         inside = {None, *map(ref, root.modules())}

@@ -219,7 +219,7 @@ _ADVICE = (
 
 
 def _parameter(module: Module, name: str) -> Tensor:
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(Module.named_parameters(module, remove_duplicate=False))
     if name not in parameters:
         raise UnsupportedError(f"{type(module).__name__} has no parameter {name!r}, only {', '.join(map(repr, parameters)) or 'none at all'}.")
     return parameters[name]
