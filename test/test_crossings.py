@@ -614,6 +614,34 @@ def test_changes_of_the_gradient_that_are_linear(change: Callable[[Tensor], Tens
     close(model.first.weight.diag_ggn_exact, 9 * other.first.weight.diag_ggn_exact, rtol)
 
 
+class Spike(torch.autograd.Function):
+    """One where the input is positive, with a smooth derivative; in single precision, whatever the input, as in packages for spiking nets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x > 0).float()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 1 / (1 + (3 * ctx.saved_tensors[0]).square()) * grad
+
+
+@pytest.mark.parametrize("N", [1, 2, 3, 5])
+def test_gradients_that_arrive_in_lower_precision(N: int) -> None:
+    """A linear backward is linear up to the rounding errors of what it is given."""
+    torch.manual_seed(0)
+    model, x, y = Net(lambda h, _: Spike.apply(h).to(h), lambda h: h), torch.randn(N, 4, **DOUBLE), torch.arange(N) % 3
+    logits, weight = model(x), model.first.weight
+    probs = logits.softmax(1).detach()
+    roots = [(torch.eye(3, **DOUBLE)[c] - probs) * probs[:, c : c + 1].sqrt() / N**0.5 for c in range(3)]
+    rows = [torch.autograd.grad(logits[n], weight, root[n], retain_graph=True)[0].square() for root in roots for n in range(N)]
+    extend(model)
+    with backpack(DiagGGNExact(), KFAC()):
+        F.cross_entropy(model(x), y).backward()
+    close(weight.diag_ggn_exact, sum(rows), 1e-5)
+
+
 @pytest.mark.parametrize("change", [lambda g: g.clamp(-0.01, 0.01), torch.relu, torch.sign, lambda g: g / g.norm(dim=1, keepdim=True)])
 @pytest.mark.parametrize("N", [1, 5])
 def test_changes_of_the_gradient_that_are_not_linear(N: int, change: Callable[[Tensor], Tensor]) -> None:

@@ -65,7 +65,8 @@ def compare_mixture(columns: Sequence[Tensor], found: Sequence[Tensor], plain: C
         if t.shape[1:] != wanted.shape:
             return False, False
         if t.numel():
-            terms, eps = weighted(t), torch.finfo(t.dtype).eps
+            # what goes in may be coarser than what comes out, as behind spikes in single precision in a net in double precision
+            terms, eps = weighted(t), max(torch.finfo(part.dtype).eps for part in (t, *columns))
             magnitudes = terms.abs()
             total = magnitudes.sum(0)
             allowed = sqrt(eps) * largest(magnitudes) + 4 * eps * largest(total)
