@@ -697,3 +697,20 @@ def test_penalties_on_results_of_no_sample(name: str, N: int) -> None:
     with backpack(BatchGrad()), pytest.raises(UnattributedError, match="used outside of everything that has samples"):
         with_penalty(model, x).backward()
     assert results(model) == {}
+
+
+def test_parts_of_samples_beside_samples() -> None:
+    """Forces of atoms, ``[N * A, 3]``, beside energies ``[N]``: the message shows which output it is."""
+
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy, self.force = nn.Linear(12, 1), nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.energy(x).squeeze(1), self.force(x.reshape(-1, 3))
+
+    model = extend(Forces())
+    energy, forces = model(torch.randn(5, 12))
+    with backpack(BatchGrad()), pytest.raises(UnattributedError, match=r"force\.weight.*a model returned \[20, 3\] for 5 samples"):
+        (energy.square().mean() + forces.square().mean()).backward()
