@@ -14,7 +14,7 @@ from backpack.core.adoption import adopt, has_newcomers
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import find_inner
-from backpack.core.refusals import refuse_graph, refuse_sharded
+from backpack.core.refusals import refuse_graph
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
@@ -30,6 +30,9 @@ from backpack.utils.errors import (
     UnsupportedError,
     merge,
 )
+
+_SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
+"""Where the classes of sharded modules and of sharded parameters come from."""
 
 
 def walk_from(roots: list[Any], extensions: tuple[BackpropExtension, ...], only: frozenset[int] | None = None) -> Walk:
@@ -69,6 +72,31 @@ def walk_from(roots: list[Any], extensions: tuple[BackpropExtension, ...], only:
         found = walk()
     find_inner(found)
     return found
+
+
+def refuse_sharded(walk: Walk) -> None:
+    """Refuse models whose parameters are spread over the ranks of a distributed program.
+
+    Args:
+        walk: The graph.
+
+    Raises:
+        UnsupportedError: If a call of such a model is in it.
+    """
+    flat = ["The model" for leaf in walk.leaves.values() if getattr(leaf, "_is_flat_param", False)]
+    roots = [call for call in walk.calls if call.root]
+    sharded = flat + [
+        f"{name or call.path} ({type(module).__name__})"
+        for call in roots
+        for name, module in call.module.named_modules()
+        if any(cls.__module__.startswith(_SHARDING) for what in (module, *module._parameters.values()) for cls in type(what).__mro__)
+    ]
+    if sharded:
+        raise UnsupportedError(
+            f"{sharded[0]} has parameters that are spread over ranks (torch.distributed.fsdp, or DTensor): a rank has a part of them, or has all "
+            "of them for the time of a pass only, so that there is nothing to write results on. Use DistributedDataParallel, or call backward "
+            "outside of the context."
+        )
 
 
 def refuse_same_graph(walk: Walk, outer: Walk) -> None:

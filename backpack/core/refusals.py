@@ -23,8 +23,6 @@ from backpack.utils.errors import MixedSamplesError, NotRecordedError, Unattribu
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
 _RETURN = "Let the model return its predictions, with the samples on axis 0, and compute the loss of them."
 _SELECT = frozenset({"Select", "Unbind"})
-_SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
-"""Where the classes of sharded modules and of sharded parameters come from."""
 
 
 def mixing(walk: Walk, node: Node, how: str, by: Node | None = None) -> MixedSamplesError:
@@ -82,6 +80,9 @@ def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
     Returns:
         The error.
     """
+    for part in filter(compiled, walk.order):
+        if any(leaf in walk.leaves and walk.reach[leaf] & walk.reach[node] for leaf, _ in part.next_functions):
+            return NotRecordedError(_of_compiled(part), walk.named(walk.reach[part]))
     return NotRecordedError(
         "No forward pass of an extended module was recorded for {names}. It may have run before extend(); after CTX.remove_hooks(), which undoes "
         "that; under disable() or no_grad(); with other parameters (torch.func.functional_call, or replaced since); or compiled. Run it again after "
@@ -103,36 +104,14 @@ def refuse_compiled(walk: Walk, node: Node) -> None:
         UnsupportedError: If the node stands for such a part.
     """
     if compiled(node):
-        raise UnsupportedError(
-            f"A part of the model was compiled (torch.compile, or a CUDA graph): for autograd it is the single node {node.name()}, in which neither "
-            f"samples nor uses of {{names}} can be followed. {_NOT_COMPILED}",
-            walk.named(walk.reach[node]),
-        )
+        raise UnsupportedError(_of_compiled(node), walk.named(walk.reach[node]))
 
 
-def refuse_sharded(walk: Walk) -> None:
-    """Refuse models whose parameters are spread over the ranks of a distributed program.
-
-    Args:
-        walk: The graph.
-
-    Raises:
-        UnsupportedError: If a call of such a model is in it.
-    """
-    flat = ["The model" for leaf in walk.leaves.values() if getattr(leaf, "_is_flat_param", False)]
-    roots = [call for call in walk.calls if call.root]
-    sharded = flat + [
-        f"{name or call.path} ({type(module).__name__})"
-        for call in roots
-        for name, module in call.module.named_modules()
-        if any(cls.__module__.startswith(_SHARDING) for what in (module, *module._parameters.values()) for cls in type(what).__mro__)
-    ]
-    if sharded:
-        raise UnsupportedError(
-            f"{sharded[0]} has parameters that are spread over ranks (torch.distributed.fsdp, or DTensor): a rank has a part of them, or has all "
-            "of them for the time of a pass only, so that there is nothing to write results on. Use DistributedDataParallel, or call backward "
-            "outside of the context."
-        )
+def _of_compiled(node: Node) -> str:
+    return (
+        f"A part of the model was compiled (torch.compile, or a CUDA graph): for autograd it is the single node {node.name()}, in which neither "
+        f"samples nor uses of {{names}} can be followed. {_NOT_COMPILED}"
+    )
 
 
 def bare(walk: Walk, node: Node) -> UnattributedError:
