@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack import backpack, extend, unextend
+from backpack import backpack, extend, results, unextend
 from backpack.custom_module.branching import Parallel
 from backpack.extensions import GGNMP, HBP, KFAC, KFLR, KFRA, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -264,6 +264,18 @@ def test_nothing_is_extended(extension: type) -> None:
         F.cross_entropy(unextend(extend(mlp()))(X), Y).backward()
     assert [one.filename for one in warned] == [__file__]
     assert all(hasattr(p, extension().savefield) for p in model.parameters())
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_what_is_trained_lies_around_what_is_extended(extension: type) -> None:
+    """Of a frozen model that is extended, behind a prompt or another model, nothing is computed either."""
+    model, prompt = extend(mlp()).requires_grad_(False), nn.Linear(4, 4)
+    with backpack(extension()):
+        with pytest.warns(UserWarning, match=r"none of the 2 parameters.*the whole model"):
+            F.cross_entropy(model(prompt(X)), Y).backward()
+        F.cross_entropy(model(unextend(extend(nn.Linear(4, 4)))(X)), Y).backward()
+        F.cross_entropy(model(X.clone().requires_grad_()), Y).backward()
+    assert results(prompt) == results(model) == {}
 
 
 class ComplexFactor(nn.Module):

@@ -371,9 +371,9 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
             f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
             "`model = extend(model)` before the forward pass."
         )
-    if walk.foreign and not (walk.parameters or walk.calls or returns or all(map(owners.released, walk.leaves.values()))):
+    if walk.foreign and not (walk.parameters or returns or all(map(owners.released, walk.leaves.values()))):
         warn(
             f"backward was called inside of backpack(...), but nothing was computed: none of the {walk.foreign} parameters that it reaches belongs "
-            "to an extended module. Write `model = extend(model)` before the forward pass, or call backward outside of the context.",
+            "to an extended module. Write `model = extend(model)`, the whole model, before the forward pass, or call backward outside the context.",
             stacklevel=11,  # the line that calls loss.backward()
         )
