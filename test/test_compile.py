@@ -207,10 +207,8 @@ def test_extended_modules_compile_into_one_graph(backend: str) -> None:
     torch.testing.assert_close(fast(x), model(x))
     with torch.compiler.set_stance("fail_on_recompile"):
         for context in (backpack(BatchGrad()), disable(), backpack(DiagGGNExact(), retain_graph=True)):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that nothing calls backward inside
-                with context:
-                    torch.testing.assert_close(fast(x), model(x))
+            with warnings.catch_warnings(action="ignore"), context:  # that nothing calls backward inside
+                torch.testing.assert_close(fast(x), model(x))
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, about what it cannot compile
