@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from typing import Any
-from warnings import warn
 
 import torch
 from torch import Tensor
@@ -27,7 +28,6 @@ from backpack.core.plan import Plan
 from backpack.core.recording import drop_interrupted, made_by_running
 from backpack.core.state import recording
 from backpack.core.walk import Walk
-from backpack.entries import Entry, entered, running
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.blocks import blocks_for
 from backpack.extensions.collector import Collector
@@ -126,12 +126,12 @@ class backpack:  # noqa: N801
     def __enter__(self) -> None:
         drop_interrupted()
         before = CTX.exchange(self.exts, self.debug, self.extension_hook, self.retain_graph)
-        entered.contexts.append(Entry(self, (before, recording.keep_all)))
+        _entered.contexts.append(Entry(self, (before, recording.keep_all)))
         recording.keep_all = self.retain_graph or any(ext.has_module_exts for ext in self.exts)
         watch(_on_backward)
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: Any) -> None:
-        contexts = entered.contexts
+    def __exit__(self, *exc: Any) -> None:
+        contexts = _entered.contexts
         place = max((i for i, entry in enumerate(contexts) if entry.context is self), default=None)
         if place is None:
             raise UnsupportedError(
@@ -143,19 +143,57 @@ class backpack:  # noqa: N801
         if place < len(contexts):  # generators may leave contexts in another order: those that were entered since go on
             contexts[place].before = entry.before
         else:
-            useful = recording.keep_all  # without backward, too
             settings, recording.keep_all = entry.before
             CTX.exchange(*settings)
-            if kind is None and self.exts and not useful and entry.has_only_forward_passes():
-                warn(
-                    "A context of backpack(...) was left after a forward pass, but before backward was called. Quantities are computed where it is "
-                    "called inside of the context: put that call there, too. Where a framework makes it, override its method that does.",
-                    stacklevel=2,
-                )
+
+
+class Entry:
+    """A context that a thread has entered.
+
+    Attributes:
+        context: The context.
+        before: The settings before.
+        walk: The graph of the pass that is running under it.
+        number: Tells what passes under it have written from everything else.
+        turns: Numbers of the passes under all contexts.
+    """
+
+    _numbers = count(1)
+    turns = count(1)
+
+    def __init__(self, context: backpack, before: tuple) -> None:
+        self.context, self.before, self.number = context, before, next(Entry._numbers)
+        self.walk: Walk | None = None
+
+
+class _Entered(threading.local):
+    """What a thread has entered.
+
+    Attributes:
+        contexts: The contexts, the innermost last.
+        running: The one under which a pass is running: calls of autograd inside of it are none of ours, but for those under contexts of their own.
+    """
+
+    running: Entry | None = None
+
+    def __init__(self) -> None:
+        self.contexts: list[Entry] = []
+
+
+_entered = _Entered()
+
+
+def running() -> bool:
+    """Say whether a backward pass with quantities is running in this thread.
+
+    Returns:
+        Whether one is.
+    """
+    return _entered.running is not None
 
 
 def _is_inside() -> bool:
-    return entered.running is not None and entered.contexts[-1:] in ([], [entered.running])
+    return _entered.running is not None and _entered.contexts[-1:] in ([], [_entered.running])
 
 
 def keeps_tensors() -> bool:
@@ -176,8 +214,6 @@ def _on_backward(request: Request) -> Any:
     Returns:
         What the original call returns.
     """
-    for entry in entered.contexts:
-        entry.passed = True
     result = _with_hook(request)
     count_as_returned(request, result)
     return result
@@ -208,16 +244,16 @@ def _with_hook(request: Request) -> Any:
 
 def _with_quantities(request: Request) -> Any:
     extensions = CTX.get_active_exts()
-    if _is_inside() or recording.apart or not extensions or not entered.contexts or transformed():
+    if _is_inside() or recording.apart or not extensions or not _entered.contexts or transformed():
         if running() and extensions and not request.returns:
             refuse_hidden(request, excluded_by(extensions))
         return request.execute()
-    entry, roots, only, walk = entered.contexts[-1], list(request.roots), None, None
+    entry, roots, only, walk = _entered.contexts[-1], list(request.roots), None, None
     if entry.context.accumulate and request.returns:  # adds nothing to .grad, hence nothing to the quantities
         return request.execute()
     if request.inputs:
         only = frozenset(id(leaf_of(leaf)) for leaf in request.inputs)
-    outer, entered.running = entered.running, entry
+    outer, _entered.running = _entered.running, entry
     try:
         if request.batched:  # what hooks would see are no gradients
             walk = Walk(nodes_of(roots))
@@ -242,11 +278,11 @@ def _with_quantities(request: Request) -> Any:
             with without_autocast(), nullcontext() if request.create_graph else without_saved_hooks():
                 return _run(request, plan, extensions, entry, only)
     except BaseException:
-        if walk is not None and not any(active.context.accumulate for active in entered.contexts):
+        if walk is not None and not any(active.context.accumulate for active in _entered.contexts):
             _remove_stale(walk, set(walk.parameters), extensions, entry)  # results of an earlier pass would look like those of this one
         raise
     finally:
-        entered.running, entry.walk = outer, None
+        _entered.running, entry.walk = outer, None
 
 
 def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...], entry: Entry, only: frozenset[int] | None) -> Any:
@@ -269,7 +305,7 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     context = entry.context
     if context.accumulate and request.create_graph:
         raise UnsupportedError("Results of passes with create_graph=True cannot be accumulated: they could not be differentiated.")
-    for outer in entered.contexts[:-1]:
+    for outer in _entered.contexts[:-1]:
         if outer.context.accumulate:
             refuse_overwriting(plan, extensions, outer.number)
     hook = CTX.get_extension_hook()

@@ -6,11 +6,10 @@ from typing import Any
 
 from torch.nn import Module
 
-from backpack.backward import keeps_tensors
+from backpack.backward import keeps_tensors, running
 from backpack.context import CTX
 from backpack.core.calls import KEY
 from backpack.core.recording import recorder_of
-from backpack.entries import running
 from backpack.extending import _register_hooks, memory_cleanup
 from backpack.extensions.module_extension import Grads
 from backpack.utils.nested import tensors_in

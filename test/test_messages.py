@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, results, unextend
 from backpack.custom_module.branching import Parallel
-from backpack.extensions import GGNMP, HBP, KFAC, KFLR, KFRA, PCHMP, BatchGrad, DiagGGNExact, DiagHessian, Variance
+from backpack.extensions import GGNMP, HBP, KFAC, KFLR, KFRA, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
 from backpack.hessianfree.hvp import hessian_vector_product
@@ -276,26 +276,6 @@ def test_what_is_trained_lies_around_what_is_extended(extension: type) -> None:
         F.cross_entropy(model(unextend(extend(nn.Linear(4, 4)))(X)), Y).backward()
         F.cross_entropy(model(X.clone().requires_grad_()), Y).backward()
     assert results(prompt) == results(model) == {}
-
-
-def test_context_around_the_forward_pass_alone() -> None:
-    """The line of the user, once it is left; not where it was of use, nor where there was nothing to be done, or something went wrong."""
-    model = extend(mlp())
-    with pytest.warns(UserWarning, match="left after a forward pass, but before backward") as warned, backpack(BatchGrad()):
-        loss = F.cross_entropy(model(X), Y)
-    assert [one.filename for one in warned] == [__file__]
-    loss.backward()
-    assert results(model) == {}
-    with backpack(BatchGrad()), backpack(Variance()):
-        F.cross_entropy(model(X), Y).backward()
-    with backpack(BatchGrad()):
-        torch.autograd.grad(F.cross_entropy(model(X), Y), model[0].weight)
-    with backpack(BatchGrad(), retain_graph=True), backpack():
-        model(X)
-    with backpack(BatchGrad()), torch.no_grad():
-        model(X)
-    with pytest.raises(ZeroDivisionError), backpack(BatchGrad()):
-        raise ZeroDivisionError(model(X))
 
 
 class ComplexFactor(nn.Module):
