@@ -347,7 +347,7 @@ def test_gradient_is_that_of_autograd(case: str, batch: int) -> None:
             close(param.grad_batch.sum(0), param.grad)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 @pytest.mark.parametrize("batch", [1, 3])
 def test_all_extensions_at_once(case: str, batch: int) -> None:
     """Extensions do not disturb each other, and the sampled ones share one draw."""
@@ -446,7 +446,7 @@ def flat(value: Tensor | list) -> Iterator[Tensor]:
             yield from flat(one)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 def test_single_precision(case: str) -> None:
     """In single precision, all that is exact holds up to 5e-5 of the largest entry.
 

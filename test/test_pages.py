@@ -10,6 +10,7 @@ from copy import deepcopy
 import pytest
 import torch
 from cases import CASES
+from table import every_second
 from test_extensions import QUANTITIES, Expect, close, collect, oracle_of, run
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -20,7 +21,7 @@ from backpack.utils import pages
 WRITTEN = ["BatchGrad", "BatchDiagGGNExact", "SqrtGGNExact", "DiagGGNExact", "KFLR"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 def test_every_case(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes whose results lie where those of the pass before were, of which what is not overwritten is no number."""
     monkeypatch.setattr(pages, "_LARGE", 1)

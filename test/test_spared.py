@@ -48,7 +48,7 @@ def test_every_case(case: str, active: tuple[str, ...]) -> None:
                 close(param.grad, expected, 1e-12)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 @pytest.mark.usefixtures("everywhere")
 def test_products_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Products of samples that are formed in the same memory, added and squared there, are those of all samples at once."""

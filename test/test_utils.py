@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import CASES
+from table import every_second
 from test_extensions import QUANTITIES, Expect, collect, oracle_of, run
 from torch import Tensor
 from torch.func import functional_call, jacrev
@@ -412,7 +413,7 @@ def test_squares_of_columns(columns: int, each: int, monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(half, 1e6 * expected.detach().float(), rtol=4e-3, atol=1e3)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", every_second(CASES))
 def test_squares_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What adds the squares of large columns one by one is compared with the oracle on small ones."""
     monkeypatch.setattr("backpack.utils.moment._EACH", 1)
