@@ -135,6 +135,7 @@ def make(trial: Trial, frozen: tuple[int, ...] = ()) -> Problem:
         param.requires_grad_(False)
     if trial.layout != "channels last" or "group norm" not in kinds(trial.drawn[3]):  # torch 2.13 crashes if the norm's weight is frozen
         problem.x = LAYOUTS[trial.layout](problem.x)
+    problem.x = GIVEN[trial.given](problem.x).detach()  # dropout draws in the order of memory, which a layer in front may change
     return problem
 
 
