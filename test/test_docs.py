@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,13 @@ BLOCKS = {name: list(BLOCK.finditer(text)) for name, text in TEXTS.items() if BL
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)")
 END, DONE = "--- end of block ---\n", "--- done ---\n"
 SERVER = f"""
-import os, sys, traceback
+import os, sys, traceback, warnings
 import torch, backpack
 for code in map(eval, sys.stdin):
-    if not os.fork():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python 3.12 warns of threads that libraries may have started
+        child = os.fork()
+    if not child:
         try:
             exec(code)
         except BaseException:
@@ -51,7 +55,7 @@ def fresh() -> Iterator[Callable[[str], str]]:
 
         def run(code: str) -> str:
             print(repr(code), file=server.stdin, flush=True)
-            return "".join(iter(server.stdout.readline, DONE)).removesuffix("\n")
+            return "".join(takewhile(bool, iter(server.stdout.readline, DONE))).removesuffix("\n")  # empty lines are the end
 
         yield run
         server.stdin.close()

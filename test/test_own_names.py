@@ -265,10 +265,13 @@ class Selective(Module):
 
 
 def test_method_that_lists_parameters() -> None:
-    model, x, y = extend(Selective()), torch.randn(4, 3), torch.randn(4, 2)
+    model, x, y = extend(Selective().double()), torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     rows = [torch.autograd.grad(torch.nn.functional.mse_loss(model(x[n : n + 1]), y[n : n + 1]) / 4, list(model.parameters())) for n in range(4)]
     with backpack(extensions.BatchGrad(), DiagGGNExact(), extensions.KFAC(exclude=["scale"])):
         extend(MSELoss())(model(x), y).backward()
     for (name, parameter), *expected in zip(model.named_parameters(), *rows, strict=True):
         assert not name.startswith("hidden")
         close(parameter.grad_batch, torch.stack(expected))
+    outputs = [torch.autograd.grad(entry, list(model.parameters()), retain_graph=True) for entry in model(x).flatten()]
+    for parameter, *entries in zip(model.parameters(), *outputs, strict=True):
+        close(parameter.diag_ggn_exact, torch.stack(entries).square().sum(0) * 2 / 8)
