@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from backpack.core.batches import rows_of, sample_axis
 from backpack.core.crossings import ELEMENTWISE
 from backpack.core.graph import call_node, operation, outputs_of, shape_of, tensor_at
 from backpack.core.linear import SAME_ENTRIES
-from backpack.core.mixing import stands_beside
+from backpack.core.mixing import is_made_of_constants, stands_beside
+from backpack.core.origins import FACTORS
 from backpack.core.refusals import bare
 from backpack.core.samples import Layout, along, layout_of, plain_layout, sum_to
 from backpack.core.slots import Edge
@@ -27,7 +29,7 @@ _MOVES = SAME_ENTRIES | frozenset(
 # selections that may take an entry several times, beside "Index" and "IndexSelect"
 _COPIES = frozenset("Expand Repeat Gather Embedding".split())
 _JOINS = frozenset({"Cat", "Stack"})
-_KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax".split())
+_KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax NativeLayerNorm FusedRmsNorm".split())
 
 
 def find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
@@ -41,7 +43,8 @@ def find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
         dim: Axis of classes, which make one position together; ``None`` if every entry is one.
 
     Returns:
-        The layout; ``None`` where something else than reshaping, selecting, joining and element-wise operations lies in between.
+        The layout; ``None`` where something else lies in between than reshaping, selecting, joining, element-wise operations, normalizations and
+        products with matrices of parameters.
     """
     found, shape = _samples_at(walk, edge), shape_of(edge)
     if found is not None and found[0] >= 0:
@@ -128,6 +131,8 @@ def _owners_of(walk: Walk, edge: Edge) -> tuple[int, Tensor] | None:
     ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
     if name in _KEEPS:
         return next((_owners_of(walk, upstream) for _, upstream in ways if shape_of(upstream) == shape_of(edge)), None)
+    if name in FACTORS:
+        return _owners_of_rows(walk, edge)
     if not (name in _JOINS or (name in _MOVES | _COPIES and len(ways) == 1)):
         return None
     parts = [_owners_of(walk, upstream) for _, upstream in ways]
@@ -141,6 +146,22 @@ def _owners_of(walk: Walk, edge: Edge) -> tuple[int, Tensor] | None:
         summed = [sum_to(returned[i], shape_of(upstream), 1) for i, upstream in ways]  # expansions leave that to the engine
         (sent,) = torch.autograd.grad(summed, zeros, [digits.to(zeros.dtype) for _, digits in parts])
     return parts[0][0], sent
+
+
+def _owners_of_rows(walk: Walk, edge: Edge) -> tuple[int, Tensor] | None:
+    # the same of a product with a matrix of parameters: its rows, or columns, are those of the other factor
+
+    def is_shared(node: Node) -> bool:
+        return bool(walk.batches) and all(is_made_of_constants(walk, node, samples) for samples in walk.batches)
+
+    given = zip((0, -1, -2), ((None, 0), *edge[0].next_functions)[-3:], strict=True)  # what is added, and factors
+    varying = [(axis, upstream) for axis, upstream in given if walk.reach.get(upstream[0]) and not is_shared(upstream[0])]
+    found = _owners_of(walk, varying[0][1]) if len(varying) == 1 and varying[0][0] else None
+    if found is None:
+        return None
+    samples, digits = found
+    owner = digits.narrow(varying[0][0], 0, 1)
+    return None if (digits != owner).any() else (samples, owner.expand(-1, *shape_of(edge)))
 
 
 def _parts_of(walk: Walk, edge: Edge, number: Callable[[], Tensor]) -> list[tuple[int, int, Tensor | None]]:

@@ -163,7 +163,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
         if shape[0] not in walk.batches or dim == 0:
             raise UnsupportedError(
                 f"{title(node)} takes a prediction of shape {list(shape)}, and which of its entries belong to which sample cannot be read off the "
-                "graph. Make it from the output of a module, with samples on axis 0, by reshaping and selecting alone."
+                "graph. Make it from the output of a module, with samples on axis 0, by reshaping, selecting and products with parameters alone."
             )
         layout = plain_layout(shape[0])
     axes = (layout.axis, dim, *(axis for axis in range(len(shape)) if axis not in (layout.axis, dim))) if classes else None
