@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.graph import call_node, operation, outputs_of, saved, settings_of, shape_of, tensor_at
-from backpack.core.linear import LINEAR
-from backpack.core.samples import Layout, after_sum, arrangement, decode, label_tensor, probe, settle, split, sum_to
+from backpack.core.linear import LINEAR, SAME_ENTRIES
+from backpack.core.samples import Layout, after_sum, along, arrangement, decode, label_tensor, layout_of, probe, settle, split, sum_to
 from backpack.utils.columns import blocks
 
 STATIC = LINEAR - frozenset(
@@ -188,6 +188,56 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
     return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
 
 
+def _rearranged(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples that reshapes, turns or cuts: no column of the tensor's size is needed, nor memory for it.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it is another node, or has to be found out.
+    """
+    name, full, axis = operation(node), shape_of((node, 0)), layout.axis
+    if len(shapes) != 1 or shapes[0] is None or layout.of_one or not full.numel():
+        return None
+    there: Layout | None = layout
+    if name in SAME_ENTRIES:
+        there = _reshaped(layout, full, shapes[0])
+        if there is None:
+            return None
+    elif name in ("Permute", "Transpose", "T"):
+        order = list(range(len(full)))
+        if name == "Permute":
+            order = [dim % len(full) for dim in saved(node, "dims")]
+        elif order:
+            one, other = (0, -1) if name == "T" else (saved(node, "dim0"), saved(node, "dim1"))
+            order[one], order[other] = order[other], order[one]
+        there = layout._replace(axis=order[axis])
+    elif name == "Select":
+        there = layout._replace(axis=axis + (axis >= saved(node, "dim") % len(shapes[0])))
+    elif name != "Slice" or saved(node, "dim") % len(full) == axis:
+        return None
+    return [Crossing(Way.DATA, there, there)]
+
+
+def _reshaped(layout: Layout, full: torch.Size, shape: torch.Size) -> Layout | None:
+    # where samples lie before a tensor was reshaped; None if it has to be found out
+    axis, behind = layout.axis, len(full) - layout.axis
+    if full[: axis + 1] == shape[: axis + 1]:
+        return layout
+    if full[axis:] == shape[-behind:]:
+        return layout._replace(axis=len(shape) - behind)
+    same = next((i for i, (one, other) in enumerate(zip(full[:axis:-1], reversed(shape), strict=False)) if one != other), min(behind - 1, len(shape)))
+    if not same:
+        return None
+    one, other = (torch.Size((*s[: len(s) - same], 1)) for s in (full, shape))  # features stay together
+    labels = along(label_tensor(layout.labels, torch.device("cpu")), axis, len(one)).expand(one).reshape(other)
+    found = layout_of(labels, labels >= 0, layout.samples, axis)
+    return None if found is None or found.axis == len(other) - 1 else found
+
+
 def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
     """Say how a node carries the samples that selects rows, or adds rows to others, by their numbers.
 
@@ -305,7 +355,7 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         The crossing of each needed input.
     """
     if len(states) == 1 and 0 in states:
-        known = _same_axis(node, states[0], shapes) or _of_rows(node, states[0], shapes)
+        known = _same_axis(node, states[0], shapes) or _of_rows(node, states[0], shapes) or _rearranged(node, states[0], shapes)
         if known is not None:
             return known
     tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None

@@ -189,6 +189,21 @@ def _in_memory(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor.clone() if tensor._is_zerotensor() else tensor
 
 
+def call_once(node: Node, gradients: list[Tensor | None]) -> list[Tensor | None]:
+    """Apply the Jacobian that a graph node of torch's own stands for, transposed, to what is no column of many.
+
+    Args:
+        node: The node.
+        gradients: For each output of the node a tensor of its shape, or ``None``.
+
+    Returns:
+        For each next edge a tensor of its shape, or ``None``.
+    """
+    keep(node)
+    out = node(*gradients)
+    return [None if t is None else _in_memory(t) for t in (out if isinstance(out, tuple) else (out,))]
+
+
 def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -> list[Tensor | None]:
     """Apply the Jacobian that a graph node stands for, transposed, to columns.
 
@@ -206,15 +221,14 @@ def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -
     name = operation(node)
     if name in _AS_IT_IS:
         return columns
-    keep(node)
     custom = isinstance(node, BackwardCFunction)
     own = custom or name in _STRIDED  # the backward of a custom function may write on what it is given, too
     apply = node.apply if custom else node
     given = [i for i, c in enumerate(columns) if c is not None]
     count = columns[given[0]].shape[0]
     if count == 1 and not own:  # the usual case, and every microsecond counts in a recurrent network
-        out = node(*[None if c is None else c[0] for c in columns])
-        return [None if t is None else _in_memory(t)[None] for t in (out if isinstance(out, tuple) else (out,))]
+        return [None if t is None else t[None] for t in call_once(node, [None if c is None else c[0] for c in columns])]
+    keep(node)
 
     def one(*parts: Tensor) -> tuple:
         full = _zeros(node) if custom and len(given) < len(columns) else [None] * len(columns)

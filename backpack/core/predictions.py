@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from backpack.core.batches import rows_of, sample_axis
 from backpack.core.crossings import ELEMENTWISE
-from backpack.core.graph import call_node, operation, outputs_of, shape_of, tensor_at
+from backpack.core.graph import call_once, operation, outputs_of, shape_of, tensor_at
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import is_made_of_constants, stands_beside
 from backpack.core.origins import FACTORS
@@ -20,7 +17,6 @@ from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 
 _DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
-_POWERS = [_DIGITS**i for i in range(4)]  # digits for more samples than fit into memory
 # selections of entries, none of them twice
 _MOVES = SAME_ENTRIES | frozenset(
     """Permute Transpose T Slice Select Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Index IndexSelect MaskedSelect Flip Roll
@@ -31,11 +27,13 @@ _COPIES = frozenset("Expand Repeat Gather Embedding".split())
 _JOINS = frozenset({"Cat", "Stack"})
 _KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax NativeLayerNorm FusedRmsNorm".split())
 
+# the number of samples, -1 if every row is one; the axis where they begin; the digits of their numbers, from one on, for each entry of a tensor,
+# ``None`` if samples lie along this axis
+_Owners = tuple[int, int, list[Tensor] | None]
+
 
 def find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     """Find out to which samples the entries of a prediction belong, from the nearest output of a module, of which it is known.
-
-    The positions of the prediction are numbered, and the numbers sent upstream like gradients: selections put them where they come from.
 
     Args:
         walk: The graph.
@@ -43,161 +41,134 @@ def find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
         dim: Axis of classes, which make one position together; ``None`` if every entry is one.
 
     Returns:
-        The layout; ``None`` where something else lies in between than reshaping, selecting, joining, element-wise operations, normalizations and
-        products with matrices of parameters.
+        The layout; ``None`` where something else lies in between than reshaping, selecting, joining, element-wise operations and normalizations, or
+        copies and products with matrices of parameters, where samples do not begin at the output of a model anyway.
     """
     found, shape = _samples_at(walk, edge), shape_of(edge)
     if found is not None and found[0] >= 0:
         return plain_layout(*found)
     if walk.single:
         return _of_one(shape, dim)
-    if found is not None:
-        return plain_layout(shape[0])
-    positions, device = torch.Size(1 if axis == dim else size for axis, size in enumerate(shape)), tensor_at(edge).device
-    count = positions.numel()
-    powers = [_DIGITS**i for i in range(8) if _DIGITS**i <= max(count, 1)]
-
-    def number() -> Tensor:
-        numbers = torch.arange(1, count + 1, device=device).reshape(positions)
-        return torch.stack([numbers // power % _DIGITS for power in powers]).expand(-1, *shape)
-
-    parts = _parts_of(walk, edge, number)
-    if not parts:
-        return _of_copies(walk, edge, dim)
-    if len({samples for samples, *_ in parts}) > 1 or (len(parts) > 1 and walk.apart):
+    owners = _owners_of(walk, edge)
+    if owners is None:
         return None
-    samples, axis, sent = parts[0]
+    samples, axis, digits = owners
     if samples < 0:
         return plain_layout(shape[0])
-    if sent is None:
+    if digits is None:
         return plain_layout(samples, axis)
-    if samples <= 1 or not count:
+    if samples <= 1 or not shape.numel():
         return _of_one(shape, dim, samples)
-    found_at: list[tuple[Tensor, Tensor]] = []
-    for _, axis, sent in parts:
-        numbers = sum(part.long() * power for part, power in zip(sent, powers, strict=True))
-        owners = along(torch.arange(samples, device=device), axis, numbers.dim()).expand_as(numbers)
-        found_at.append((numbers[numbers > 0] - 1, owners[numbers > 0]))
-    indices, owners = map(torch.cat, zip(*found_at, strict=True))
-    if len(indices) != shape.numel():
-        return _of_copies(walk, edge, dim)  # something was selected twice, or comes from elsewhere
-    labels = torch.full((count,), -1, device=device)
-    labels[indices] = owners
-    if (labels[indices] != owners).any():
-        return None  # the classes of a position belong to different samples
-    return layout_of(labels.reshape(positions), torch.ones(positions, dtype=torch.bool, device=device), samples, 0)
-
-
-def _of_copies(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
-    """Find out to which samples the entries of a prediction belong where some are copies of one another, as of rows with several labels.
-
-    Args:
-        walk: The graph.
-        edge: Edge of the prediction.
-        dim: Axis of classes; ``None`` if there is none.
-
-    Returns:
-        The layout; ``None`` where something else lies in between, or entries come from elsewhere, or for first-order quantities of an output.
-    """
-    known = not (walk.second_order or walk.returns_loss)  # samples begin at the output then, whatever becomes of it
-    found = None if known else _owners_of(walk, edge)
-    if found is None:
-        return None
-    samples, digits = found
-    if not shape_of(edge).numel():
-        return _of_one(shape_of(edge), dim, samples)
-    owners = sum(part.long() * power for part, power in zip(digits, _POWERS, strict=True)) - 1
-    labels = owners if dim is None else owners.narrow(dim, 0, 1)
-    if (owners < 0).any() or (owners != labels).any():
-        return None
+    numbers = sum(_thin(part).long() * _DIGITS**power for power, part in enumerate(digits)) - 1
+    labels = numbers if dim is None else numbers.narrow(dim, 0, 1)
+    if (numbers < 0).any() or (numbers != labels).any():
+        return None  # something comes from elsewhere, or the classes of a position belong to different samples
+    labels = labels.expand(*(1 if axis == dim else size for axis, size in enumerate(shape)))
     return layout_of(labels, torch.ones_like(labels, dtype=torch.bool), samples, 0)
 
 
-def _owners_of(walk: Walk, edge: Edge) -> tuple[int, Tensor] | None:
-    """Number samples where they begin, and send the numbers downstream, as the nodes' own derivatives do it: to every copy.
+def _thin(tensor: Tensor) -> Tensor:
+    # without copies along axes that take no memory: there may be as many as words in a language
+    for axis, stride in enumerate(tensor.stride()):
+        if not stride:
+            tensor = tensor.narrow(axis, 0, min(1, tensor.shape[axis]))
+    return tensor
+
+
+def _owners_of(walk: Walk, edge: Edge) -> _Owners | None:
+    """Number samples where they begin, and send the numbers downstream.
 
     Args:
         walk: The graph.
         edge: Edge of a tensor.
 
     Returns:
-        The number of samples, and the digits of those to which the entries belong, beginning with one, ``[V, *shape]``.
+        Whose its entries are; ``None`` where one cannot tell.
     """
-    if (found := _samples_at(walk, edge)) is not None:
-        samples, axis = found
-        numbers = along(torch.arange(1, samples + 1, device=tensor_at(edge).device), axis, len(shape_of(edge)))
-        return None if samples < 0 else (samples, torch.stack([numbers // power % _DIGITS for power in _POWERS]).expand(-1, *shape_of(edge)))
-    node, name = edge[0], operation(edge[0])
-    ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
-    if name in _KEEPS:
-        return next((_owners_of(walk, upstream) for _, upstream in ways if shape_of(upstream) == shape_of(edge)), None)
-    if name in FACTORS:
-        return _owners_of_rows(walk, edge)
-    if not (name in _JOINS or (name in _MOVES | _COPIES and len(ways) == 1)):
-        return None
-    parts = [_owners_of(walk, upstream) for _, upstream in ways]
-    if None in parts or len({samples for samples, _ in parts}) > 1 or (len(parts) > 1 and walk.apart):
-        return None
-    zeros = torch.zeros(len(_POWERS), *shape_of(edge), dtype=tensor_at(edge).dtype, device=tensor_at(edge).device, requires_grad=True)
-    if not zeros.numel():
-        return parts[0][0], zeros
-    with torch.enable_grad():
-        returned = call_node(node, [zeros if nr == edge[1] else None for nr in range(outputs_of(node))])
-        summed = [sum_to(returned[i], shape_of(upstream), 1) for i, upstream in ways]  # expansions leave that to the engine
-        (sent,) = torch.autograd.grad(summed, zeros, [digits.to(zeros.dtype) for _, digits in parts])
-    return parts[0][0], sent
+    known = not (walk.second_order or walk.returns_loss)  # samples begin at the output then, whatever becomes of it
+    steps: list[tuple[Edge, int | None, list[tuple[int, Edge]]]] = []
+    while (found := _samples_at(walk, edge)) is None:
+        node, name, axis = edge[0], operation(edge[0]), None
+        ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
+        if name in _JOINS and ways:
+            break
+        if name in _KEEPS:
+            ways = [way for way in ways if shape_of(way[1]) == shape_of(edge)][:1]
+        elif name in FACTORS and not known:
+            axis, ways = _by_rows(walk, ways, len(node.next_functions) - 1)
+        elif name not in _MOVES and (name not in _COPIES or known):
+            return None
+        if len(ways) != 1 or (known and shape_of(edge).numel() > shape_of(ways[0][1]).numel()):
+            return None
+        steps += [] if name in _KEEPS else [(edge, axis, ways)]
+        edge = ways[0][1]
+    if found is not None:
+        owners: _Owners | None = (*found, None)
+    else:
+        parts = [_owners_of(walk, upstream) for _, upstream in ways]
+        if None in parts or len({samples for samples, *_ in parts}) > 1 or (len(parts) > 1 and walk.apart):
+            return None
+        owners = _moved(edge, ways, parts)
+    for edge, axis, ways in reversed(steps):
+        owners = owners and (_moved(edge, ways, [owners]) if axis is None else _multiplied(edge, ways[0][1], axis, owners))
+    return owners
 
 
-def _owners_of_rows(walk: Walk, edge: Edge) -> tuple[int, Tensor] | None:
-    # the same of a product with a matrix of parameters: its rows, or columns, are those of the other factor
-
-    def is_shared(node: Node) -> bool:
-        return bool(walk.batches) and all(is_made_of_constants(walk, node, samples) for samples in walk.batches)
-
-    given = zip((0, -1, -2), ((None, 0), *edge[0].next_functions)[-3:], strict=True)  # what is added, and factors
-    varying = [(axis, upstream) for axis, upstream in given if walk.reach.get(upstream[0]) and not is_shared(upstream[0])]
-    found = _owners_of(walk, varying[0][1]) if len(varying) == 1 and varying[0][0] else None
-    if found is None:
-        return None
-    samples, digits = found
-    owner = digits.narrow(varying[0][0], 0, 1)
-    return None if (digits != owner).any() else (samples, owner.expand(-1, *shape_of(edge)))
+def _digits(owners: _Owners, edge: Edge) -> list[Tensor]:
+    # of the numbers, beginning with one
+    samples, axis, digits = owners
+    if digits is not None:
+        return digits
+    shape, tensor = shape_of(edge), tensor_at(edge)
+    numbers = along(torch.arange(1, samples + 1, device=tensor.device), axis, len(shape))
+    powers = range(1 + sum(samples >= _DIGITS**power for power in (1, 2, 3)))
+    return [(numbers // _DIGITS**power % _DIGITS).to(tensor.dtype).expand(shape) for power in powers]
 
 
-def _parts_of(walk: Walk, edge: Edge, number: Callable[[], Tensor]) -> list[tuple[int, int, Tensor | None]]:
-    """Send numbers upstream, to the nearest outputs of modules of which it is known where samples lie.
+def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _Owners:
+    """Send numbers through a node that selects, joins or copies entries, as its own derivative does it: to every copy.
 
     Args:
-        walk: The graph.
-        edge: Where to begin.
-        number: Makes the numbers, ``[V, *shape]``, where they are to be moved.
+        edge: Edge of what the node makes.
+        ways: Places, among its arguments, and edges of what it is made of.
+        parts: Whose the entries of these are.
 
     Returns:
-        For each output the number of samples, their axis, and the numbers that have arrived there, ``None`` if they were not moved; nothing if a path
-        leads elsewhere.
+        Whose its entries are.
     """
-    places, parts = [(edge, None)], []
-    while places:
-        place, sent = places.pop()
-        if (found := _samples_at(walk, place)) is not None:
-            parts.append((*found, sent))
-            continue
-        node, name = place[0], operation(place[0])
-        ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
-        if name in _KEEPS:
-            ways = [(sent, upstream) for _, upstream in ways if shape_of(upstream) == shape_of(place)][:1]
-        elif name in _JOINS or (name in _MOVES and len(ways) == 1):
-            sent = (number() if sent is None else sent).to(tensor_at(place).dtype)
-            columns = [sent if nr == place[1] else None for nr in range(outputs_of(node))]
-            with torch.no_grad():
-                returned = call_node(node, columns)
-            ways = [(returned[i], upstream) for i, upstream in ways]
-        else:
-            return []
-        if not ways:
-            return []
-        places += [(upstream, columns) for columns, upstream in ways]
-    return parts
+    samples = parts[0][0]
+    if samples < 0:
+        return parts[0]
+    node, shape, like = edge[0], shape_of(edge), tensor_at(edge)
+    column = torch.zeros((1,) * len(shape), dtype=like.dtype, device=like.device, requires_grad=True).expand(shape)
+    given = [_digits(part, upstream) for part, (_, upstream) in zip(parts, ways, strict=True)]
+    if not column.numel():
+        return samples, 0, [column for _ in given[0]]
+    with torch.enable_grad():
+        returned = call_once(node, [column if nr == edge[1] else None for nr in range(outputs_of(node))])
+        summed = [sum_to(returned[i], shape_of(upstream), 0) for i, upstream in ways]  # expansions leave that to the engine
+        columns = [[_thin(part).to(like.dtype).expand_as(part) for part in one] for one in zip(*given, strict=True)]
+        return samples, 0, [torch.autograd.grad(summed, column, one, retain_graph=True)[0] for one in columns]
+
+
+def _by_rows(walk: Walk, ways: list[tuple[int, Edge]], last: int) -> tuple[int | None, list[tuple[int, Edge]]]:
+    # the axis along which a product with a matrix of parameters mixes entries, and the other factor, whose rows, or columns, are those of the product
+
+    def is_shared(edge: Edge) -> bool:
+        return bool(walk.batches) and all(is_made_of_constants(walk, edge[0], samples) for samples in walk.batches)
+
+    for axis, factor in ((-1, last - 1), (-2, last)):
+        if all(i == factor or is_shared(edge) for i, edge in ways):
+            return axis, [way for way in ways if way[0] == factor]
+    return None, []
+
+
+def _multiplied(edge: Edge, factor: Edge, axis: int, owners: _Owners) -> _Owners | None:
+    # whose the entries of a product are, of which a factor has owners; they are the same along an axis
+    digits = _digits(owners, factor) if owners[0] >= 0 else []
+    ones = [part.narrow(axis, 0, 1) for part in digits]
+    same = all(bool((part == one).all()) for part, one in zip(digits, ones, strict=True))
+    return (owners[0], 0, [one.expand(shape_of(edge)) for one in ones]) if same else None
 
 
 def _of_one(shape: torch.Size, dim: int | None, samples: int = 1) -> Layout:
