@@ -130,7 +130,7 @@ def test_random_models() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3000)
 def test_many_random_models() -> None:
     most_are_exact(check_many(4000))
 

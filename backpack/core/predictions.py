@@ -120,7 +120,9 @@ def _digits(owners: _Owners, edge: Edge) -> list[Tensor]:
     if digits is not None:
         return digits
     shape, tensor = shape_of(edge), tensor_at(edge)
-    numbers = along(torch.arange(1, samples + 1, device=tensor.device), axis, len(shape))
+    longest = max(range(len(shape)), key=lambda other: (other != axis, shape[other]))  # of classes, as a rule: copies along it take no memory
+    places = [1 if other == longest != axis else size for other, size in enumerate(shape)]
+    numbers = along(torch.arange(1, samples + 1, device=tensor.device), axis, len(shape)).expand(places).contiguous()
     powers = range(1 + sum(samples >= _DIGITS**power for power in (1, 2, 3)))
     return [(numbers // _DIGITS**power % _DIGITS).to(tensor.dtype).expand(shape) for power in powers]
 
@@ -147,7 +149,7 @@ def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _O
     with torch.enable_grad():
         returned = call_once(node, [column if nr == edge[1] else None for nr in range(outputs_of(node))])
         summed = [sum_to(returned[i], shape_of(upstream), 0) for i, upstream in ways]  # expansions leave that to the engine
-        columns = [[_thin(part).to(like.dtype).expand_as(part) for part in one] for one in zip(*given, strict=True)]
+        columns = [[_thin(part).to(like.dtype).contiguous().expand_as(part) for part in one] for one in zip(*given, strict=True)]
         return samples, 0, [torch.autograd.grad(summed, column, one, retain_graph=True)[0] for one in columns]
 
 
