@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 
 from backpack.backward import backpack
 from backpack.core.calls import ModuleCall
-from backpack.core.crossings import SPLIT, Crossing, Gap, Way
+from backpack.core.crossings import Gap
 from backpack.core.graph import operation
 from backpack.core.node_calls import NodeCall
 from backpack.core.owners import owners
@@ -23,6 +23,7 @@ from backpack.core.recording import recorder_of, remove_recorder
 from backpack.core.state import recording
 from backpack.core.units import Unit
 from backpack.core.walk import GENERIC, Walk
+from backpack.core.ways import SPLIT, Crossing, Way
 from backpack.explanation import Explanation, Quantity, Row, Verdict
 from backpack.extending import FLAG, extend
 from backpack.extensions.backprop_extension import BackpropExtension

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from backpack.core.calls import RANDOM, ModuleCall
 from backpack.core.connect import Connection
-from backpack.core.crossings import SPLIT, Gap, Way
+from backpack.core.crossings import Gap
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, cast, is_apart, reshaped
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
@@ -26,6 +26,7 @@ from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, after_sum, split, sum_to
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
+from backpack.core.ways import SPLIT, Way
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 
 

@@ -8,12 +8,12 @@ import torch
 from torch.autograd.graph import Node
 
 from backpack.core.calls import ModuleCall
-from backpack.core.crossings import ELEMENTWISE
 from backpack.core.graph import has_saved, operation, saved, shape_of
 from backpack.core.linear import PRODUCTS, RESHAPES
 from backpack.core.loss_nodes import FUNCTIONS
 from backpack.core.node_functions import is_known
 from backpack.core.walk import Walk
+from backpack.core.ways import ELEMENTWISE
 from backpack.utils.errors import UnsupportedError
 
 _OF_ROWS = FUNCTIONS.keys() | frozenset("NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss NativeLayerNorm NativeGroupNorm".split())

@@ -10,7 +10,6 @@ from torch.autograd.graph import Node
 
 from backpack.core.batches import known_axis, mini_batches, owners_in
 from backpack.core.calls import ModuleCall
-from backpack.core.crossings import SPLIT, State
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
@@ -18,6 +17,7 @@ from backpack.core.loss_nodes import title
 from backpack.core.origins import FACTORS, is_constant, is_made, is_relative
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk
+from backpack.core.ways import SPLIT, State
 from backpack.utils.errors import UnsupportedError
 
 _TOLD = frozenset("Mul Mv Convolution Embedding Gather".split())

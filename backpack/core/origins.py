@@ -12,11 +12,11 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.batches import place_of
-from backpack.core.crossings import ELEMENTWISE, STATIC
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.linear import PIECEWISE_LINEAR, PRODUCTS
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
+from backpack.core.ways import ELEMENTWISE, STATIC
 from backpack.utils.differentiation import search
 
 LOOKUPS = frozenset("Embedding Index IndexSelect".split())

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from backpack.core.batches import batch_of, known_axis, lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
-from backpack.core.crossings import SPLIT, Gap, State, Way
+from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import is_bilinear
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import operation, sequence_number, shape_of
@@ -41,6 +41,7 @@ from backpack.core.starts import refuse_curved
 from backpack.core.tracking import Tracking
 from backpack.core.units import Unit
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Walk
+from backpack.core.ways import SPLIT, State, Way
 from backpack.utils.errors import BackpackError, merge
 
 

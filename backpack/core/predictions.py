@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from backpack.core.batches import rows_of, sample_axis
-from backpack.core.crossings import ELEMENTWISE
 from backpack.core.graph import call_once, operation, outputs_of, shape_of, tensor_at
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import is_made_of_constants, stands_beside
@@ -15,6 +14,7 @@ from backpack.core.refusals import bare
 from backpack.core.samples import Layout, along, layout_of, plain_layout, sum_to
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
+from backpack.core.ways import ELEMENTWISE
 
 _DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
 # selections of entries, none of them twice

@@ -11,13 +11,13 @@ from torch.nn import Parameter
 
 from backpack.core.batches import batch_of, lacks_batch
 from backpack.core.calls import ModuleCall
-from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import compiled, operation, saved, shape_of
 from backpack.core.linear import RESHAPES
 from backpack.core.owners import owners
 from backpack.core.samples import Layout, plain_layout, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
+from backpack.core.ways import SPLIT, State
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
 
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.func import vjp, vmap
 
-from backpack.core.crossings import SPLIT, Gap
+from backpack.core.crossings import Gap
 from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, coupling, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, label_tensor, plain_layout, settle
+from backpack.core.ways import SPLIT
 from backpack.utils.eigen import eigh
 from backpack.utils.precision import wide
 
@@ -46,8 +47,7 @@ def is_solvable(gap: Gap) -> bool:
     Returns:
         Whether it does.
     """
-    node = gap.node
-    if set(gap.states) != {0} or not is_known(node) or has_complex(gap) or not is_plain_attention(node):
+    if set(gap.states) != {0} or not is_known(node := gap.node) or has_complex(gap) or not is_plain_attention(node):
         return False
     layouts = _layouts(gap)
     if (found := _product_of(gap)) is not None:

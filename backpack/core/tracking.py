@@ -12,7 +12,6 @@ from torch.nn import Parameter
 
 from backpack.core.batches import agrees_with_data, batch_of, known_axis, lists_samples, turns
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import SPLIT, State
 from backpack.core.graph import operation, shape_of
 from backpack.core.joining import moves_rows
 from backpack.core.linear import is_linear
@@ -24,6 +23,7 @@ from backpack.core.samples import Layout, plain_layout, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output
 from backpack.core.walk import Walk
+from backpack.core.ways import SPLIT, State
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
 _TEMPORAL = frozenset(("CtcLoss", "CudnnCtcLoss"))

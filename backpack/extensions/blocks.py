@@ -11,7 +11,6 @@ from torch.nn import Parameter
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.connect import Connection
-from backpack.core.crossings import SPLIT
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.flow import Blocks, Flow
@@ -19,6 +18,7 @@ from backpack.core.graph import tensor_at
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
+from backpack.core.ways import SPLIT
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.costs import width

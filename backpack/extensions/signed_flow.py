@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.calls import ModuleCall
-from backpack.core.crossings import SPLIT, Gap
+from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import is_bilinear
 from backpack.core.derivatives.records import number_of
 from backpack.core.flow import Columns, Use
@@ -26,6 +26,7 @@ from backpack.core.residuals import Born, has_complex, is_solvable, pairs, resid
 from backpack.core.samples import Layout, add_rows, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
+from backpack.core.ways import SPLIT
 from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, separate_rows
 from backpack.extensions.loss_scale import position_weights
 from backpack.utils.columns import unit_columns

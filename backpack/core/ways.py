@@ -1,0 +1,273 @@
+"""How columns hold the samples, and how nodes hand them on whose operations tell it: no columns have to be sent through them to find out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from enum import Enum
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from backpack.core.graph import has_saved, operation, saved, shape_of
+from backpack.core.linear import LINEAR, SAME_ENTRIES
+from backpack.core.samples import Layout, after_sum, along, arrangement, label_tensor, layout_of, settle
+
+STATIC = LINEAR - frozenset(
+    """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect MaskedScatter Scatter ScatterAdd Where
+    MaxUnpool2D MaxUnpool3D Embedding BackwardHookFunctionBackward Nansum PackPaddedSequence""".split()
+)
+"""Operations whose way with samples follows from shapes and settings: no sum of products, in which zeros in the data can hide samples."""
+ELEMENTWISE = frozenset(
+    """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Pow
+    Erf Sin Cos Sinh Cosh Neg Alias Clone ToCopy NativeDropout Clamp ClampMin ClampMax Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg""".split()
+)
+"""Operations that treat every entry alone."""
+# the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
+_BROADCASTING = frozenset("Mul Div Add Sub Expand Fmod Remainder Maximum Minimum Where".split())
+# these work on the last two axes, and on each entry of the axes in front alike
+_STACKED = frozenset(
+    """Bmm Baddbmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
+    ScaledDotProductCudnnAttention""".split()
+)
+_PARTS = frozenset({"Split", "SplitWithSizes", "UnsafeSplit"})
+_SELECTS = frozenset({"Index", "IndexSelect", "Gather"})
+_ADDS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce"})
+
+
+class Way(Enum):
+    """How the columns on a graph edge hold the samples."""
+
+    DATA = "on an axis of the tensor, as its layout says"
+    SPLIT = "split: every sample has columns of its own"
+    MASKED = "split, by masking before the node is called"
+
+
+SPLIT = Way.SPLIT
+State = Layout | Way
+
+
+class Crossing(NamedTuple):
+    """How columns leave a gap node towards one of its inputs.
+
+    Attributes:
+        way: How they hold the samples then.
+        returned: Layout of the gradient that the node returns, before axes along which the input was broadcast are summed.
+        arrives: Layout after that sum, if the way is ``DATA``.
+    """
+
+    way: Way
+    returned: Layout | None
+    arrives: Layout | None
+
+    def of_all(self, node: Node, shape: torch.Size, of_data: Container[Node]) -> Crossing:
+        """Split what is summed within one sample, towards an input that is the same for all samples, even if no other one uses it.
+
+        Args:
+            node: Node that made the input.
+            shape: Shape of the input.
+            of_data: Has the node if the input is made of data, which may be that of this sample. What was broadcast to a row for each sample is not,
+                unless an axis of length one stands in front of these rows: then they may be positions.
+
+        Returns:
+            How columns leave.
+        """
+        if self.arrives is None or (shape and self.arrives.labels == self.returned.labels):  # nothing is summed
+            return self
+        axis = self.returned.axis
+        rows_of_all = self.returned.samples > 1 and arrangement(self.returned)[1].plain and (axis == 0 or prod(shape[:axis]) > 1)
+        return Crossing(SPLIT, self.returned, None) if rows_of_all or node not in of_data else self
+
+
+def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples where that follows from what it is: they stay on their axis.
+
+    Args:
+        node: The node.
+        layout: Where they lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it has to be found out.
+    """
+    name, full = operation(node), shape_of((node, 0))
+    if name in _BROADCASTING:
+        return [None if shape is None else summed(layout, full, shape) for shape in shapes]
+    if name in _STACKED:
+        stays = layout.axis < len(full) - 2
+    elif name in ("Softmax", "SafeSoftmax", "LogSoftmax"):
+        stays = not full or layout.axis != saved(node, "dim") % len(full)
+    else:
+        stays = name in ELEMENTWISE
+    same = all(shape is None or shape == full or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
+    return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
+
+
+def _axis_of_reduced(node: Node, axis: int, axes: int) -> int | None:
+    kept = [other for other in range(axes) if other not in [dim % axes for dim in saved(node, "dim")]]
+    return (axis if axis in kept else None) if saved(node, "keepdim") else kept[axis]
+
+
+def _axis_of_swapped(one: int, other: int, axis: int, axes: int) -> int:
+    return {one % axes: other % axes, other % axes: one % axes}.get(axis, axis)
+
+
+def _axis_unless(dims: Iterable[int], axis: int, axes: int) -> int | None:
+    return None if axis in [dim % axes for dim in dims] else axis
+
+
+_AXES: dict[str, Callable[[Node, int, int], int | None]] = {
+    "Permute": lambda node, axis, axes: saved(node, "dims")[axis] % axes,
+    "Transpose": lambda node, axis, axes: _axis_of_swapped(saved(node, "dim0"), saved(node, "dim1"), axis, axes),
+    "T": lambda _, axis, axes: _axis_of_swapped(0, -1, axis, axes),
+    "Stack": lambda node, axis, axes: None if axis == (dim := saved(node, "dim") % (axes + 1)) else axis - (axis > dim),
+    "ConstantPadNd": lambda node, axis, axes: axis if axis < axes - len(saved(node, "pad")) // 2 else None,
+    **dict.fromkeys(("Select", "Unbind"), lambda node, axis, axes: axis + (axis >= saved(node, "dim") % axes)),
+    **dict.fromkeys((*_PARTS, "Slice", "Cat"), lambda node, axis, axes: _axis_unless((saved(node, "dim"),), axis, axes)),
+    **dict.fromkeys(("Flip", "Roll"), lambda node, axis, axes: _axis_unless(saved(node, "dims") or range(axes), axis, axes)),
+    **dict.fromkeys(("Sum", "Mean"), lambda node, axis, axes: _axis_of_reduced(node, axis, axes) if has_saved(node, "dim") else None),
+}
+# from an axis of the output, and the number of axes of the inputs, to that axis of these whose entries lie along it; ``None`` if there is none
+
+
+def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples that reshapes, turns, cuts, joins or sums along other axes.
+
+    Args:
+        node: The node.
+        number: Number of one of its outputs.
+        layout: Where the samples lie in this one, and in others.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it is another node, or has to be found out.
+    """
+    name, full, given = operation(node), shape_of((node, number)), [shape for shape in shapes if shape is not None]
+    if layout.of_one or not full.numel() or not given:
+        return None
+    there: Layout | None = None
+    if name in SAME_ENTRIES:
+        there = _reshaped(layout, full, given[0])
+    elif name in _AXES and given[0] and (axis := _AXES[name](node, layout.axis, len(given[0]))) is not None:
+        there = layout._replace(axis=axis)
+    if there is None or any(len(shape) != len(given[0]) or shape[there.axis] != len(there.labels) for shape in given):
+        return None
+    return [None if shape is None else Crossing(Way.DATA, there, there) for shape in shapes]
+
+
+def _reshaped(layout: Layout, full: torch.Size, shape: torch.Size) -> Layout | None:
+    # where samples lie before a tensor was reshaped; None if it has to be found out
+    axis, behind = layout.axis, len(full) - layout.axis
+    if full[: axis + 1] == shape[: axis + 1]:
+        return layout
+    if full[axis:] == shape[-behind:]:
+        return layout._replace(axis=len(shape) - behind)
+    same = next((i for i, (one, other) in enumerate(zip(full[:axis:-1], reversed(shape), strict=False)) if one != other), min(behind - 1, len(shape)))
+    if not same:
+        return None
+    one, other = (torch.Size((*s[: len(s) - same], 1)) for s in (full, shape))  # features stay together
+    labels = along(label_tensor(layout.labels, torch.device("cpu")), axis, len(one)).expand(one).reshape(other)
+    found = layout_of(labels, labels >= 0, layout.samples, axis)
+    return None if found is None or found.axis == len(other) - 1 else found
+
+
+def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples that selects rows, or adds rows to others, by their numbers.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it is another node, or has to be found out.
+    """
+    name, full = operation(node), shape_of((node, 0))
+    rows = _rows(node) if name in _SELECTS or name in _ADDS else None
+    if rows is None or layout.samples < 2 or not full or not full.numel():
+        return None
+    dim, index = rows[0] % len(full), rows[1]
+    if name in _SELECTS and layout.axis != dim < len(full) - 1 and layout.of_one and not settle(layout).plain:
+        layout = Layout(dim, (max(layout.labels),) * full[dim], layout.samples)  # of one sample: those that were not selected may be of others
+    crossings: list[Crossing | None] = []
+    for number, shape in enumerate(shapes):
+        there = layout
+        if shape is None:
+            crossings.append(None)
+            continue
+        if shape[:dim] + shape[dim + 1 :] != full[:dim] + full[dim + 1 :]:
+            return None
+        if layout.axis == dim and name in _SELECTS:
+            labels = _labels_of_selected(label_tensor(layout.labels, index.device), index % shape[dim], shape[dim], layout.samples)
+            if labels is None:
+                crossings.append(Crossing(Way.MASKED, None, None))
+                continue
+            there = layout._replace(labels=labels)
+        elif layout.axis == dim and number:
+            if len(index) != shape[dim]:
+                return None
+            there = layout._replace(labels=tuple(label_tensor(layout.labels, index.device)[index].tolist()))
+        crossings.append(Crossing(Way.DATA, there, there))
+    return crossings
+
+
+def _rows(node: Node) -> tuple[int, Tensor] | None:
+    # an axis, and the numbers of rows along it, if nothing but those tells where an entry goes
+    if operation(node) == "Index":
+        dims = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if index is not None]
+        dim, index = dims[0]
+        return (dim, index.nonzero()[:, 0] if index.dtype in (torch.bool, torch.uint8) else index) if len(dims) == 1 and index.dim() == 1 else None
+    dim, index = saved(node, "dim"), saved(node, "index")
+    if index is None:  # nothing was added but constants
+        return None
+    if index.dim() > 1:
+        others = [axis for axis in range(index.dim()) if axis != dim % index.dim()]
+        if any(not index.shape[axis] or (index.shape[axis] > 1 and index.stride(axis)) for axis in others):
+            return None
+        index = index.movedim(dim, -1)[(0,) * len(others)]
+    return dim, index.reshape(-1)
+
+
+def _labels_of_selected(labels: Tensor, index: Tensor, rows: int, samples: int) -> tuple[int, ...] | None:
+    # to which samples rows belong of which some were selected; None if they are used by several
+    known = labels >= 0
+    low, high = (
+        labels.new_full((rows,), start).scatter_reduce(0, index[known], labels[known], how) for start, how in ((samples, "amin"), (-1, "amax"))
+    )
+    return None if ((low != high) & (high >= 0)).any() else tuple(high.tolist())
+
+
+def summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
+    """Say how columns leave that are summed to the shape of an input.
+
+    Args:
+        layout: Where the samples lie in what the node returns.
+        full: Its shape.
+        shape: Shape of the input.
+
+    Returns:
+        The crossing.
+    """
+    arrives = after_sum(layout, full, shape)
+    return Crossing(SPLIT if arrives is None else Way.DATA, layout, arrives)
+
+
+def known_crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples to its inputs, if its operation tells.
+
+    Args:
+        node: The node.
+        states: Output number to layout.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it has to be found out.
+    """
+    number, layout = next(iter(states.items()))
+    if len(states) == 1 and not number:
+        known = _same_axis(node, layout, shapes) or _of_rows(node, layout, shapes)
+        if known is not None:
+            return known
+    return _rearranged(node, number, layout, shapes) if all(state == layout for state in states.values()) else None
