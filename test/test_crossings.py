@@ -24,6 +24,7 @@ from backpack import backpack, clear, explain, extend, results
 from backpack.core.crossings import crossings_of
 from backpack.core.graph import shape_of
 from backpack.core.samples import Layout, along
+from backpack.core.ways import known_crossings
 from backpack.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, DiagHessian, SumGradSquared, Variance
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError
@@ -788,12 +789,17 @@ def test_rows_that_are_selected_by_number(name: str, rows: list[int], labels: tu
     leaf = torch.randn(8, 3, requires_grad=True)
     out = SELECTED[name](leaf * 1, torch.tensor(rows))
     axis = 1 if "other axis" in name else 0
-    layout = Layout(axis, labels[: out.shape[axis]], 4)
-    shapes = tuple(None if n is None else shape_of((n, nr)) for n, nr in out.grad_fn.next_functions)
-    known = crossings_of(out.grad_fn, {0: layout}, shapes)
-    monkeypatch.setattr("backpack.core.ways._of_rows", lambda *_: None)
-    probed = crossings_of(out.grad_fn, {0: layout}, shapes)
-    for ours, told, shape in zip(known, probed, shapes, strict=True):
+    compare_with_columns(out, Layout(axis, labels[: out.shape[axis]], 4), monkeypatch)
+
+
+def compare_with_columns(out: Tensor, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Compare what an operation tells of the samples with what columns tell that are sent through its node; say whether it tells anything."""
+    node, states = out.grad_fn, {out.output_nr: layout}
+    shapes = tuple(None if n is None else shape_of((n, nr)) for n, nr in node.next_functions)
+    known = known_crossings(node, states, shapes)
+    monkeypatch.setattr("backpack.core.crossings.known_crossings", lambda *_: None)
+    probed = crossings_of(node, states, shapes)
+    for ours, told, shape in zip(known or (), probed, shapes, strict=known is not None):
         assert (ours is None) == (told is None)
         if ours is not None:
             assert ours.way is told.way
@@ -803,6 +809,67 @@ def test_rows_that_are_selected_by_number(name: str, rows: list[int], labels: tu
             seen = (samples >= 0) & (expected >= 0)
             assert torch.equal(samples[seen], expected[seen])
             assert seen.any() == (expected >= 0).any()
+    return known is not None
+
+
+REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "flattened": lambda h: h.flatten(0, 1),
+    "flattened features": lambda h: h.flatten(1),
+    "unflattened": lambda h: h.unflatten(0, (2, -1)),
+    "unflattened features": lambda h: h.unflatten(-1, (3, 2)),
+    "other grouping": lambda h: h.reshape(6, 4, 4),
+    "one more axis": lambda h: h[:, None],
+    "one axis less": lambda h: h[:, :1].squeeze(1),
+    "permuted": lambda h: h.permute(-1, 0, 1),
+    "transposed": lambda h: h.transpose(0, -1),
+    "matrix": lambda h: h[:, 0].t(),
+    "selected": lambda h: h.select(-2, 1),
+    "selected sample": lambda h: h[1],
+    "cut": lambda h: h[:, :-1],
+    "cut, samples": lambda h: h[1:],
+    "split": lambda h: h.split(2, -1)[0],
+    "split, last part": lambda h: h.split([1, 3], 1)[1],
+    "split, samples": lambda h: h.split(2)[1],
+    "unbound": lambda h: h.unbind(1)[2],
+    "joined": lambda h: torch.cat([h, h.sin(), torch.ones_like(h)], -1),
+    "joined, samples": lambda h: torch.cat([h, h.sin()]),
+    "stacked in front": lambda h: torch.stack([h, h.sin()]),
+    "stacked behind": lambda h: torch.stack([h, h.sin()], -1),
+    "sum": lambda h: h.sum((0, -1)),
+    "sum, kept": lambda h: h.sum(1, keepdim=True),
+    "mean": lambda h: h.mean(-2),
+    "sum of all": lambda h: h.sum()[None],
+    "flipped": lambda h: h.flip(-1),
+    "flipped, samples": lambda h: h.flip(0),
+    "rolled": lambda h: h.roll(1, 1),
+    "rolled, all": lambda h: h.roll(1),
+    "padded": lambda h: F.pad(h, (1, 2)),
+    "padded, samples": lambda h: F.pad(h, (0, 0, 0, 0, 1, 0)),
+    "limited": lambda h: h.clamp_min(-0.1).clamp_max(0.1),
+    "softmax": lambda h: torch._safe_softmax(h, -1),
+    "largest": lambda h: torch.maximum(h, h.sin()),
+    "chosen": lambda h: torch.where(h.detach() > 0, h, h.sin()),
+    "product": lambda h: torch.baddbmm(h[:, :, :3], h, torch.ones(4, 6, 3)),
+}
+
+
+@pytest.mark.parametrize("pattern", ["one a row", "blocks", "by turns", "any", "some"])
+@pytest.mark.parametrize("name", REARRANGED)
+def test_operations_that_tell_where_entries_go(name: str, pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows from axes and shapes is what columns that are sent through the node tell, along each axis."""
+    torch.manual_seed(0)
+    out, told = REARRANGED[name](torch.randn(4, 4, 6, requires_grad=True) * 1), False
+    for axis, rows in enumerate(out.shape):
+        labels = {
+            "one a row": range(rows),
+            "blocks": [row // 2 for row in range(rows)],
+            "by turns": [row % 2 for row in range(rows)],
+            "any": [row * row % 5 for row in range(rows)],
+            "some": torch.where(torch.rand(rows) > 0.5, torch.arange(rows), -1).tolist(),
+        }[pattern]
+        with monkeypatch.context() as patch:
+            told = compare_with_columns(out, Layout(axis, tuple(labels), 24), patch) or told
+    assert told or pattern == "some" or name in ("other grouping", "sum of all", "padded, samples", "rolled, all")
 
 
 class Products(Module):

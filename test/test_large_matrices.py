@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import pytest
 import torch
+from test_tied_table import Largest
 from torch import nn
 
 from backpack import backpack, extend, results
-from backpack.extensions import HBP, KFAC, KFLR, KFRA, chains
+from backpack.extensions import HBP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNMC, chains
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.hbp import BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
 from backpack.utils.errors import UnsupportedError
@@ -127,3 +129,51 @@ def test_factors_of_a_large_table_exist() -> None:
     counts, outputs = model[0].weight.kfac
     assert torch.equal(counts, torch.bincount(words.flatten(), minlength=50_257) / 2)
     assert outputs.shape == (2, 2)
+
+
+CLASSES = 500
+SCORES: dict[str, Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]] = {
+    "flattened": lambda z, y: (z.flatten(0, 1), y.flatten()),
+    "turned": lambda z, y: (z.transpose(1, 2), y),
+    "cut": lambda z, y: (z[:, :-1].reshape(-1, CLASSES), y[:, 1:].flatten()),
+}
+"""How a loss takes scores of the words at all positions."""
+
+
+class Writer(nn.Module):
+    """Returns its loss, or scores; the last layer is called, or not."""
+
+    def __init__(self, way: str, calls: bool) -> None:
+        super().__init__()
+        self.table, self.layer, self.head = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, CLASSES, bias=False)
+        self.way, self.calls = way, calls
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(self.table(x)).tanh()
+        return self.head(h) if self.calls else nn.functional.linear(h, self.head.weight)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.scores(x) if y is None else nn.functional.cross_entropy(*SCORES[self.way](self.scores(x), y))
+
+
+@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.parametrize("way", SCORES)
+def test_scores_of_many_words(way: str, calls: bool) -> None:
+    """Where the samples lie is found out without anything larger than the scores, which fill the memory in a language model."""
+    torch.manual_seed(0)
+    model, x, y = Writer(way, calls), torch.randint(7, (5, 6)), torch.randint(CLASSES, (5, 6))
+    returns_scores = extend(deepcopy(model))
+    alone = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]) / 5, tuple(model.parameters())) for n in range(5)]
+    extend(model)
+    with backpack(BatchGrad()), Largest() as largest:
+        model(x, y).backward()
+    assert largest.entries <= 5 * 6 * CLASSES
+    for parameter, expected in zip(model.parameters(), zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(expected), rtol=1e-4, atol=1e-7)
+    for one, loss in ((model, model(x, y)), (returns_scores, extend(nn.CrossEntropyLoss())(*SCORES[way](returns_scores(x), y)))):
+        torch.manual_seed(0)
+        with backpack(DiagGGNMC()), Largest() as largest:
+            loss.backward()
+        assert largest.entries <= 5 * 6 * CLASSES, one
+    for parameter, other in zip(model.parameters(), returns_scores.parameters(), strict=True):
+        torch.testing.assert_close(parameter.diag_ggn_mc, other.diag_ggn_mc)
