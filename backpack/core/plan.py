@@ -35,13 +35,13 @@ from backpack.core.refusals import (
     single,
     unrecorded,
 )
-from backpack.core.samples import Layout, Repeated, arrangement, plain_layout, seen_through_reshape, settle
+from backpack.core.samples import Layout, Repeated, arrangement, plain_layout, settle
 from backpack.core.slots import Slot
 from backpack.core.starts import refuse_curved
 from backpack.core.tracking import Tracking
 from backpack.core.units import Unit
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Walk
-from backpack.core.ways import SPLIT, State, Way
+from backpack.core.ways import SPLIT, State, Way, seen_through_reshape
 from backpack.utils.errors import BackpackError, merge
 
 

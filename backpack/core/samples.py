@@ -316,21 +316,6 @@ def arrangement(layout: Layout) -> tuple[Arrangement | None, Layout]:
     return (Arrangement(axis, (len(labels),), 0) if axis else None), Layout(0, labels, samples)
 
 
-def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> Layout | None:
-    """Return the layout of a tensor after a reshape.
-
-    Args:
-        layout: Where the samples lie before.
-        old: Shape before.
-        new: Shape after.
-
-    Returns:
-        The layout after; ``None`` if no axis holds the samples any more.
-    """
-    labels = along(label_tensor(layout.labels, torch.device("cpu")), layout.axis, len(old)).expand(old).reshape(new)
-    return layout_of(labels, labels >= 0, layout.samples, layout.axis)
-
-
 def split(columns: Tensor, layout: Layout, block: slice = slice(None)) -> Tensor:
     """Give every sample columns of its own, which are zero at the entries of all others.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from enum import Enum
+from functools import lru_cache, partial
 from math import prod
 from typing import NamedTuple
 
@@ -118,22 +119,33 @@ def _axis_unless(dims: Iterable[int], axis: int, axes: int) -> int | None:
     return None if axis in [dim % axes for dim in dims] else axis
 
 
+def _axis_in_front(last: int, _: Node, axis: int, axes: int) -> int | None:
+    return axis if axis < axes - last else None
+
+
 _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
     "Permute": lambda node, axis, axes: saved(node, "dims")[axis] % axes,
     "Transpose": lambda node, axis, axes: _axis_of_swapped(saved(node, "dim0"), saved(node, "dim1"), axis, axes),
     "T": lambda _, axis, axes: _axis_of_swapped(0, -1, axis, axes),
     "Stack": lambda node, axis, axes: None if axis == (dim := saved(node, "dim") % (axes + 1)) else axis - (axis > dim),
-    "ConstantPadNd": lambda node, axis, axes: axis if axis < axes - len(saved(node, "pad")) // 2 else None,
+    "ConstantPadNd": lambda node, axis, axes: _axis_in_front(len(saved(node, "pad")) // 2, node, axis, axes),
     **dict.fromkeys(("Select", "Unbind"), lambda node, axis, axes: axis + (axis >= saved(node, "dim") % axes)),
     **dict.fromkeys((*_PARTS, "Slice", "Cat"), lambda node, axis, axes: _axis_unless((saved(node, "dim"),), axis, axes)),
     **dict.fromkeys(("Flip", "Roll"), lambda node, axis, axes: _axis_unless(saved(node, "dims") or range(axes), axis, axes)),
+    **{
+        f"{name}{axes}D{end}": partial(_axis_in_front, axes)
+        for axes in (1, 2, 3)
+        for name in """MaxPool AdaptiveMaxPool FractionalMaxPool AvgPool AdaptiveAvgPool ReflectionPad ReplicationPad UpsampleNearest
+        UpsampleNearestExact UpsampleLinear UpsampleBilinear UpsampleBicubic UpsampleTrilinear""".split()
+        for end in ("", "WithIndices", "Aa")
+    },
     **dict.fromkeys(("Sum", "Mean"), lambda node, axis, axes: _axis_of_reduced(node, axis, axes) if has_saved(node, "dim") else None),
 }
 # from an axis of the output, and the number of axes of the inputs, to that axis of these whose entries lie along it; ``None`` if there is none
 
 
 def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
-    """Say how a node carries the samples that reshapes, turns, cuts, joins or sums along other axes.
+    """Say how a node carries the samples that reshapes, turns, cuts, joins, pools or sums along other axes.
 
     Args:
         node: The node.
@@ -149,7 +161,7 @@ def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Siz
         return None
     there: Layout | None = None
     if name in SAME_ENTRIES:
-        there = _reshaped(layout, full, given[0])
+        there = seen_through_reshape(layout, full, given[0])
     elif name in _AXES and given[0] and (axis := _AXES[name](node, layout.axis, len(given[0]))) is not None:
         there = layout._replace(axis=axis)
     if there is None or any(len(shape) != len(given[0]) or shape[there.axis] != len(there.labels) for shape in given):
@@ -157,20 +169,35 @@ def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Siz
     return [None if shape is None else Crossing(Way.DATA, there, there) for shape in shapes]
 
 
-def _reshaped(layout: Layout, full: torch.Size, shape: torch.Size) -> Layout | None:
-    # where samples lie before a tensor was reshaped; None if it has to be found out
-    axis, behind = layout.axis, len(full) - layout.axis
-    if full[: axis + 1] == shape[: axis + 1]:
-        return layout
-    if full[axis:] == shape[-behind:]:
-        return layout._replace(axis=len(shape) - behind)
-    same = next((i for i, (one, other) in enumerate(zip(full[:axis:-1], reversed(shape), strict=False)) if one != other), min(behind - 1, len(shape)))
-    if not same:
-        return None
-    one, other = (torch.Size((*s[: len(s) - same], 1)) for s in (full, shape))  # features stay together
-    labels = along(label_tensor(layout.labels, torch.device("cpu")), axis, len(one)).expand(one).reshape(other)
-    found = layout_of(labels, labels >= 0, layout.samples, axis)
-    return None if found is None or found.axis == len(other) - 1 else found
+@lru_cache(maxsize=4096)
+def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> Layout | None:
+    """Return the layout of a tensor after a reshape: axes that are not split or merged with that of the samples do not matter.
+
+    Args:
+        layout: Where the samples lie before.
+        old: Shape before.
+        new: Shape after.
+
+    Returns:
+        The layout after; ``None`` if no axis holds the samples any more.
+    """
+    axis, device = layout.axis, torch.device("cpu")
+    begin, end, there, there_end = 0, len(old), 0, len(new)
+    if not layout.of_one and old.numel():
+        end = there_end = 0
+        while end <= axis:
+            begin, there = end, there_end
+            size, other, end, there_end = old[begin], new[there], begin + 1, there + 1
+            while size != other:
+                if size < other:
+                    size, end = size * old[end], end + 1
+                else:
+                    other, there_end = other * new[there_end], there_end + 1
+        if end - begin == 1 == there_end - there:
+            return layout._replace(axis=there)
+    labels = along(label_tensor(layout.labels, device), axis - begin, end - begin).expand(old[begin:end]).reshape(new[there:there_end])
+    found = layout_of(labels, labels >= 0, layout.samples, axis - there)
+    return None if found is None else found._replace(axis=there + found.axis)
 
 
 def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
