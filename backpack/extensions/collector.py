@@ -29,7 +29,7 @@ from backpack.extensions.mapped import answered, ask
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Contribution, join, joins
 from backpack.extensions.rules import FromGradient, Rule, find_faster
-from backpack.extensions.spared import Spared
+from backpack.extensions.spared import Spared, gradient_at
 from backpack.utils.differentiation import undifferentiable
 from backpack.utils.errors import BackpackError, UnattributedError, merge
 from backpack.utils.pages import written
@@ -205,7 +205,7 @@ class Collector(Reader):
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, use, name)
                 if isinstance(value, FromGradient) and not (self._after_gradients and _untouched(use.call, parameter)):
-                    value = value.function(use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0])
+                    value = value.function(gradient_at(use, name))
                 if value is not NotImplemented:
                     self._values[place] = value
                     continue

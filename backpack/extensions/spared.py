@@ -79,15 +79,29 @@ class Spared:
             use: The use, of which everything has been read.
         """
         for name, parameter in use.parameters.items() if use.sums is not None else ():
-            if name not in use.sums:
-                use.sums[name] = use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0]
             self._factors.append(_factor(use.call, name, parameter))
-            self._gradients.append(use.sums[name].reshape(parameter.shape))
+            self._gradients.append(gradient_at(use, name))
 
     def accumulate(self) -> None:
         """Hand the gradients over."""
         if self._factors:
             torch.autograd.backward(self._factors, self._gradients)
+
+
+def gradient_at(use: Use, name: str) -> Tensor:
+    """Return what all samples contribute to a gradient at a use: a sum that was kept, or a product like autograd's.
+
+    Args:
+        use: The use, with the gradient as its value.
+        name: Name of the parameter there.
+
+    Returns:
+        Tensor of the shape of the parameter.
+    """
+    sums = {} if use.sums is None else use.sums
+    if name not in sums:
+        sums[name] = use.call.derivatives._param_mjp(name, use.call, None, (use.grad,), use.grad[None])[0]
+    return sums[name].reshape(use.parameters[name].shape)
 
 
 def _factor(call: ModuleCall, name: str, parameter: Parameter) -> Tensor:
