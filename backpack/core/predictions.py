@@ -11,10 +11,10 @@ from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import is_made_of_constants, stands_beside
 from backpack.core.origins import FACTORS
 from backpack.core.refusals import bare
-from backpack.core.samples import Layout, along, layout_of, plain_layout, sum_to
+from backpack.core.samples import Layout, along, label_tensor, layout_of, plain_layout, sum_to
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
-from backpack.core.ways import ELEMENTWISE
+from backpack.core.ways import ELEMENTWISE, layout_behind
 
 _DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
 # selections of entries, none of them twice
@@ -27,9 +27,9 @@ _COPIES = frozenset("Expand Repeat Gather Embedding".split())
 _JOINS = frozenset({"Cat", "Stack"})
 _KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax NativeLayerNorm FusedRmsNorm".split())
 
-# the number of samples, -1 if every row is one; the axis where they begin; the digits of their numbers, from one on, for each entry of a tensor,
-# ``None`` if samples lie along this axis
-_Owners = tuple[int, int, list[Tensor] | None]
+# the number of samples, -1 if every row is one; where they lie, ``None`` if on no axis; the digits of their numbers, from one on, for each entry of a
+# tensor, none if they lie on an axis, ``None`` if that is where they began
+_Owners = tuple[int, Layout | None, list[Tensor] | None]
 
 
 def find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
@@ -52,11 +52,11 @@ def find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
     owners = _owners_of(walk, edge)
     if owners is None:
         return None
-    samples, axis, digits = owners
+    samples, layout, digits = owners
     if samples < 0:
         return plain_layout(shape[0])
-    if digits is None:
-        return plain_layout(samples, axis)
+    if layout is not None:
+        return layout if digits is None or layout.axis != dim else None  # the classes of a position belong to different samples
     if samples <= 1 or not shape.numel():
         return _of_one(shape, dim, samples)
     numbers = sum(_thin(part).long() * _DIGITS**power for power, part in enumerate(digits)) - 1
@@ -103,7 +103,7 @@ def _owners_of(walk: Walk, edge: Edge) -> _Owners | None:
         steps += [] if name in _KEEPS else [(edge, axis, ways)]
         edge = ways[0][1]
     if found is not None:
-        owners: _Owners | None = (*found, None)
+        owners: _Owners | None = (found[0], plain_layout(*found) if found[0] >= 0 else None, None)
     else:
         parts = [_owners_of(walk, upstream) for _, upstream in ways]
         if None in parts or len({samples for samples, *_ in parts}) > 1 or (len(parts) > 1 and walk.apart):
@@ -116,13 +116,13 @@ def _owners_of(walk: Walk, edge: Edge) -> _Owners | None:
 
 def _digits(owners: _Owners, edge: Edge) -> list[Tensor]:
     # of the numbers, beginning with one
-    samples, axis, digits = owners
-    if digits is not None:
-        return digits
-    shape, tensor = shape_of(edge), tensor_at(edge)
+    samples, layout, digits = owners
+    if layout is None:
+        return digits or []
+    shape, tensor, axis = shape_of(edge), tensor_at(edge), layout.axis
     longest = max(range(len(shape)), key=lambda other: (other != axis, shape[other]))  # of classes, as a rule: copies along it take no memory
     places = [1 if other == longest != axis else size for other, size in enumerate(shape)]
-    numbers = along(torch.arange(1, samples + 1, device=tensor.device), axis, len(shape)).expand(places).contiguous()
+    numbers = along(label_tensor(layout.labels, tensor.device) + 1, axis, len(shape)).expand(places).contiguous()
     powers = range(1 + sum(samples >= _DIGITS**power for power in (1, 2, 3)))
     return [(numbers // _DIGITS**power % _DIGITS).to(tensor.dtype).expand(shape) for power in powers]
 
@@ -138,19 +138,23 @@ def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _O
     Returns:
         Whose its entries are.
     """
-    samples = parts[0][0]
+    samples, layout, _ = parts[0]
     if samples < 0:
         return parts[0]
     node, shape, like = edge[0], shape_of(edge), tensor_at(edge)
+    if layout is not None and len(ways) == len(node.next_functions) and all(part[1] == layout for part in parts):
+        behind = layout_behind(node, layout, shape_of(ways[0][1]), shape)
+        if behind is not None:
+            return samples, behind, []
     column = torch.zeros((1,) * len(shape), dtype=like.dtype, device=like.device, requires_grad=True).expand(shape)
     given = [_digits(part, upstream) for part, (_, upstream) in zip(parts, ways, strict=True)]
     if not column.numel():
-        return samples, 0, [column for _ in given[0]]
+        return samples, None, [column for _ in given[0]]
     with torch.enable_grad():
         returned = call_once(node, [column if nr == edge[1] else None for nr in range(outputs_of(node))])
         summed = [sum_to(returned[i], shape_of(upstream), 0) for i, upstream in ways]  # expansions leave that to the engine
         columns = [[_thin(part).to(like.dtype).contiguous().expand_as(part) for part in one] for one in zip(*given, strict=True)]
-        return samples, 0, [torch.autograd.grad(summed, column, one, retain_graph=True)[0] for one in columns]
+        return samples, None, [torch.autograd.grad(summed, column, one, retain_graph=True)[0] for one in columns]
 
 
 def _by_rows(walk: Walk, ways: list[tuple[int, Edge]], last: int) -> tuple[int | None, list[tuple[int, Edge]]]:
@@ -167,10 +171,15 @@ def _by_rows(walk: Walk, ways: list[tuple[int, Edge]], last: int) -> tuple[int |
 
 def _multiplied(edge: Edge, factor: Edge, axis: int, owners: _Owners) -> _Owners | None:
     # whose the entries of a product are, of which a factor has owners; they are the same along an axis
-    digits = _digits(owners, factor) if owners[0] >= 0 else []
+    samples, layout, _ = owners
+    if samples < 0:
+        return owners
+    if layout is not None and not layout.of_one:
+        return None if layout.axis == axis % len(shape_of(factor)) else (samples, layout, [])
+    digits = _digits(owners, factor)
     ones = [part.narrow(axis, 0, 1) for part in digits]
     same = all(bool((part == one).all()) for part, one in zip(digits, ones, strict=True))
-    return (owners[0], 0, [one.expand(shape_of(edge)) for one in ones]) if same else None
+    return (samples, None, [one.expand(shape_of(edge)) for one in ones]) if same else None
 
 
 def _of_one(shape: torch.Size, dim: int | None, samples: int = 1) -> Layout:

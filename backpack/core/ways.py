@@ -169,6 +169,28 @@ def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Siz
     return [None if shape is None else Crossing(Way.DATA, there, there) for shape in shapes]
 
 
+def layout_behind(node: Node, layout: Layout, given: torch.Size, made: torch.Size) -> Layout | None:
+    """Say where the samples lie in what a node makes that reshapes, turns, cuts or joins.
+
+    Args:
+        node: The node.
+        layout: Where they lie in each tensor that it is given.
+        given: Shape of one of these.
+        made: Shape of what it makes.
+
+    Returns:
+        The layout; ``None`` if it is another node, or has to be found out.
+    """
+    name = operation(node)
+    if layout.of_one or not made.numel():
+        return None
+    if name in SAME_ENTRIES:
+        return seen_through_reshape(layout, given, made)
+    axes = range(len(made)) if name in _AXES else ()
+    axis = next((axis for axis in axes if _AXES[name](node, axis, len(given)) == layout.axis), None)
+    return None if axis is None or made[axis] != len(layout.labels) else layout._replace(axis=axis)
+
+
 @lru_cache(maxsize=4096)
 def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> Layout | None:
     """Return the layout of a tensor after a reshape: axes that are not split or merged with that of the samples do not matter.
