@@ -76,7 +76,7 @@ def _thin(tensor: Tensor) -> Tensor:
 
 
 def _owners_of(walk: Walk, edge: Edge) -> _Owners | None:
-    """Number samples where they begin, and send the numbers downstream.
+    """Follow the samples downstream from where they begin: by their axis, and by numbers that are sent where they leave it.
 
     Args:
         walk: The graph.

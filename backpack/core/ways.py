@@ -191,7 +191,7 @@ def layout_behind(node: Node, layout: Layout, given: torch.Size, made: torch.Siz
     return None if axis is None or made[axis] != len(layout.labels) else layout._replace(axis=axis)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=256)
 def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> Layout | None:
     """Return the layout of a tensor after a reshape: axes that are not split or merged with that of the samples do not matter.
 
