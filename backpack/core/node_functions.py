@@ -46,8 +46,8 @@ _CURVED_WITHIN = {"gelu": (-40, 40), "mish": (-inf, 40)}
 _NORMS = frozenset({"norm", "linalg_vector_norm"})
 _ZERO_AT_ZERO = _NORMS | {"std"}
 _SMOOTH = 3  # the power from which on torch knows the second derivative of norms where an entry is zero: that of this entry is zero, or taken for it
-# second derivative in terms of the result
-_OF_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
+# second derivative in terms of the result, and of numbers that the node has saved
+_OF_RESULT: dict[str, Callable[..., Tensor]] = {
     "Tanh0": lambda y: -2 * y * (1 - y * y),
     "Sigmoid0": lambda y: y * (1 - y) * (1 - 2 * y),
     "Exp0": lambda y: y,
@@ -57,7 +57,10 @@ _OF_RESULT: dict[str, Callable[[Tensor], Tensor]] = {
     "Rsqrt0": lambda y: 0.75 * y**5,
     "Reciprocal0": lambda y: 2 * y**3,
     "Tan0": lambda y: 2 * y * (1 + y * y),
+    "Elu1": lambda y, alpha, scale, input_scale: input_scale**2 * torch.where(y > 0, 0.0, y + scale * alpha),  # in place
+    "Celu1": lambda y, alpha: torch.where(y > 0, 0.0, y + alpha) / alpha**2,
 }
+_NUMBERS = {"Elu1": ("alpha", "scale", "input_scale"), "Celu1": ("alpha",)}
 _ALONG_AXES = {
     "LogSoftmax0": ("log_softmax", "self=result dim"),
     "Logsumexp0": ("logsumexp", "self dim keepdim"),
@@ -195,7 +198,7 @@ def coupling(node: Node, active: Collection[int]) -> Coupling:
     key, like = _key(node), tensor_at((node, 0))
     if key in _OF_RESULT:
         result = saved(node, "result")
-        second = _OF_RESULT[key](result)
+        second = _OF_RESULT[key](result, *(saved(node, name) for name in _NUMBERS.get(key, ())))
         return Coupling(lambda x: 0.5 * second * (x - result) ** 2, [result], [0], ())  # another function with this second derivative
     if key in _SOFTMAX | _ALONG_AXES.keys() and not shape_of(node.next_functions[0]):
         return Coupling(torch.clone, [torch.zeros((), dtype=like.dtype, device=like.device)], [0], ())  # along no axis: none of them is curved
