@@ -37,6 +37,10 @@ EVERYWHERE = "asinh atan cos cosh erf exp exp2 expm1 i0 sigmoid sin sinc sinh sq
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     **{name: lambda h, name=name: getattr(torch, name)(0.3 + 0.4 * h.sigmoid()) for name in INSIDE},
     **{name: getattr(torch, name) for name in EVERYWHERE},
+    "special, i1": torch.special.i1,
+    **{f"special, {name}": lambda h, name=name: getattr(torch.special, name)(0.3 + 0.4 * h.sigmoid()) for name in "entr ndtri".split()},
+    "polygamma": lambda h: torch.polygamma(2, 0.3 + h.sigmoid()),
+    "mvlgamma": lambda h: torch.mvlgamma(1.3 + h.sigmoid(), 3),
     **{name: getattr(F, name) for name in "gelu silu mish softplus elu selu celu hardswish logsigmoid".split()},
     "acosh": lambda h: torch.acosh(1.5 + h.sigmoid()),
     "gelu, tanh": lambda h: F.gelu(h, approximate="tanh"),

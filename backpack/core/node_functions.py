@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from math import inf
+from math import inf, pi
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,10 @@ _ENTRYWISE = {
         for name in """silu mish hardswish log_sigmoid log log2 log10 sin cos sinh cosh asin acos atan asinh acosh atanh erf erfc erfinv lgamma
         digamma sinc i0""".split()
     },
+    **{f"Special{name.title()}0": (f"special_{name}", "self") for name in ("entr", "i1")},
     "Log1P0": ("log1p", "self"),
+    "Polygamma0": ("polygamma", "n self"),
+    "Mvlgamma0": ("mvlgamma", "self p"),
     "Gelu0": ("gelu", "self approximate"),
     "Softplus0": ("softplus", "self beta threshold"),
     "Elu0": ("elu", "self alpha scale input_scale"),
@@ -57,6 +60,7 @@ _OF_RESULT: dict[str, Callable[..., Tensor]] = {
     "Rsqrt0": lambda y: 0.75 * y**5,
     "Reciprocal0": lambda y: 2 * y**3,
     "Tan0": lambda y: 2 * y * (1 + y * y),
+    "SpecialNdtri0": lambda y: 2 * pi * y * (y * y).exp(),
     "Elu1": lambda y, alpha, scale, input_scale: input_scale**2 * torch.where(y > 0, 0.0, y + scale * alpha),  # in place
     "Celu1": lambda y, alpha: torch.where(y > 0, 0.0, y + alpha) / alpha**2,
 }
