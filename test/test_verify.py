@@ -263,6 +263,26 @@ def test_factors_of_layers_that_are_called_once_for_all_samples(samples: int) ->
     assert {row.verdict for row in one_number} == {AGREES}
 
 
+class Bias(Module):
+    """Scores of attention with a bias of each pair of positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = Embedding(1, 2), Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.table(torch.zeros(x.shape[1], x.shape[1], dtype=torch.long)).permute(2, 0, 1)
+        return self.head(((x @ x.mT).unsqueeze(1) + bias).softmax(-1).matmul(x.unsqueeze(1)).mean((1, 2)))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_input_factor_of_what_nobody_uses(samples: int) -> None:
+    """The softmax of a single score is one: nothing tells whether the bias is that of one sample, or of all."""
+    report = verify(Bias().double(), CrossEntropyLoss(), randn(samples, 1, 4), torch.arange(samples) % 3, [extensions.KFLR()])
+    nothing_wrong(report)
+    assert verdicts(report) == dict.fromkeys([("table.weight", "KFLR"), ("head.weight", "KFLR"), ("head.bias", "KFLR")], AGREES)
+
+
 class Tokens(Module):
     """A weight that multiplies its input entry by entry, and a bias: of the shape of products with it, or of none."""
 

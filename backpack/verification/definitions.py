@@ -251,7 +251,7 @@ def _factors(at: Comparison, layer: Layer, name: str, value: list, roots: tuple[
         roots: Sampled square root of the loss's Hessian.
 
     Yields:
-        For each group the output factor and the input factor.
+        For each group the output factor and, if it is known who sees what the layer has returned, the input factor.
 
     Raises:
         Malformed: If their number is wrong.
@@ -267,6 +267,8 @@ def _factors(at: Comparison, layer: Layer, name: str, value: list, roots: tuple[
         rows = reference.pick(reference.scores(layer.probe)[offset : offset + outputs], side)
         expected = reference.block(layer.probe, [offset + row for row in rows], roots).sum(0)
         yield Numbers(_tensor_of(output, (outputs, outputs))[rows][:, rows], expected)
+        if counts is None:
+            continue
         scores = layer.input_scores(reference.gradient[name], group)
         chosen = reference.pick(scores, side)
         inputs = layer.inputs(chosen, group, counts)

@@ -94,14 +94,15 @@ class Layer:
             return by_output.sum(1)
         return by_output.unflatten(0, (self.groups, -1))[group].sum(0).flatten()
 
-    def copies(self, output: Tensor) -> list[int]:
+    def copies(self, output: Tensor) -> list[int] | None:
         """Say how often a call would have to be made if each sample had rows of its own.
 
         Args:
             output: What the model returned, in its graph, ``[N, *]``.
 
         Returns:
-            For each call 1, or the number of samples if several of them use the same entry of what it has returned: then all see it.
+            For each call 1, or the number of samples if several of them use the same entry of what it has returned: then all see it. ``None`` if
+            nobody uses any of it, as scores of a single position in front of a softmax: nothing tells it then.
         """
         rows, numbers, counts = output.reshape(len(output), -1), torch.arange(len(output)), [1] * len(self.results)
         totals = rows @ torch.linspace(1, 2, rows.shape[1]).to(rows)
@@ -110,6 +111,8 @@ class Layer:
             for value in (0, 1):
                 chosen = totals[(numbers >> bit) & 1 == value].sum()
                 used.append([g != 0 for g in grad(chosen, self.results, retain_graph=True, materialize_grads=True)])
+            if not any((one | other).any() for one, other in zip(*used, strict=True)):
+                return None
             counts = [len(output) if (one & other).any() else count for one, other, count in zip(*used, counts, strict=True)]
         return counts
 
