@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from itertools import takewhile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -71,6 +72,40 @@ def test_documentation_runs(page: str, fresh: Callable[[str], str]) -> None:
 def test_pages_have_scripts() -> None:
     silent = {"docs/changelog.md", "docs/benchmarks.md", "docs/design.md", "docs/quantities/index.md"}
     assert TEXTS.keys() - BLOCKS.keys() == silent
+
+
+def test_training_loops_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is shown of frameworks does what it says, where these call it as theirs do."""
+
+    class Module(nn.Module):
+        def backward(self, loss: torch.Tensor) -> None:
+            loss.backward()
+
+    class Trainer:
+        def training_step(self, model: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+            loss = model(**inputs)
+            loss.backward()
+            return loss.detach()
+
+    class Model(nn.Linear):
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(super().forward(x), labels)
+
+    monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace(LightningModule=Module))
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(Trainer=Trainer))
+    names: dict[str, type] = {}
+    for code in re.findall(r"^```py\n(.*?)^```$", TEXTS["docs/training.md"], re.M | re.S):
+        exec(code, names)
+    X, y = torch.rand(5, 64), torch.arange(5)
+    module, model, logged = names["Classifier"](), extend(Model(64, 10)), {}
+    model.load_state_dict(module.model.state_dict())
+    module.log = logged.__setitem__
+    optimizer = module.configure_optimizers()
+    module.backward(module.training_step((X, y), 0))
+    module.on_before_optimizer_step(optimizer)
+    names["TrainerWithVariance"]().training_step(model, {"x": X, "labels": y})
+    by_hand = torch.stack([torch.autograd.grad(model(X[n : n + 1], y[n : n + 1]) / 5, model.weight)[0] for n in range(5)]).var(0, correction=0)
+    torch.testing.assert_close([logged["variance"], model.weight.variance], [by_hand.mean(), by_hand])
 
 
 def slug(heading: str) -> str:
