@@ -842,3 +842,53 @@ def test_as_many_classes_as_samples(way: str, samples: int) -> None:
         model(x, y).backward()
     for parameter, *expected in zip(model.body.parameters(), *rows, strict=True):
         torch.testing.assert_close(parameter.grad_batch, torch.stack(expected))
+
+
+class Offset(nn.Module):
+    """Adds one row for all samples, ``[1, T, 3]``, to what a layer makes of ``[N, T, 4]``; the loss has an axis, or all samples stand in one row."""
+
+    def __init__(self, packed: bool) -> None:
+        super().__init__()
+        self.packed, self.body, self.head = packed, nn.Linear(4, 3), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor, offset: Tensor) -> Tensor:
+        h = (self.body(x) + offset).tanh()
+        if self.packed:
+            scores = self.head(h.flatten(0, 1)[None])
+            return F.cross_entropy(scores.transpose(1, 2), torch.zeros_like(scores[..., 0]).long(), reduction="sum")
+        return self.head(h).square().sum().reshape(1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_row_beside_the_samples(packed: bool) -> None:
+    """It was taken for the mini-batch: a mask, or position numbers, that are the same for all samples."""
+    torch.manual_seed(0)
+    model, x, offset = Offset(packed).double(), torch.randn(3, 2, 4, dtype=torch.float64), torch.randn(1, 2, 3, dtype=torch.float64)
+    rows = [torch.autograd.grad(model(x[n : n + 1], offset), list(model.parameters())) for n in range(3)]
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x, offset).backward()
+    for parameter, *expected in zip(model.parameters(), *rows, strict=True):
+        close(parameter.grad_batch, torch.stack(expected))
+
+
+class Flattened(Model):
+    """``[N, T, 4]``, of which rows are all positions from the first layer on, or from the second on; labels are given as a row, too."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x.flatten(0, 1)) if self.first else self.head(self.body(x).flatten(0, 1).tanh()), y)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("first", [False, True])
+def test_labels_of_positions_are_no_samples(samples: int, first: bool) -> None:
+    """Positions of the only sample were taken for samples, since there are as many labels."""
+    model, x, y = extend(Flattened(first)), torch.randn(samples, 3, 4), torch.randint(4, (3 * samples,))
+    for extension in FIRST + SECOND:
+        with backpack(extension), pytest.raises(BackpackError, match="returns its loss"):
+            model(x, y).backward()
+    assert results(model) == {}

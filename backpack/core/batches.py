@@ -357,11 +357,12 @@ def lengths_of(call: ModuleCall) -> set[int]:
         call: Its call.
 
     Returns:
-        The length of the axis of samples of each tensor.
+        The length of the axis of samples of each tensor; a single row beside several, as of a mask, is the same for all samples.
     """
     first = batch_of(call)
     others = [*call.tensor_inputs[1:], *nested_in(call)] if _batch_axis(call) == 0 else []
-    return {other.shape[0] for other in others if other.shape} | ({first} - {None})
+    lengths = {other.shape[0] for other in others if other.shape} | ({first} - {None})
+    return lengths - {1} if first not in (None, 1) and len(_first_shape(call)) > 1 else lengths
 
 
 def _others(call: ModuleCall) -> set[int]:
