@@ -892,3 +892,49 @@ def test_labels_of_positions_are_no_samples(samples: int, first: bool) -> None:
         with backpack(extension), pytest.raises(BackpackError, match="returns its loss"):
             model(x, y).backward()
     assert results(model) == {}
+
+
+BARE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, w: x @ w,
+    "scaled": lambda x, w: x * w[0],
+    "contraction": lambda x, w: torch.einsum("nti,io->nto", x, w),
+    "first position": lambda x, w: F.linear(x[:, 0], w),
+    "time first": lambda x, w: (x @ w).transpose(0, 1),
+    "scaled, time first": lambda x, w: (x * w[0]).transpose(0, 1),
+    "contraction, time first": lambda x, w: torch.einsum("nti,io->tno", x, w),
+    "given time first": lambda x, w: x.transpose(0, 1) @ w,
+}
+"""What functions make of data and of a matrix, where no module is called inside."""
+
+
+class Functions(nn.Module):
+    """No module inside; labels lie as the prediction does."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.predict, self.matrix = BARE[way], nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.predict(x, self.matrix), y, reduction="sum")
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("way", BARE)
+def test_functions_alone(way: str, samples: int) -> None:
+    """Positions were taken for samples, as there are as many of them, or as labels had them first."""
+    torch.manual_seed(0)
+    model, x = Functions(way).double(), torch.randn(samples, 3, 4, dtype=torch.float64)
+    y = torch.randn_like(BARE[way](x, model.matrix))
+    first = "first" in way and "position" not in way
+    expected = [torch.autograd.grad(model(x[n : n + 1], y.narrow(int(first), n, 1)), model.matrix)[0] for n in range(samples)]
+    extend(model)
+    for extension in FIRST + SECOND:
+        if first:
+            with backpack(extension), pytest.raises(BackpackError, match="returns its loss"):
+                model(x, y).backward()
+            continue
+        with backpack(extension):
+            model(x, y).backward()
+    assert (results(model) == {}) == first
+    if not first:
+        close(model.matrix.grad_batch, torch.stack(expected))

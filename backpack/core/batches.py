@@ -200,18 +200,18 @@ def _piece(call: ModuleCall) -> tuple | None:
     return edge[0].next_functions[0], edge[1], saved(edge[0], "start") if name == "Slice" else None
 
 
-def agrees_with_data(calls: Iterable[ModuleCall], given: Slot, layout: Layout) -> bool | None:
+def agrees_with_data(calls: Iterable[ModuleCall], tensor: Tensor | None, layout: Layout) -> bool | None:
     """Compare where the samples should lie in a tensor with where they do: in a view of what an outermost module was called with.
 
     Args:
         calls: Calls of outermost modules.
-        given: A tensor that a module inside was called with.
+        tensor: A tensor that a module or a function inside was called with; ``None`` if nobody holds it any more.
         layout: Where the samples should lie.
 
     Returns:
         Whether they do; ``None`` where the tensor is no view of one with as many rows as samples, or nobody holds that any more.
     """
-    tensor, found = given.tensor, None
+    found = None
     for source, axis in mini_batches(calls, layout.samples) if tensor is not None else ():
         owners = owners_in(tensor, source, axis)
         if owners is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import known_axis, mini_batches, owners_in
+from backpack.core.batches import agrees_with_data, known_axis, mini_batches, owners_in
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
@@ -63,6 +63,24 @@ def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> Non
             rows = [size for axis, size in enumerate(axes) if apart or axis != layout.axis or layout.of_one]
             if turned or found or (unknown and (calls or -1 not in layout.labels) and layout.samples in rows):
                 raise _misplaced(walk, node, calls, tensor, layout, not (turned or found))
+
+
+def factors_agree(walk: Walk, node: Node, states: Mapping[int, State]) -> bool | None:
+    """Compare where the samples should lie in what a function was given with where they do, in a model that returns its loss.
+
+    Args:
+        walk: The graph.
+        node: Node of the function.
+        states: States of its outputs.
+
+    Returns:
+        Whether they do; ``None`` where that is no data of a model, as far as memory tells.
+    """
+    found = []
+    for layout in states.values() if walk.returns_loss else ():
+        if layout is not SPLIT and layout.samples > 1:
+            found += [agrees_with_data(walk.outermost, tensor, layout) for tensor, apart in _factors_of(walk, node, layout, True) if not apart]
+    return None if set(found) <= {None} else False not in found
 
 
 def _lies_elsewhere(tensor: Tensor, layout: Layout, calls: Iterable[ModuleCall], apart: bool = False) -> bool | None:

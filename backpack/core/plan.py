@@ -313,7 +313,7 @@ class Plan(Tracking):
             return False
         samples = self._samples_at[node]
         if samples > 1 and isinstance(found, Unit) and found.below is None:
-            refuse_misplaced(self.walk, node, states)
+            self._compare_factors(node)
         units, below = (found.parts, found.below) if isinstance(found, Composite) else ([found], [(found.below, found.arrives)])
         for edge, state in (*below, *((edge, SPLIT) for unit in units for edge in unit.split.values())):
             if edge is not None:
@@ -377,7 +377,7 @@ class Plan(Tracking):
             refuse_second_order(node, self.walk)
         samples = self._samples_at[node]
         if samples > 1 and None in nexts:
-            refuse_misplaced(self.walk, node, states)
+            self._compare_factors(node)
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:
                 continue

@@ -15,7 +15,9 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.graph import operation, shape_of
 from backpack.core.joining import moves_rows
 from backpack.core.linear import is_linear
+from backpack.core.loss_nodes import LossNode
 from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, refuse_without_loss
+from backpack.core.misplacing import factors_agree, refuse_misplaced
 from backpack.core.mixing import is_same_for_all
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
@@ -94,6 +96,10 @@ class Tracking:
             self._doubt(start.below[0], shape_of(start.below), start.layout.samples)
         if not start.sure:
             self._unsure.add(start.below[0])
+            shape, axes = shape_of(start.below), start.call.axes if isinstance(start.call, LossNode) else None
+            rows = shape if axes is None else [size for axis, size in enumerate(shape) if axis != axes[1]]
+            if self.walk.returns_loss and (len(self.walk.batches - {0}) > 1 or rows.count(start.layout.samples) > 1):
+                self._doubt(start.below[0], shape, start.layout.samples)
         self._arrive(start.below, start.layout, None, start.layout.samples)
         return True
 
@@ -240,6 +246,15 @@ class Tracking:
         if samples > 1 and shape.count(samples) > 1:
             self._doubt(node, shape, samples)
 
+    def _compare_factors(self, node: Node) -> None:
+        # with what a function was given
+        refuse_misplaced(self.walk, node, self.states[node])
+        agrees = factors_agree(self.walk, node, self.states[node]) if node in self._guessed else None
+        if agrees:
+            self._told |= self._guessed[node]
+        elif agrees is False:
+            self._doubt(node, shape_of((node, min(self.states[node]))), self._samples_at[node])
+
     def _compare_with_data(self, node: Node, call: ModuleCall, layout: Layout, axes: int) -> None:
         """Refuse rows that were taken for samples at a guess, where what a module was called with says something else; note whether it confirms them.
 
@@ -251,7 +266,7 @@ class Tracking:
         """
         given, agrees = call.inputs[0], None
         if self.walk.is_data(given):
-            agrees = agrees_with_data([outer for outer in self.walk.outermost if outer.module._modules], given, layout)
+            agrees = agrees_with_data([outer for outer in self.walk.outermost if outer.module._modules], given.tensor, layout)
             if agrees:
                 self._told |= self._guessed[node]
             elif agrees is False:
