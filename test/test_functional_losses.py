@@ -144,6 +144,12 @@ FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "chosen repeatedly, extended": lambda out, y: EXTENDED(out[:, [0, 1, 1]].flip(0).flatten(0, 1), y[:, [0, 1, 3]].flip(0).flatten()),
     "squares of copies": lambda out, y: F.mse_loss(torch.cat([out, out[[-1, 0]]]), torch.zeros(len(y) + 2, T, C)),
     "gathered": lambda out, y: F.mse_loss(out.gather(0, y[:, :1, None].expand(-1, 2, C) % len(y)), torch.zeros(len(y), 2, C), reduction="sum"),
+    "class of zeros": lambda out, y: F.cross_entropy(torch.cat([torch.zeros_like(out[..., :1]), out], -1).reshape(-1, C + 1), y.flatten()),
+    "class of zeros, by time": lambda out, y: F.cross_entropy(F.pad(out, (0, 1)).transpose(0, 1).reshape(-1, C + 1), y.T.flatten()),
+    "resized, extended": lambda out, y: EXTENDED(F.interpolate(out.mT, scale_factor=2).mT.reshape(-1, C), y.repeat_interleave(2, 1).flatten()),
+    "pooled": lambda out, y: F.cross_entropy(F.avg_pool1d(out.mT, 2, 1).mT.reshape(-1, C), y[:, 1:].flatten()),
+    "means of steps": lambda out, y: F.cross_entropy(out[:, 1:].unflatten(1, (2, -1)).mean(2).reshape(-1, C), y[:, :2].flatten()),
+    "running sums": lambda out, y: F.mse_loss(out.cumsum(1).flatten(0, 1), torch.zeros(y.numel(), C)),
 }
 
 

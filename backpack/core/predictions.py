@@ -14,7 +14,7 @@ from backpack.core.refusals import bare
 from backpack.core.samples import Layout, along, label_tensor, layout_of, plain_layout, sum_to
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
-from backpack.core.ways import ELEMENTWISE, layout_behind
+from backpack.core.ways import ALONG_AXES, ELEMENTWISE, layout_behind
 
 _DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
 # selections of entries, none of them twice
@@ -42,7 +42,8 @@ def find_samples(walk: Walk, edge: Edge, dim: int | None) -> Layout | None:
 
     Returns:
         The layout; ``None`` where something else lies in between than reshaping, selecting, joining, element-wise operations and normalizations, or
-        copies and products with matrices of parameters, where samples do not begin at the output of a model anyway.
+        copies, products with matrices of parameters, and what sums, pads, pools or resizes along axes without samples, where these do not begin at
+        the output of a model anyway.
     """
     found, shape = _samples_at(walk, edge), shape_of(edge)
     if found is not None and found[0] >= 0:
@@ -96,7 +97,7 @@ def _owners_of(walk: Walk, edge: Edge) -> _Owners | None:
             ways = [way for way in ways if shape_of(way[1]) == shape_of(edge)][:1]
         elif name in FACTORS and not known:
             axis, ways = _by_rows(walk, ways, len(node.next_functions) - 1)
-        elif name not in _MOVES and (name not in _COPIES or known):
+        elif name not in _MOVES and (name not in _COPIES | ALONG_AXES or known):
             return None
         if len(ways) != 1 or (known and shape_of(edge).numel() > shape_of(ways[0][1]).numel()):
             return None
@@ -127,8 +128,8 @@ def _digits(owners: _Owners, edge: Edge) -> list[Tensor]:
     return [(numbers // _DIGITS**power % _DIGITS).to(tensor.dtype).expand(shape) for power in powers]
 
 
-def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _Owners:
-    """Send numbers through a node that selects, joins or copies entries, as its own derivative does it: to every copy.
+def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _Owners | None:
+    """Follow an axis through a node, or send numbers through one that selects, joins or copies entries, as its own derivative does it: to every copy.
 
     Args:
         edge: Edge of what the node makes.
@@ -136,16 +137,18 @@ def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _O
         parts: Whose the entries of these are.
 
     Returns:
-        Whose its entries are.
+        Whose its entries are, those that are joined from constants among them; ``None`` where one cannot tell.
     """
     samples, layout, _ = parts[0]
     if samples < 0:
         return parts[0]
     node, shape, like = edge[0], shape_of(edge), tensor_at(edge)
-    if layout is not None and len(ways) == len(node.next_functions) and all(part[1] == layout for part in parts):
+    if layout is not None and all(part[1] == layout for part in parts):
         behind = layout_behind(node, layout, shape_of(ways[0][1]), shape)
         if behind is not None:
             return samples, behind, []
+    if operation(node) not in _MOVES | _COPIES | _JOINS:  # numbers would be summed
+        return (samples, None, [torch.ones((1,) * len(shape), dtype=like.dtype, device=like.device).expand(shape)]) if samples == 1 else None
     column = torch.zeros((1,) * len(shape), dtype=like.dtype, device=like.device, requires_grad=True).expand(shape)
     given = [_digits(part, upstream) for part, (_, upstream) in zip(parts, ways, strict=True)]
     if not column.numel():

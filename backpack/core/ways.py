@@ -130,7 +130,7 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
     "Stack": lambda node, axis, axes: None if axis == (dim := saved(node, "dim") % (axes + 1)) else axis - (axis > dim),
     "ConstantPadNd": lambda node, axis, axes: _axis_in_front(len(saved(node, "pad")) // 2, node, axis, axes),
     **dict.fromkeys(("Select", "Unbind"), lambda node, axis, axes: axis + (axis >= saved(node, "dim") % axes)),
-    **dict.fromkeys((*_PARTS, "Slice", "Cat"), lambda node, axis, axes: _axis_unless((saved(node, "dim"),), axis, axes)),
+    **dict.fromkeys((*_PARTS, "Slice", "Cat", "Cumsum"), lambda node, axis, axes: _axis_unless((saved(node, "dim"),), axis, axes)),
     **dict.fromkeys(("Flip", "Roll"), lambda node, axis, axes: _axis_unless(saved(node, "dims") or range(axes), axis, axes)),
     **{
         f"{name}{axes}D{end}": partial(_axis_in_front, axes)
@@ -142,6 +142,8 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
     **dict.fromkeys(("Sum", "Mean"), lambda node, axis, axes: _axis_of_reduced(node, axis, axes) if has_saved(node, "dim") else None),
 }
 # from an axis of the output, and the number of axes of the inputs, to that axis of these whose entries lie along it; ``None`` if there is none
+ALONG_AXES = frozenset(_AXES)
+"""Operations that leave the entries along some axes apart, which their settings tell."""
 
 
 def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
@@ -170,7 +172,7 @@ def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Siz
 
 
 def layout_behind(node: Node, layout: Layout, given: torch.Size, made: torch.Size) -> Layout | None:
-    """Say where the samples lie in what a node makes that reshapes, turns, cuts or joins.
+    """Say where the samples lie in what a node makes that reshapes, turns, cuts, joins, or sums, pads, pools or resizes along other axes.
 
     Args:
         node: The node.
