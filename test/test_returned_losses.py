@@ -938,3 +938,48 @@ def test_functions_alone(way: str, samples: int) -> None:
     assert (results(model) == {}) == first
     if not first:
         close(model.matrix.grad_batch, torch.stack(expected))
+
+
+class Gates(nn.Module):
+    """A layer without a rule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Parameter(torch.randn(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return (h * self.gates).tanh()
+
+
+class Gated(nn.Module):
+    """``[N, T, 4]``, of which such a layer is given all positions."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.flat, self.scales, self.layer = flat, nn.Parameter(torch.randn(4)), Gates()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = x * self.scales
+        return F.mse_loss(self.layer(h.flatten(0, 1) if self.flat else h), y if self.flat else y.view_as(h))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("flat", [False, True])
+def test_labels_of_positions_behind_a_layer_without_rule(samples: int, flat: bool) -> None:
+    """As above, where no layer with a rule is given anything."""
+    torch.manual_seed(0)
+    model, x, y = Gated(flat).double(), torch.randn(samples, 2, 4, dtype=torch.float64), torch.randn(samples * 2, 4, dtype=torch.float64)
+    parts = [model(x[n : n + 1], y[2 * n : 2 * n + 2]) for n in range(samples)]
+    expected = sample_gradients(model, parts)
+    extend(model)
+    for extension in (BatchDiagGGNExact(), BatchGrad()):
+        if flat:
+            with backpack(extension), pytest.raises(BackpackError, match="returns its loss"):
+                model(x, y).backward()
+            continue
+        with backpack(extension):
+            model(x, y).backward()
+    assert (results(model) == {}) == flat
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        if not flat:
+            close(parameter.grad_batch, gradients)

@@ -92,21 +92,21 @@ class Tracking:
         self.losses[node] = start
         self._covered |= start.inside
         self._guessed[start.below[0]] = frozenset((start.below[0],))
-        if start.layout.samples > 1 and self._may_be_one:
+        if start.layout.samples > 1 and self._is_open:
             self._doubt(start.below[0], shape_of(start.below), start.layout.samples)
         if not start.sure:
             self._unsure.add(start.below[0])
             shape, axes = shape_of(start.below), start.call.axes if isinstance(start.call, LossNode) else None
             rows = shape if axes is None else [size for axis, size in enumerate(shape) if axis != axes[1]]
-            if self.walk.returns_loss and (len(self.walk.batches - {0}) > 1 or rows.count(start.layout.samples) > 1):
+            if self.walk.returns_loss and rows.count(start.layout.samples) > 1:
                 self._doubt(start.below[0], shape, start.layout.samples)
         self._arrive(start.below, start.layout, None, start.layout.samples)
         return True
 
     @property
-    def _may_be_one(self) -> bool:
-        # whether a model that returns its loss may have been given one sample, beside rows that are none: labels of its positions, say
-        return self.walk.returns_loss and self.walk.batches > {1}
+    def _is_open(self) -> bool:
+        # whether a model that returns its loss may have been given as many samples as one argument has rows, or as another: labels, say
+        return self.walk.returns_loss and len(self.walk.batches - {0}) > 1
 
     def _start_at_time(self, node: Node) -> bool:
         """Let samples start at the input ``[T, N, C]`` of a connectionist temporal classification, which has them on axis 1.
@@ -149,7 +149,7 @@ class Tracking:
             self._guessed.pop(node, None)  # its rows are the samples, however many it was given
         elif start is not None:
             self._guessed[node] = frozenset((node,))
-            if start.samples > 1 and (self._may_be_one or (self.walk.returns_loss and moves_rows(self.walk, node))):
+            if start.samples > 1 and (self._is_open or (self.walk.returns_loss and moves_rows(self.walk, node))):
                 self._doubt(node, call.outputs[mark.index].shape, start.samples)
         if start is None:
             self._of_one = call if call.root and isinstance(known, Layout) and known.samples > 1 and batch_of(call) == 1 else self._of_one
