@@ -199,6 +199,23 @@ def test_rows_belong_to_the_samples_that_they_are_made_of(fold: str, make: Calla
     check(make(), lambda out: FOLDS[fold](out, y), batch)
 
 
+@pytest.mark.parametrize("name", "reciprocal log1p log2 log10 expm1 exp2 tan asin acos atan asinh atanh erfc nan_to_num sigmoid".split())
+def test_rows_of_functions_of_single_entries(name: str) -> None:
+    """They are followed, whatever the function."""
+    model, x, y = nn.Linear(3, C).double(), randn(N, T, 3).double(), randint(C, (N, T))
+
+    def loss(rows: slice) -> Tensor:
+        return F.cross_entropy(getattr(torch, name)(model(x[rows]).sigmoid() / 2 + 0.2).view(-1, C), y[rows].flatten(), reduction="sum")
+
+    extend(model)
+    found = []
+    for rows in (slice(None), *(slice(n, n + 1) for n in range(N))):
+        with backpack(extensions.BatchDiagGGNExact()):
+            loss(rows).backward()
+        found.append(model.weight.diag_ggn_exact_batch)
+    torch.testing.assert_close(found[0], torch.cat(found[1:]))
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("fold", FOLDS)
 def test_loss_inside(fold: str, batch: int) -> None:

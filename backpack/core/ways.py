@@ -23,7 +23,8 @@ STATIC = LINEAR - frozenset(
 """Operations whose way with samples follows from shapes and settings: no sum of products, in which zeros in the data can hide samples."""
 ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Pow
-    Erf Sin Cos Sinh Cosh Neg Alias Clone ToCopy NativeDropout Clamp ClampMin ClampMax Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg""".split()
+    Erf Sin Cos Sinh Cosh Neg Alias Clone ToCopy NativeDropout Clamp ClampMin ClampMax Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg
+    Reciprocal Log1P Log2 Log10 Expm1 Exp2 Tan Asin Acos Atan Asinh Acosh Atanh Erfc Celu Threshold Hardshrink Softshrink NanToNum""".split()
 )
 """Operations that treat every entry alone."""
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
