@@ -332,6 +332,23 @@ def test_one_step_in_front_of_the_samples(samples: int) -> None:
     assert [len(p.grad_batch) for p in model.parameters() if p.grad is not None] == [samples] * 6
 
 
+@pytest.mark.parametrize("loss", list(SUMS)[:2])
+@pytest.mark.parametrize("shape", [(3, 2), (3, 5, 2)])
+def test_samples_behind_an_axis_of_length_one(shape: tuple[int, ...], loss: str) -> None:
+    """They made one sample of the mini-batch for second-order quantities, and for those beside them."""
+    model, lossfunc = extend(Squeezed(4, lambda net, x: net.last(net.first(x).tanh())[None])), SUMS[loss]
+    if isinstance(lossfunc, nn.Module):
+        extend(lossfunc)
+    with backpack(BatchGrad(), BatchDiagGGNExact()), pytest.raises(UnsupportedError, match="samples lie on axis 0"):
+        out = model(torch.randn(shape))
+        lossfunc(out, torch.zeros_like(out)).backward()
+    assert results(model) == {}
+    with backpack(BatchDiagGGNExact()):
+        out = model(torch.randn(shape))[0]
+        lossfunc(out, torch.zeros_like(out)).backward()
+    assert len(model.last.weight.diag_ggn_exact_batch) == len(out)
+
+
 class Ragged(nn.Module):
     """Sequences of several lengths."""
 

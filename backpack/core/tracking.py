@@ -144,6 +144,9 @@ class Tracking:
         own = map(id, call.module._parameters.values())
         if call.root and known is None and (call.module._modules or self.walk.bits.keys() & own) and turns(call):
             raise turned(call)
+        shape, first = call.outputs[mark.index].shape, batch_of(call) if call.root else None
+        if isinstance(known, Layout) and known.samples == 1 and shape[:1] == (1,) and first not in (None, 1) and first in shape[1:-1]:
+            raise turned(call)  # one row, as a loss has it, of samples on another axis
         start = start_at_output(self.walk, node, mark, known is not None)
         if call.root:
             self._guessed.pop(node, None)  # its rows are the samples, however many it was given
