@@ -24,6 +24,7 @@ _MOVES = SAME_ENTRIES | frozenset(
 )
 # selections that may take an entry several times, beside "Index" and "IndexSelect"
 _COPIES = frozenset("Expand Repeat Gather Embedding".split())
+_ELSE = _COPIES | ALONG_AXES  # what samples are followed through where they do not begin at the output of a model anyway
 _JOINS = frozenset({"Cat", "Stack"})
 _KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax NativeLayerNorm FusedRmsNorm".split())
 
@@ -97,7 +98,7 @@ def _owners_of(walk: Walk, edge: Edge) -> _Owners | None:
             ways = [way for way in ways if shape_of(way[1]) == shape_of(edge)][:1]
         elif name in FACTORS and not known:
             axis, ways = _by_rows(walk, ways, len(node.next_functions) - 1)
-        elif name not in _MOVES and (name not in _COPIES | ALONG_AXES or known):
+        elif name not in _MOVES and (known or name not in _ELSE):
             return None
         if len(ways) != 1 or (known and shape_of(edge).numel() > shape_of(ways[0][1]).numel()):
             return None
