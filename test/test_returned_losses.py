@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -516,6 +519,40 @@ def test_rows_that_are_the_same_for_all_samples(name: str, number: int, differen
     with backpack(BatchGrad(exclude=["key.weight", "key.bias", "rows", "table.weight"])):
         model(x, y).backward()
     close(model.embed.weight.grad_batch, expected)
+
+
+@dataclass
+class Batch:
+    """What a model is given as a whole."""
+
+    x: Tensor
+    y: Tensor
+
+
+@pytest.mark.parametrize("wrap", [lambda x, y: {"x": x, "y": y}, lambda x, y: [x, y], Batch, lambda x, y: SimpleNamespace(x=x, y=y)])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("number", [3, 4])
+def test_prototypes_beside_samples_in_one_argument(number: int, known: bool, wrap: Callable[[Tensor, Tensor], Any]) -> None:
+    """Samples in a mapping, a list, a data class or an object are data, too, beside which prototypes are the same for all."""
+
+    class Batched(Prototypes):
+        def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+            x, y = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list) else (batch.x, batch.y)
+            hidden = self.embed(x)
+            scores = hidden @ self.key(self.grid).T
+            return F.mse_loss(scores, y, reduction="sum") if known else (scores - y).square().sum(), hidden
+
+    torch.manual_seed(0)
+    model, x, y = Batched(number, MADE["buffer"]).double(), torch.randn(3, 2, dtype=torch.float64), torch.randn(3, number, dtype=torch.float64)
+    expected = torch.stack([torch.autograd.grad(model(wrap(x[n : n + 1], y[n : n + 1]))[0], model.key.weight)[0] for n in range(3)])
+    extend(model)
+    try:
+        with backpack(BatchGrad()):
+            model(wrap(x, y))[0].backward()
+    except BackpackError:
+        assert not known and results(model) == {}
+    else:
+        close(model.key.weight.grad_batch, expected)
 
 
 def test_penalty_on_what_a_layer_makes_of_parameters() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
+from numbers import Number
 
 import torch
 from torch import Tensor
@@ -26,8 +27,10 @@ from backpack.core.origins import (
     selects_rows,
 )
 from backpack.core.refusals import mixing
+from backpack.core.slots import Slot
 from backpack.core.walk import Walk
 from backpack.utils.differentiation import search
+from backpack.utils.nested import tensors_in
 
 
 def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
@@ -86,7 +89,13 @@ def stands_beside(walk: Walk, node: Node, call: ModuleCall, samples: int) -> boo
     """
     if not call.root or len(walk.outermost) > 1:
         return is_shared(walk, node, samples)
-    return len(call.outputs) > 1 and samples > 1 and any(map(walk.was_given_data, walk.outermost)) and _is_bare(walk, node, samples, copies=False)
+    return len(call.outputs) > 1 and samples > 1 and _has_data(walk) and _is_bare(walk, node, samples, copies=False)
+
+
+def _has_data(walk: Walk) -> bool:
+    # whether an outermost module was given data, or an object that may hold some
+    others = [value for call in walk.outermost for value in call.inputs if not (value is None or isinstance(value, Slot | Number | str))]
+    return any(map(walk.was_given_data, walk.outermost)) or not all(map(tensors_in, others))
 
 
 def _is_bare(walk: Walk, node: Node, samples: int, copies: bool = True) -> bool:
@@ -140,7 +149,7 @@ def is_shared(walk: Walk, node: Node, samples: int) -> bool:
     Returns:
         Whether there is data, but none of it takes part, nor anything of unknown origin, as far as calls of modules tell.
     """
-    if samples <= 1 or not any(map(walk.was_given_data, walk.outermost)):
+    if samples <= 1 or not _has_data(walk):
         return False
     if _is_bare(walk, node, samples, copies=False):
         return True

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, given_to, is_single, lengths_of, of_others, place_of, rows_of
+from backpack.core.batches import batch_of, given_to, is_single, lengths_of, nested_in, of_others, place_of, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, kind_of, operation
@@ -215,7 +215,7 @@ class Walk:
         return not any(map(self.is_tracked, slot.makers))
 
     def was_given_data(self, call: ModuleCall) -> bool:
-        """Say whether a module was called with such a tensor.
+        """Say whether a module was called with such a tensor, also in a mapping, a list or a data class.
 
         Args:
             call: Its call.
@@ -223,7 +223,7 @@ class Walk:
         Returns:
             Whether it was.
         """
-        return any(map(self.is_data, call.tensor_inputs))
+        return any(map(self.is_data, call.tensor_inputs)) or any(not self.is_tracked(tensor.grad_fn) for tensor in nested_in(call))
 
     def is_linear(self, node: Node) -> bool:
         """Say whether a node between a loss and the root is linear, almost everywhere, in what depends on parameters.
