@@ -529,7 +529,20 @@ class Batch:
     y: Tensor
 
 
-@pytest.mark.parametrize("wrap", [lambda x, y: {"x": x, "y": y}, lambda x, y: [x, y], Batch, lambda x, y: SimpleNamespace(x=x, y=y)])
+WRAPS: list[Callable[[Tensor, Tensor], Any]] = [
+    lambda x, y: {"x": x, "y": y},
+    lambda x, y: [x, y],
+    Batch,
+    lambda x, y: SimpleNamespace(x=x, y=y),
+]
+
+
+def unwrap(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return the two tensors of a mini-batch."""
+    return tuple(batch.values()) if isinstance(batch, dict) else tuple(batch) if isinstance(batch, list) else (batch.x, batch.y)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("number", [3, 4])
 def test_prototypes_beside_samples_in_one_argument(number: int, known: bool, wrap: Callable[[Tensor, Tensor], Any]) -> None:
@@ -537,7 +550,7 @@ def test_prototypes_beside_samples_in_one_argument(number: int, known: bool, wra
 
     class Batched(Prototypes):
         def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-            x, y = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list) else (batch.x, batch.y)
+            x, y = unwrap(batch)
             hidden = self.embed(x)
             scores = hidden @ self.key(self.grid).T
             return F.mse_loss(scores, y, reduction="sum") if known else (scores - y).square().sum(), hidden
@@ -553,6 +566,60 @@ def test_prototypes_beside_samples_in_one_argument(number: int, known: bool, wra
         assert not known and results(model) == {}
     else:
         close(model.key.weight.grad_batch, expected)
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+@pytest.mark.parametrize(("samples", "length"), [(1, 1), (2, 1), (1, 4), (3, 2), (3, 3)])
+def test_outputs_time_first_of_samples_in_one_argument(samples: int, length: int, wrap: Callable[[Tensor, Tensor], Any]) -> None:
+    """What lies on axis 0 of an output beside the loss is steps, not samples."""
+
+    class Batched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+            x, y = unwrap(batch)
+            out = self.head(self.hidden(x).tanh())
+            return F.cross_entropy(out.flatten(0, 1), y.flatten()), out.transpose(0, 1)
+
+    torch.manual_seed(0)
+    model, x, y = Batched().double(), torch.randn(samples, length, 3, dtype=torch.float64), torch.randint(2, (samples, length))
+    expected = sample_gradients(model, [model(wrap(x[n : n + 1], y[n : n + 1]))[0] for n in range(samples)])
+    extend(model)
+    if samples == length:
+        with backpack(BatchGrad()):
+            model(wrap(x, y))[0].backward()
+        for parameter, gradients in zip(model.parameters(), expected, strict=True):
+            close(parameter.grad_batch, gradients)
+        return
+    shapes = rf"given a tensor of shape \[{samples}, {length}, 3\] and returns \[{length}, {samples}, 2\]"
+    with pytest.raises(BackpackError, match=shapes), backpack(BatchGrad()):
+        model(wrap(x, y))[0].backward()
+    assert results(model) == {}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_time_first_inside_of_a_model_that_is_given_an_object(samples: int) -> None:
+    """The object tells that there are fewer samples than a layer inside has rows."""
+
+    class Steps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, batch: SimpleNamespace) -> Tensor:
+            hidden = self.hidden(batch.x.transpose(0, 1)).tanh()
+            return F.cross_entropy(self.head(hidden.transpose(0, 1)).mean(1), batch.y)
+
+    torch.manual_seed(0)
+    model, x, y = Steps().double(), torch.randn(samples, 3, 3, dtype=torch.float64), torch.randint(2, (samples,))
+    expected = sample_gradients(model, [model(SimpleNamespace(x=x[n : n + 1], y=y[n : n + 1])) for n in range(samples)])
+    extend(model)
+    with backpack(BatchGrad()):
+        model(SimpleNamespace(x=x, y=y)).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)
 
 
 def test_penalty_on_what_a_layer_makes_of_parameters() -> None:

@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.graph import operation, saved, shape_of
+from backpack.core.memory import is_sorted, owners_in, place_of
 from backpack.core.samples import Layout, along, label_tensor
 from backpack.core.slots import Slot
-from backpack.utils.nested import tensors_in
+from backpack.utils.nested import lists_in, opened, tensors_in
 
 _MATRIX, _SEQUENCE = 2, 3
 """Axes of ``[N, C]``, and of ``[N, T, C]``."""
-_SPREAD = 16
-"""Times its entries that a tensor may be spread over memory for its entries to be looked up there."""
 _ATTENTION = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -37,17 +36,25 @@ def batch_of(call: ModuleCall) -> int | None:
         call: Its call.
 
     Returns:
-        Length of the axis of samples of the first tensor; ``None`` if there is none.
+        Length of the axis of samples of the first tensor; without one, of all those in a mapping or an object; ``None`` if they do not tell.
     """
-    shape = _first_shape(call)
+    shape = first_shape(call)
     return shape[_batch_axis(call)] if shape and not lacks_batch(call) else None
 
 
-def _first_shape(call: ModuleCall) -> torch.Size:
-    for slot in call.tensor_inputs:
-        if slot.shape:
-            return slot.shape
-    return torch.Size()
+def first_shape(call: ModuleCall) -> torch.Size:
+    """Return the shape of the tensor that tells with how many samples a module was called.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        The shape of the first tensor; without one, of the first in a mapping or an object, where all agree; no axes if nothing tells.
+    """
+    nested = [] if call.tensor_inputs or lists_samples(call) else nested_in(call)
+    if len({tensor.shape[0] for tensor in nested if tensor.shape} - {1}) > 1:  # nodes and edges, say
+        return torch.Size()
+    return next((tensor.shape for tensor in call.tensor_inputs or nested if tensor.shape), torch.Size())
 
 
 def sample_axis(call: ModuleCall, index: int) -> int:
@@ -124,7 +131,7 @@ def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
         return None
     second = shape[1:2] == (first,) and len(shape) > _MATRIX
     if rows in lengths_of(call):
-        return None if second and rows in _first_shape(call)[1:] else rows
+        return None if second and rows in first_shape(call)[1:] else rows
     if shape == (1,):  # a loss
         return None
     if not first or rows in _others(call):
@@ -148,7 +155,7 @@ def turns(call: ModuleCall) -> bool:
         return False
     if len(shape) <= _MATRIX or first == 1:
         return (len(shape) == _MATRIX or first == 1) and shape[0] % first == 0 and shape[0] // first in _others(call)
-    flat = len(_first_shape(call)) == _MATRIX and shape[0] == 1
+    flat = len(first_shape(call)) == _MATRIX and shape[0] == 1
     return first in shape and (flat or shape[0] in _others(call) or (first > 1 and shape[1] != first))
 
 
@@ -215,7 +222,7 @@ def agrees_with_data(calls: Iterable[ModuleCall], tensor: Tensor | None, layout:
     for source, axis in mini_batches(calls, layout.samples) if tensor is not None else ():
         owners = owners_in(tensor, source, axis)
         if owners is None:
-            found = False if _is_sorted(tensor, source, axis) else found
+            found = False if is_sorted(tensor, source, axis) else found
             continue
         if tensor.dim() > layout.axis:
             labels = along(label_tensor(layout.labels, owners.device), layout.axis, tensor.dim())
@@ -249,7 +256,7 @@ def lists_samples(call: ModuleCall) -> bool:
     Returns:
         Whether it may. Two tensors of different shapes or types are arguments, of all samples each.
     """
-    lists = [[_kind(entry) for entry in value] for value in call.inputs if isinstance(value, list | tuple) and tensors_in(value)]
+    lists = [[_kind(entry) for entry in value] for given in call.inputs for value in lists_in(opened(given)) if tensors_in(value)]
     return any(len(set(kinds)) < max(2, len(kinds)) for kinds in lists)
 
 
@@ -283,60 +290,6 @@ def holds_samples(tensor: Tensor, calls: Iterable[ModuleCall], samples: int) -> 
     return False
 
 
-def owners_in(tensor: Tensor, source: Tensor, axis: int) -> Tensor | None:
-    """Find out from which samples the entries of a tensor are.
-
-    Args:
-        tensor: The tensor.
-        source: One that has samples.
-        axis: The axis on which they lie.
-
-    Returns:
-        Their numbers, in the tensor's shape; ``None`` if it is no view of the source, or entries of the source share memory.
-    """
-    if not place_of(tensor) or place_of(tensor) != place_of(source):
-        return None
-    if source.is_complex() and not (tensor.is_complex() or source.is_conj()):
-        source = torch.view_as_real(source)
-    start, spans = source.storage_offset(), [(t.storage_offset(), _span(t)) for t in (source, tensor)]
-    inside = spans[0][0] <= spans[1][0] and sum(spans[1]) <= sum(spans[0])
-    if source.dtype != tensor.dtype or not (tensor.numel() and inside) or spans[0][1] > _SPREAD * source.numel() or _repeats(source):
-        return None
-    numbers = along(torch.arange(source.shape[axis], dtype=torch.int32), axis, source.dim())
-    owners = torch.full((spans[0][1],), -1, dtype=torch.int32)  # of each place in memory
-    theirs, mine = (owners.as_strided(t.shape, t.stride(), t.storage_offset() - start) for t in (source, tensor))
-    theirs.copy_(numbers)
-    return mine if (theirs == numbers).all() and (mine >= 0).all() else None
-
-
-def _is_sorted(tensor: Tensor, source: Tensor, axis: int) -> bool:
-    # whether it has the same samples in another order, as far as their sums tell
-    if axis or tensor.shape != source.shape or tensor.dtype != source.dtype or source.layout != torch.strided or tensor.layout != torch.strided:
-        return False
-    mine, theirs = (t.detach().flatten(1).sum(1) if t.dim() > 1 else t.detach() for t in (tensor, source))
-    return not torch.equal(mine, theirs) and torch.equal(mine.sort().values, theirs.sort().values)
-
-
-def _span(tensor: Tensor) -> int:
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _repeats(tensor: Tensor) -> bool:
-    return any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def place_of(tensor: Tensor | None) -> int:
-    """Return the address of a tensor's memory, which it shares with its views.
-
-    Args:
-        tensor: The tensor.
-
-    Returns:
-        The address; 0 if it has none, or is no array of numbers.
-    """
-    return 0 if tensor is None or tensor.is_nested or tensor.layout != torch.strided else tensor.untyped_storage().data_ptr()
-
-
 def given_to(call: ModuleCall) -> list[Tensor]:
     """List the tensors that a module was called with.
 
@@ -344,9 +297,9 @@ def given_to(call: ModuleCall) -> list[Tensor]:
         call: Its call.
 
     Returns:
-        Those that somebody holds; also in mappings and lists.
+        Those that somebody holds; also in mappings, lists and objects.
     """
-    found = [[value.origin()] if isinstance(value, Slot) else tensors_in(value) for value in call.inputs]
+    found = [[value.origin()] if isinstance(value, Slot) else tensors_in(opened(value)) for value in call.inputs]
     return [tensor for tensors in found for tensor in tensors if tensor is not None]
 
 
@@ -362,7 +315,7 @@ def lengths_of(call: ModuleCall) -> set[int]:
     first = batch_of(call)
     others = [*call.tensor_inputs[1:], *nested_in(call)] if _batch_axis(call) == 0 else []
     lengths = {other.shape[0] for other in others if other.shape} | ({first} - {None})
-    return lengths - {1} if first not in (None, 1) and len(_first_shape(call)) > 1 else lengths
+    return lengths - {1} if first not in (None, 1) and len(first_shape(call)) > 1 else lengths
 
 
 def _others(call: ModuleCall) -> set[int]:
@@ -370,7 +323,7 @@ def _others(call: ModuleCall) -> set[int]:
 
 
 def nested_in(call: ModuleCall) -> list[Tensor]:
-    """List the tensors in mappings and lists that a module was called with.
+    """List the tensors in mappings, lists and objects that a module was called with.
 
     Args:
         call: Its call.
@@ -378,7 +331,7 @@ def nested_in(call: ModuleCall) -> list[Tensor]:
     Returns:
         The tensors.
     """
-    return [tensor for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(value)]
+    return [tensor for value in call.inputs if not isinstance(value, Slot) for tensor in tensors_in(opened(value))]
 
 
 def _batch_axis(call: ModuleCall) -> int:

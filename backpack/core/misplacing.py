@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import agrees_with_data, known_axis, mini_batches, owners_in
+from backpack.core.batches import agrees_with_data, known_axis, mini_batches
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.loss_nodes import title
+from backpack.core.memory import owners_in
 from backpack.core.origins import FACTORS, is_constant, is_made, is_relative
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk

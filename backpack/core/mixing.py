@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import holds_samples, nested_in, place_of
+from backpack.core.batches import holds_samples, nested_in
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.graph import operation, saved_tensors, shape_of
+from backpack.core.memory import place_of
 from backpack.core.origins import (
     LOOKUPS,
     MATRIX_PRODUCTS,

@@ -11,9 +11,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import place_of
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.linear import PIECEWISE_LINEAR, PRODUCTS
+from backpack.core.memory import place_of
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.core.ways import ELEMENTWISE, STATIC

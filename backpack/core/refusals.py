@@ -9,7 +9,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, lacks_batch
+from backpack.core.batches import batch_of, first_shape, lacks_batch
 from backpack.core.calls import ModuleCall
 from backpack.core.graph import compiled, operation, saved, shape_of
 from backpack.core.linear import RESHAPES
@@ -287,7 +287,7 @@ def turned(call: ModuleCall) -> UnsupportedError:
     Returns:
         The error.
     """
-    given, shape = list(call.tensor_inputs[0].shape), next(list(slot.shape) for slot in call.outputs if slot.shape)
+    given, shape = list(first_shape(call)), next(list(slot.shape) for slot in call.outputs if slot.shape)
     squeezed = " (squeeze() drops that of a single sample, too: use squeeze(-1))" * (batch_of(call) == 1)
     return UnsupportedError(
         f"{call} was given a tensor of shape {given} and returns {shape}: samples lie on axis 0 of what a model returns, which would be {shape[0]} "

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import batch_of, given_to, is_single, lengths_of, nested_in, of_others, place_of, rows_of
+from backpack.core.batches import batch_of, given_to, is_single, lengths_of, nested_in, of_others, rows_of
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, kind_of, operation
 from backpack.core.linear import is_linear
 from backpack.core.loss_nodes import FUNCTIONS, normalizer, title
 from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
+from backpack.core.memory import place_of
 from backpack.core.operations import AGAIN, NAMES, as_described
 from backpack.core.owners import owners
 from backpack.core.slots import Edge, Slot

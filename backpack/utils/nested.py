@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributions import Distribution
 
 
@@ -20,13 +20,45 @@ def tensors_in(output: Any) -> list[Tensor]:
     """
     if isinstance(output, Tensor):
         return [output]
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    elif hasattr(output, "__dataclass_fields__") and not isinstance(output, type):
-        output = [getattr(output, name, None) for name in output.__dataclass_fields__]  # a field need not be set yet
-    elif isinstance(output, Distribution):
-        output = list(vars(output).values())
+    output = _fields(output)
     return [tensor for part in output for tensor in tensors_in(part)] if isinstance(output, (tuple, list)) else []
+
+
+def lists_in(given: Any) -> list[Sequence]:
+    """Return a list, or those in a mapping or a data class, that a module was called with.
+
+    Args:
+        given: An argument.
+
+    Returns:
+        Lists and tuples, not those inside of one.
+    """
+    if isinstance(given, list | tuple):
+        return [given]
+    fields = _fields(given)
+    return [found for value in fields for found in lists_in(value)] if isinstance(fields, list) else []
+
+
+def opened(argument: Any) -> Any:
+    """Return the attributes of an object that may be a mini-batch.
+
+    Args:
+        argument: What a module was called with.
+
+    Returns:
+        Its attributes, if it is no module, and nothing that :func:`tensors_in` looks into; the argument itself otherwise.
+    """
+    known = isinstance(argument, Tensor | nn.Module | list | tuple) or _fields(argument) is not argument
+    return argument if known else getattr(argument, "__dict__", argument)
+
+
+def _fields(value: Any) -> Any:
+    # the values in a mapping, an instance of a data class or a distribution, in a list; anything else as it is
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if hasattr(value, "__dataclass_fields__") and not isinstance(value, type):
+        return [getattr(value, name, None) for name in value.__dataclass_fields__]  # a field need not be set yet
+    return list(vars(value).values()) if isinstance(value, Distribution) else value
 
 
 def call_with(function: Callable, first: tuple, given: Any) -> Any:
