@@ -622,6 +622,28 @@ def test_time_first_inside_of_a_model_that_is_given_an_object(samples: int) -> N
         close(parameter.grad_batch, gradients)
 
 
+@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("extension", [BatchGrad, BatchDiagGGNExact])
+def test_losses_of_samples_beside_flattened_features(extension: type, width: int) -> None:
+    """As many features as samples are no samples: each of the losses is one of positions."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.hidden, self.head = nn.Linear(3, width), nn.Linear(width, 2)
+
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = self.hidden(x).tanh()
+            rows = zip(hidden.reshape(-1, width).split(2), y.flatten().split(2), strict=True)
+            return sum(F.cross_entropy(self.head(h), labels) for h, labels in rows), hidden.reshape(-1, width)
+
+    torch.manual_seed(0)
+    model = extend(Flat())
+    with pytest.raises(BackpackError), backpack(extension()):
+        model(torch.randn(2, 2, 3), torch.randint(2, (2, 2)))[0].backward()
+    assert results(model) == {}
+
+
 def test_penalty_on_what_a_layer_makes_of_parameters() -> None:
     """It is called from outside of the model, and returns as many rows as there are samples."""
     model, lossfunc = extend(Prototypes(3, MADE["parameter"])), extend(nn.MSELoss())

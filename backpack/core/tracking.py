@@ -10,7 +10,7 @@ from torch import Size
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import agrees_with_data, batch_of, known_axis, lists_samples, turns
+from backpack.core.batches import agrees_with_data, batch_of, known_axis, lists_samples, rows_of, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.graph import operation, shape_of
 from backpack.core.joining import moves_rows
@@ -148,7 +148,7 @@ class Tracking:
         if isinstance(known, Layout) and known.samples == 1 and shape[:1] == (1,) and first not in (None, 1) and first in shape[1:-1]:
             raise turned(call)  # one row, as a loss has it, of samples on another axis
         start = start_at_output(self.walk, node, mark, known is not None)
-        if call.root:
+        if call.root and rows_of(call, self.walk.marks[node]) is not None:
             self._guessed.pop(node, None)  # its rows are the samples, however many it was given
         elif start is not None:
             self._guessed[node] = frozenset((node,))

@@ -328,7 +328,7 @@ class Walk:
     @cached_property
     def returns_loss(self) -> bool:
         """Whether no outermost module has returned as many rows as it was given samples."""
-        lengths = {call: {length for slot in call.outputs for length in slot.shape} for call in self.outermost}
+        lengths = {call: {length for slot in call.outputs for length in slot.shape[:-1] or slot.shape} for call in self.outermost}
         return not any(rows_of(call) is not None or batch_of(call) in found for call, found in lengths.items())
 
     @cached_property
