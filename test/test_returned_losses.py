@@ -644,6 +644,38 @@ def test_losses_of_samples_beside_flattened_features(extension: type, width: int
     assert results(model) == {}
 
 
+class Pieces(nn.Module):
+    """A head on frozen features, called with as many rows as samples each time: of pieces of all positions, or of each position."""
+
+    def __init__(self, cut: bool) -> None:
+        super().__init__()
+        self.cut, self.features, self.head = cut, nn.Linear(3, 4).requires_grad_(False), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.features(x).tanh()
+        features, labels = (hidden.flatten(0, 1).split(len(x)), y.flatten().split(len(x))) if self.cut else (hidden.unbind(1), y.unbind(1))
+        return sum(F.cross_entropy(self.head(part), of_part) for part, of_part in zip(features, labels, strict=True))
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_pieces_of_frozen_features(length: int) -> None:
+    """Pieces of positions have other samples in each call; those of single positions have the same."""
+    torch.manual_seed(0)
+    x, y = torch.randn(3, length, 3, dtype=torch.float64), torch.randint(2, (3, length))
+    for extension in (BatchGrad, BatchDiagGGNExact):
+        model = extend(Pieces(cut=True)).double()
+        with pytest.raises(BackpackError, match="could be others"), backpack(extension()):
+            model(x, y).backward()
+        assert results(model) == {}
+    model = Pieces(cut=False).double()
+    losses = [model(x[n : n + 1], y[n : n + 1]) / 3 for n in range(3)]
+    expected = torch.stack([torch.autograd.grad(loss, model.head.weight)[0] for loss in losses])
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x, y).backward()
+    close(model.head.weight.grad_batch, expected)
+
+
 def test_penalty_on_what_a_layer_makes_of_parameters() -> None:
     """It is called from outside of the model, and returns as many rows as there are samples."""
     model, lossfunc = extend(Prototypes(3, MADE["parameter"])), extend(nn.MSELoss())

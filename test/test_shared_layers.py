@@ -218,6 +218,45 @@ def test_what_few_samples_use_is_there_for_all(users: int, positions: int | None
         close(value, expected)
 
 
+class Memory(nn.Module):
+    """Attends to what a layer makes of rows that all samples share, for all samples at once or for each of them."""
+
+    def __init__(self, rows: int, loop: bool, learned: bool) -> None:
+        super().__init__()
+        self.memory, self.loop = nn.Parameter(torch.randn(rows, 2)) if learned else nn.Buffer(torch.randn(rows, 2)), loop
+        self.query, self.key, self.head = nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.attend(x[n : n + 1]) for n in range(len(x))]) if self.loop else self.attend(x)
+
+    def attend(self, x: Tensor) -> Tensor:
+        keys = self.key(self.memory)
+        return self.head((self.query(x) @ keys.T).softmax(-1) @ keys)
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["buffer", "parameter"])
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("chosen", [[1], [2, 0], [0, 1, 2]])
+def test_factors_of_what_all_samples_share_in_a_loss_of_some(chosen: list[int], rows: int, loop: bool, learned: bool) -> None:
+    """The layer was called for all samples, also if the loss sees a single one; of one row, factors are exact."""
+    with torch.random.fork_rng(), default_dtype(torch.float64):
+        torch.manual_seed(0)
+        model, x, y = Memory(rows, loop, learned), torch.randn(3, 2), torch.tensor([0, 3, 1])
+        logits = model(x)[chosen]
+        roots = [p.sqrt().diag() - p.outer(p.sqrt()) for p in logits.detach().softmax(-1)]
+        columns = [(logit, column) for logit, root in zip(logits, roots, strict=True) for column in root.T]
+        diagonal = sum(torch.autograd.grad(logit, model.key.weight, column, retain_graph=True)[0] ** 2 for logit, column in columns)
+        extend(model)
+        lossfunc = extend(nn.CrossEntropyLoss(reduction="sum"))
+    with backpack(extensions.KFLR(exclude=[model.memory] if learned else ())):
+        lossfunc(model(x)[chosen], y[chosen]).backward()
+    outputs, inputs = model.key.weight.kflr
+    close(inputs, model.memory.T @ model.memory)
+    if rows == 1:
+        close(torch.outer(outputs.diagonal(), inputs.diagonal()), diagonal)
+
+
 class Kept(nn.Module):
     """Keeps what one of its parts makes for all samples: of a parameter, of a constant, of numbers."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -60,6 +63,19 @@ def _span(tensor: Tensor) -> int:
 
 def _repeats(tensor: Tensor) -> bool:
     return any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def are_cut(tensors: Iterable[Tensor | None]) -> bool:
+    """Say whether tensors are pieces of one that was cut along its first axis.
+
+    Args:
+        tensors: The tensors; ``None`` for those that nobody holds any more.
+
+    Returns:
+        Whether several share memory, and lie behind one another there.
+    """
+    known = sorted((place_of(tensor), tensor.storage_offset(), _span(tensor)) for tensor in tensors if place_of(tensor))
+    return any(one == other and start < after >= start + span for (one, start, span), (other, after, _) in pairwise(known))
 
 
 def place_of(tensor: Tensor | None) -> int:

@@ -128,7 +128,7 @@ class Plan(Tracking):
             self._complete(node, marks)
             if not self._bare[node] <= states.keys():  # what arrives at its other outputs goes on upstream, in one gradient with that of samples
                 self._pass_without_samples(node)
-        if node in self._passed:  # autograd's gradient there is that of a product which has been read, too
+        if node in self._passed or self._is_for_all(node):  # autograd's gradient there is that of a product which has been read, too
             states.update(dict.fromkeys(states, SPLIT))
         if SPLIT in states.values():
             refuse_summed(self.walk, node, marks, self._samples_at[node])

@@ -17,6 +17,7 @@ from backpack.core.joining import moves_rows
 from backpack.core.linear import is_linear
 from backpack.core.loss_nodes import LossNode
 from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, refuse_without_loss
+from backpack.core.memory import are_cut
 from backpack.core.misplacing import factors_agree, refuse_misplaced
 from backpack.core.mixing import is_same_for_all
 from backpack.core.origins import is_of_parameter
@@ -277,7 +278,9 @@ class Tracking:
         chosen = -1 in layout.labels and len(layout.labels) != layout.samples  # by a mask, which may have chosen any
         others = [other for other in self.walk.calls if other.recorder is call.recorder and all(map(self.walk.is_data, other.tensor_inputs))]
         each = len(others) == layout.samples or any(map(lists_samples, self.walk.outermost))  # called once a sample, it seems
-        if (each and not agrees) or chosen or call.outputs[0].shape[:axes].count(layout.samples) > 1 or len(self.walk.batches - {0, 1}) > 1:
+        pieces = (each or are_cut(other.tensor_inputs[0].tensor for other in others)) and not agrees
+        several = call.outputs[0].shape[:axes].count(layout.samples) > 1 or len(self.walk.batches - {0, 1}) > 1
+        if pieces or chosen or several:
             self._doubt(node, call.outputs[0].shape, layout.samples)
 
     def _curved_at(self, node: Node) -> Node | None:
@@ -341,6 +344,13 @@ class Tracking:
     def _is_of_nodes(self, node: Node, samples: int) -> bool:
         # whether layers made it of constants, as of the nodes of a graph that all samples use; functions may have multiplied it with data
         return node in self.walk.has_data and is_same_for_all(self.walk, node, samples)
+
+    def _is_for_all(self, node: Node) -> bool:
+        # whether a module that was called once made something that all samples use, of which the losses see one
+        samples, modules = self._samples_at[node], {mark.call.recorder for mark in self.walk.marks.get(node, ())}
+        if not (self._second_order and modules and samples > 1 and all(state is not SPLIT and state.of_one for state in self.states[node].values())):
+            return False
+        return sum(call.recorder in modules for call in self.walk.calls) == len(modules) and is_same_for_all(self.walk, node, samples)
 
     def _count(self, parameter: Parameter, uses: int, samples: int) -> None:
         """Count uses of a parameter; refuse it if other uses saw a mini-batch of another size.
