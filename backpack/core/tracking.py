@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
+from typing import Any
 
 from torch import Size
 from torch.autograd.graph import Node
@@ -347,10 +349,16 @@ class Tracking:
 
     def _is_for_all(self, node: Node) -> bool:
         # whether a module that was called once made something that all samples use, of which the losses see one
-        samples, modules = self._samples_at[node], {mark.call.recorder for mark in self.walk.marks.get(node, ())}
-        if not (self._second_order and modules and samples > 1 and all(state is not SPLIT and state.of_one for state in self.states[node].values())):
+        samples, marks = self._samples_at[node], self.walk.marks.get(node, ())
+        if not (self._second_order and marks and samples > 1):
             return False
-        return sum(call.recorder in modules for call in self.walk.calls) == len(modules) and is_same_for_all(self.walk, node, samples)
+        of_one = all(state is not SPLIT and not state.plain and state.of_one for state in self.states[node].values())
+        return of_one and all(self._times[mark.call.recorder] == 1 for mark in marks) and is_same_for_all(self.walk, node, samples)
+
+    @cached_property
+    def _times(self) -> Counter[Any]:
+        # how often each module was called
+        return Counter(call.recorder for call in self.walk.calls)
 
     def _count(self, parameter: Parameter, uses: int, samples: int) -> None:
         """Count uses of a parameter; refuse it if other uses saw a mini-batch of another size.
