@@ -644,6 +644,41 @@ def test_losses_of_samples_beside_flattened_features(extension: type, width: int
     assert results(model) == {}
 
 
+@dataclass
+class Leaf:
+    """A part of a structure that refers to the whole."""
+
+    x: Tensor
+    whole: Any = None
+
+
+@pytest.mark.parametrize("kind", [dict, list, Leaf, SimpleNamespace])
+def test_arguments_that_contain_themselves(kind: type) -> None:
+    """A tree whose nodes know their parents, say, is looked through once."""
+
+    class Net(nn.Linear):
+        def forward(self, batch: Any, y: Tensor) -> Tensor:
+            x = batch["x"] if kind is dict else batch[0] if kind is list else batch.x
+            return F.cross_entropy(super().forward(x), y)
+
+    torch.manual_seed(0)
+    x, y, model = torch.randn(3, 4, dtype=torch.float64), torch.tensor([0, 1, 1]), Net(4, 2).double()
+    batch: Any = {"x": x} if kind is dict else [x] if kind is list else kind(x=x)
+    if kind is dict:
+        batch["whole"] = batch
+    elif kind is list:
+        batch.append(batch)
+    else:
+        batch.whole = {"whole": batch}
+        batch.whole["again"] = batch.whole
+    expected = torch.autograd.grad(model(batch, y), model.weight)[0]
+    extend(model)
+    with backpack(BatchGrad()):
+        model(batch, y).backward()
+    close(model.weight.grad_batch.sum(0), expected)
+    assert model.weight.grad_batch.shape == (3, 2, 4)
+
+
 class Pieces(nn.Module):
     """A head on frozen features, called with as many rows as samples each time: of pieces of all positions, or of each position."""
 

@@ -280,7 +280,7 @@ class Tracking:
         chosen = -1 in layout.labels and len(layout.labels) != layout.samples  # by a mask, which may have chosen any
         others = [other for other in self.walk.calls if other.recorder is call.recorder and all(map(self.walk.is_data, other.tensor_inputs))]
         each = len(others) == layout.samples or any(map(lists_samples, self.walk.outermost))  # called once a sample, it seems
-        pieces = (each or are_cut(other.tensor_inputs[0].tensor for other in others)) and not agrees
+        pieces = (each or are_cut(slot.tensor for other in others for slot in other.tensor_inputs[:1])) and not agrees
         several = call.outputs[0].shape[:axes].count(layout.samples) > 1 or len(self.walk.batches - {0, 1}) > 1
         if pieces or chosen or several:
             self._doubt(node, call.outputs[0].shape, layout.samples)

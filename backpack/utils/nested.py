@@ -9,26 +9,30 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 
-def tensors_in(output: Any) -> list[Tensor]:
+def tensors_in(output: Any, inside: tuple = ()) -> list[Tensor]:
     """Return the tensors in the output of a module.
 
     Args:
         output: A tensor, or tensors nested in tuples, lists, mappings, instances of data classes and probability distributions.
+        inside: What it is a part of: a part that refers to one of these is left out.
 
     Returns:
         The tensors in order.
     """
     if isinstance(output, Tensor):
         return [output]
-    output = _fields(output)
-    return [tensor for part in output for tensor in tensors_in(part)] if isinstance(output, (tuple, list)) else []
+    parts = _fields(output)
+    if not isinstance(parts, list | tuple) or any(output is outer for outer in inside):
+        return []
+    return [tensor for part in parts for tensor in tensors_in(part, (*inside, output))]
 
 
-def lists_in(given: Any) -> list[Sequence]:
+def lists_in(given: Any, inside: tuple = ()) -> list[Sequence]:
     """Return a list, or those in a mapping or a data class, that a module was called with.
 
     Args:
         given: An argument.
+        inside: What it is a part of: a part that refers to one of these is left out.
 
     Returns:
         Lists and tuples, not those inside of one.
@@ -36,7 +40,9 @@ def lists_in(given: Any) -> list[Sequence]:
     if isinstance(given, list | tuple):
         return [given]
     fields = _fields(given)
-    return [found for value in fields for found in lists_in(value)] if isinstance(fields, list) else []
+    if not isinstance(fields, list) or any(given is outer for outer in inside):
+        return []
+    return [found for value in fields for found in lists_in(value, (*inside, given))]
 
 
 def opened(argument: Any) -> Any:
