@@ -19,6 +19,13 @@ from torch.nn import Module, functional
 from backpack.utils.errors import ArgumentError, ShapeError
 from backpack.utils.moment import second_moment
 
+_MANY = 2000
+"""Patches from which on sums of their outer products are worth more calls and copies of the result than to form them.
+
+Measured on one thread of a CPU, for 422 convolutions with kernels of 2 to 7: in the mean 1.07 times the time of the better way, 1.32 if all are
+formed, and 1.85, up to 24 in single cases, if none is.
+"""
+
 
 def get_conv_module(N: int) -> type[Module]:
     """Return the class of convolutions over ``N`` axes.
@@ -111,17 +118,14 @@ def unfolded_moment(input: Tensor, module: Module) -> Tensor:
     Returns:
         ``[G, K, K]`` for ``G`` groups and ``K`` entries of a patch of one of them.
     """
-    if module.stride[0] != 1:
-        flat = unfold_by_conv(input, module).unflatten(1, (module.groups, -1)).permute(1, 2, 0, 3).flatten(2)
-        return second_moment(flat.mT)
     padded = pad(input, paddings(module), module.padding_mode)
     return patch_moment(padded, module.groups, module.kernel_size, module.stride, module.dilation)
 
 
 def patch_moment(input: Tensor, groups: int, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
-    """Sum the outer products of all patches of a tensor with themselves, without forming the patches.
+    """Sum the outer products of all patches of a tensor with themselves, without forming the patches where there are many.
 
-    The tensor is unfolded along all axes but the first, that of rows. Two rows of a patch that lie a given distance apart meet in nearly the
+    Then the tensor is unfolded along all axes but the first, that of rows. Two rows of a patch that lie a given distance apart meet in nearly the
     same rows of the tensor wherever in the patch they lie: these are multiplied once, and only those near the border for each pair. On the layers
     of 3c3d and All-CNN-C this takes a third to a half of the time that unfolding takes, and as long for images of 6 x 6.
 
@@ -129,16 +133,18 @@ def patch_moment(input: Tensor, groups: int, kernel_size: Sequence[int], stride:
         input: ``[N, G * C, *]``, already padded.
         groups: Number ``G`` of groups of channels.
         kernel_size: Size of a patch along each axis.
-        stride: Distance of patches; 1 along the first axis.
+        stride: Distance of patches.
         dilation: Distance of the entries of a patch.
 
     Returns:
         ``[G, K, K]`` for the ``K`` entries of a patch.
     """
-    rows, step = kernel_size[0], dilation[0]
-    positions = input.shape[2] - step * (rows - 1)
+    rows, step, axes = kernel_size[0], dilation[0], len(kernel_size)
+    patches = windows(input, kernel_size, stride, dilation)
+    if stride[0] != 1 or len(patches) * prod(patches.shape[2 + axes :]) < _MANY:
+        return second_moment(patches.unflatten(1, (groups, -1)).movedim(0, 2 + axes).flatten(1, 1 + axes).flatten(2).mT)
+    positions = patches.shape[2 + axes]
     unfolded = windows(input, (1, *kernel_size[1:]), (1, *stride[1:]), (1, *dilation[1:]))
-    axes = len(kernel_size)
     # [G, C, 1, *kernel, rows of the tensor, N, *positions] -> [G, K / rows, rows of the tensor, *]
     unfolded = unfolded.unflatten(1, (groups, -1)).movedim(0, 3 + axes).flatten(1, 1 + axes).flatten(3).contiguous()
     total = unfolded.new_zeros(rows, rows, groups, unfolded.shape[1], unfolded.shape[1])

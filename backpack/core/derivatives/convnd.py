@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, reduce
 from math import prod
 from typing import Any, ClassVar
 
@@ -144,11 +144,8 @@ class ConvolutionDerivatives(AffineDerivatives):
 
     def input_moment(self, module: Module, scale: float = 1.0) -> Tensor:
         inputs = wide(module.input0)
-        size = module.weight.numel() // module.out_channels
-        total = inputs.new_zeros(module.groups, size, size)
-        for n in blocks(len(inputs), inputs.shape[1:].numel(), LARGE):
-            total += self._moment(module, inputs[n])
-        return total.mul_(scale)
+        rows = blocks(len(inputs), inputs.shape[1:].numel(), LARGE) or [slice(0, 0)]
+        return reduce(Tensor.add_, (self._moment(module, inputs[n]) for n in rows)).mul_(scale)
 
     @abstractmethod
     def _moment(self, module: Module, inputs: Tensor) -> Tensor:
