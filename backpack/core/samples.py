@@ -363,7 +363,7 @@ def after_sum(layout: Layout, full: torch.Size, shape: torch.Size) -> Layout | N
     """
     axis = layout.axis - (len(full) - len(shape))
     if full == shape or (shape and axis >= 0 and shape[axis] == full[layout.axis]):
-        return layout._replace(axis=axis)
+        return layout if axis == layout.axis else Layout(axis, layout.labels, layout.samples)
     return Layout(0, (max(layout.labels, default=-1),) * (shape[0] if shape else 1), layout.samples) if layout.of_one and layout.samples else None
 
 

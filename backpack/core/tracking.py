@@ -328,8 +328,8 @@ class Tracking:
         for group in (self._above, self._unsure):
             if consumer in group:
                 group.add(node)
-        if consumer in self._guessed:
-            self._guessed[node] = self._guessed.get(node, frozenset()) | self._guessed[consumer]
+        if consumer in self._guessed and self._guessed.setdefault(node, self._guessed[consumer]) is not self._guessed[consumer]:
+            self._guessed[node] |= self._guessed[consumer]
         states = self.states.setdefault(node, {})
         known = states.setdefault(nr, state)
         if known is SPLIT or state is SPLIT:
