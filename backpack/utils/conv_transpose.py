@@ -12,7 +12,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.nn import Module, functional
 
-from backpack.utils.conv import _choose, extract_bias_diagonal, group_squares, pad, patch_moment, windows
+from backpack.utils.conv import _choose, extract_bias_diagonal, group_squares, pad, patch_moment, patches_of
 
 __all__ = [
     "extract_bias_diagonal",
@@ -78,7 +78,7 @@ def unfold_by_conv_transpose(input: Tensor, module: Module, output_size: Sequenc
         extra = output_paddings(module, input.shape[2:], [0] * len(module.stride))
         output_size = [own - amount for own, amount in zip(module.output_padding, extra, strict=True)]
     axes = len(module.kernel_size)
-    patches = windows(_spread(input, module, output_size), module.kernel_size, [1] * axes, module.dilation).flip(*range(2, 2 + axes))
+    patches = patches_of(_spread(input, module, output_size), module.kernel_size, [1] * axes, module.dilation, mirrored=True)
     return patches.reshape(len(input), prod(patches.shape[1 : 2 + axes]), prod(patches.shape[2 + axes :]))
 
 
