@@ -56,6 +56,7 @@ def test_weight_times_unfolded_input_is_the_output(name: str, monkeypatch: pytes
     columns = derivatives.columns(module)
     for many, entries in ((0, 9999), (9999, 9999), (9999, 0)):  # without patches, with copies of them, with lookups
         monkeypatch.setattr("backpack.utils.conv._MANY", many)
+        monkeypatch.setattr("backpack.utils.conv._WIDE", many)
         monkeypatch.setattr("backpack.utils.conv._ENTRIES", entries)
         assert derivatives.get_unfolded_input(module).equal(unfolded)
         close(derivatives.input_moment(module, 0.5), 0.5 * einsum("ngkl,ngml->gkm", columns, columns))
