@@ -278,8 +278,8 @@ def _with_quantities(request: Request) -> Any:
             with without_autocast(), nullcontext() if request.create_graph else without_saved_hooks():
                 return _run(request, plan, extensions, entry, only)
     except BaseException:
-        if walk is not None and not any(active.context.accumulate for active in _entered.contexts):
-            _remove_stale(walk, set(walk.parameters), extensions, entry)  # results of an earlier pass would look like those of this one
+        if walk is not None:
+            _remove_stale(walk, set(walk.parameters), extensions, entry, failed=True)  # earlier results would look like those of this pass
         raise
     finally:
         _entered.running, entry.walk = outer, None
@@ -349,19 +349,21 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     return result
 
 
-def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[BackpropExtension], entry: Entry) -> list[Any]:
-    """Delete results that a pass will not overwrite: those of earlier contexts, and those of parameters that were frozen since.
+def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[BackpropExtension], entry: Entry, failed: bool = False) -> list[Any]:
+    """Delete results that a pass will not overwrite: those of earlier contexts, and those of parameters that were frozen since; not what accumulates.
 
     Args:
         walk: The graph.
         uses: The parameters of which it will write results, or would, if it were not refused.
         extensions: Active extensions.
         entry: The active context.
+        failed: Whether the pass has failed, and will write nothing.
 
     Returns:
         Those of parameters of which the pass will write others.
     """
     stale, fields, used = [], [extension.savefield for extension in extensions], set(map(id, uses))
+    accumulating = {active.number for active in _entered.contexts if active.context.accumulate}
     for parameter in owners.carriers():
         if id(parameter) not in used and id(parameter) not in walk.models:  # another thread may be writing there
             continue
@@ -370,12 +372,11 @@ def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[Ba
             if field not in carried:
                 notes.pop(field, None)
                 continue
-            if id(parameter) not in used:
-                ours = getattr(notes.get(field), "context", None) == entry.number
-                if ours and (parameter.requires_grad or entry.context.accumulate):
-                    continue
+            number, overwritten = getattr(notes.get(field), "context", None), id(parameter) in used
+            if (failed or not overwritten) and number in accumulating or not overwritten and number == entry.number and parameter.requires_grad:
+                continue
             value = carried.pop(field)
-            if id(parameter) in used:
+            if overwritten:
                 stale.append(value)
             notes.pop(field, None)
     return stale

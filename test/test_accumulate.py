@@ -292,6 +292,42 @@ def test_context_inside_that_would_overwrite_is_refused() -> None:
         close(parameter.sum_grad_squared, value)
 
 
+@pytest.mark.parametrize("how", ["backward for inputs", "batched", "frozen"])
+def test_context_inside_that_computes_nothing_deletes_nothing(how: str) -> None:
+    """The parts before it would be missing in the sum, with no word about it."""
+    problem = CASES["Tanh"].build(N)
+    extend(problem.model)
+    with backpack(extensions.SumGradSquared(), accumulate=True):
+        for n in slices((3, 2)):
+            some = part(problem, n, (n.stop - n.start) / N)
+            some.loss(some.outputs()).backward()
+            some.x = some.x.clone().requires_grad_()
+            problem.model.requires_grad_(how != "frozen")
+            with backpack(extensions.SumGradSquared()):
+                loss = some.loss(some.outputs())
+                if how == "batched":
+                    torch.autograd.grad(loss, some.x, torch.ones(2, dtype=torch.float64), is_grads_batched=True)
+                else:
+                    loss.backward(inputs=[some.x])
+            problem.model.requires_grad_(requires_grad=True)
+    QUANTITIES["SumGradSquared"].check(Oracle(CASES["Tanh"].build(N)), collect(problem, "sum_grad_squared"))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["accumulates", "inside of one that accumulates"])
+def test_a_failed_pass_leaves_nothing_of_earlier_contexts(inside: bool) -> None:
+    """What no context accumulates would look like the result of the pass."""
+    problem = CASES["Tanh"].build(N)
+    extend(problem.model)
+    weight = problem.model[0].weight
+    with backpack(extensions.Variance()):
+        problem.loss(problem.outputs()).backward()
+    with backpack(extensions.BatchGrad(), accumulate=True):
+        problem.loss(problem.outputs()).backward()
+        with backpack(extensions.Variance(), accumulate=not inside), pytest.raises(UnsupportedError, match=r"leave_out"):
+            (problem.loss(problem.outputs()) + weight.sum()).backward()
+    assert {field for fields in results(problem.model).values() for field in fields} == {"grad_batch"}
+
+
 def test_two_models_in_turn() -> None:
     """A pass over one model leaves what was accumulated for the other alone."""
     one, other = CASES["Tanh"].build(N), CASES["logreg"].build(N)
