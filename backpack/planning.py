@@ -147,8 +147,8 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
     try:
         plan = Plan(walk, need)
     except (LossNotExtendedError, NotRecordedError, UnattributedError) as error:
-        if returns and walk.to_loss.isdisjoint(walk.roots):  # for example a Hessian-vector product: not a pass over a loss, hence no quantities
-            return None
+        if returns and walk.to_loss.isdisjoint(walk.roots) and not isinstance(error, UnattributedError):
+            return None  # for example a product with Jacobians: not a pass over a loss, hence no quantities
         plan = _plan_from_losses(walk, need)
         if plan is None:
             raise error

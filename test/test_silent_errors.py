@@ -35,7 +35,7 @@ from backpack.extensions import (
     SumGradSquared,
     Variance,
 )
-from backpack.utils.errors import BackpackError, OverwrittenError, UnsupportedError
+from backpack.utils.errors import BackpackError, OverwrittenError, UnattributedError, UnsupportedError
 
 N = 3
 
@@ -593,6 +593,32 @@ def test_results_of_earlier_passes_where_torch_refuses(extension: type) -> None:
         with pytest.raises(RuntimeError):
             dead.backward()
     assert results(model) == {}
+
+
+@pytest.mark.parametrize("lossfunc", [nn.functional.mse_loss, extend(MSELoss()), lambda out, y: (out - y).square().mean()])
+def test_penalty_in_a_loss_whose_gradient_is_returned(lossfunc: Callable) -> None:
+    """Refused as by ``backward``, whatever computes the loss."""
+    model, x, y = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2))), torch.randn(5, 3), torch.randn(5, 2)
+    with backpack(Variance()):
+        lossfunc(model(x), y).backward()
+        loss = lossfunc(model(x), y) + model[0].weight.norm()
+        with pytest.raises(UnattributedError, match=r"0\.weight: used outside of everything that has samples"):
+            torch.autograd.grad(loss, list(model.parameters()))
+    assert results(model) == {}
+
+
+def test_results_of_earlier_contexts_where_a_returned_gradient_has_none() -> None:
+    """A row of the Jacobian is no gradient of a loss, so that there is no curvature; that of an earlier loss would look like its."""
+    model, x, y = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2))), torch.randn(5, 3, requires_grad=True), torch.randn(5, 2)
+    with backpack(DiagGGNExact()):
+        nn.functional.mse_loss(model(x), y).backward()
+        torch.autograd.grad(model(x)[0, 0], list(model.parameters()))
+        assert len(results(model)) == 4  # noqa: PLR2004
+    with backpack(DiagGGNExact()):
+        torch.autograd.grad(model(x)[0, 0], x)
+        assert len(results(model)) == 4  # noqa: PLR2004
+        torch.autograd.grad(model(x)[0, 0], list(model.parameters()))
+        assert results(model) == {}
 
 
 LISTS: dict[str, Callable[[int], Any]] = {
