@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, results
 from backpack.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, DiagHessian, SqrtGGNExact
-from backpack.utils.errors import BackpackError
+from backpack.utils.errors import BackpackError, UnsupportedError
 
 Outputs = tuple[Tensor, ...]
 # each takes outputs [N, 3] and labels [N, number of outputs]
@@ -151,3 +151,64 @@ def test_chained_models(way: str) -> None:
         F.cross_entropy(WHOLE[way](body, head, x), torch.tensor([0, 1, 2, 0])).backward()
     for parameter, *rows in zip(parameters, *expected, strict=True):
         close(parameter.grad_batch, torch.stack(rows))
+
+
+def filled(outs: list[Tensor]) -> Tensor:
+    out = outs[0].new_empty(len(outs), 3)
+    for n, row in enumerate(outs):
+        out[n] = row[0]
+    return out
+
+
+ONE_BY_ONE: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    "first rows": lambda outs: torch.stack([out[0] for out in outs]),
+    "squeezed": lambda outs: torch.stack([out.squeeze(0) for out in outs]),
+    "squeezed, all axes": lambda outs: torch.stack([out.squeeze() for out in outs]),
+    "reshaped": lambda outs: torch.stack([out.view(-1) for out in outs]),
+    "unbound": lambda outs: torch.stack([row for out in outs for row in out]),
+    "indexed": lambda outs: torch.stack([out[0, :] for out in outs]),
+    "mean of a row": lambda outs: torch.stack([out.mean(0) for out in outs]),
+    "with an axis again": lambda outs: torch.cat([out[0].unsqueeze(0) for out in outs]),
+    "normalized": lambda outs: torch.stack([out[0].softmax(-1) for out in outs]),
+    "functions": lambda outs: torch.stack([2 * out[0].tanh() + 1 for out in outs]),
+    "entries": lambda outs: torch.stack([out[0, 0] for out in outs])[:, None].expand(-1, 3),
+    "entries, squeezed": lambda outs: torch.stack([out[:, 1].squeeze() + 1 for out in outs])[:, None].expand(-1, 3),
+    "filled in": filled,
+}
+
+
+@pytest.mark.parametrize("way", ONE_BY_ONE)
+@pytest.mark.parametrize("samples", [2, 3])
+def test_samples_that_a_model_is_given_one_by_one(samples: int, way: str) -> None:
+    """Rows of several calls, as of ``torch.cat``: all of them would be taken for one sample."""
+    model, x, y = extend(nn.Linear(4, 3).double()), torch.randn(samples, 4, dtype=torch.float64), torch.randn(samples, 3, dtype=torch.float64)
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=f"called {samples} times, with different data"):
+        F.mse_loss(ONE_BY_ONE[way]([model(row[None]) for row in x]), y).backward()
+    assert results(model) == {}
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_losses_of_one_sample_each_are_added(bare: bool) -> None:
+    """Stacked or not: several losses in one backward pass are of the same samples."""
+    model, x, y = extend(nn.Linear(4, 3).double()), torch.randn(2, 4, dtype=torch.float64), torch.tensor([0, 2])
+    with backpack(BatchGrad()):
+        pairs = zip(x, y, strict=True)
+        losses = [F.cross_entropy(model(row[None])[0], label) if bare else F.cross_entropy(model(row[None]), label[None]) for row, label in pairs]
+        torch.stack(losses).mean().backward()
+    close(model.weight.grad_batch, model.weight.grad[None])
+
+
+VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "difference": lambda one, other: one - other,
+    "difference of rows": lambda one, other: (one[0] - other[0])[None],
+    "mean": lambda one, other: torch.stack([one, other]).mean(0),
+    "mean of rows": lambda one, other: torch.stack([one[0], other[0]]).mean(0, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("way", VIEWS)
+def test_views_of_a_single_sample(way: str) -> None:
+    model, x = extend(nn.Linear(4, 3).double()), torch.randn(2, 4, dtype=torch.float64)
+    with backpack(BatchGrad()):
+        F.mse_loss(VIEWS[way](model(x[:1]), model(x[1:])), torch.ones(1, 3, dtype=torch.float64)).backward()
+    close(model.weight.grad_batch, model.weight.grad[None])

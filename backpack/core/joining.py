@@ -18,6 +18,8 @@ from backpack.utils.errors import UnsupportedError
 
 _OF_ROWS = FUNCTIONS.keys() | frozenset("NllLoss NllLoss2D MultiMarginLoss MultilabelMarginLoss NativeLayerNorm NativeGroupNorm".split())
 _ENTRYWISE = ELEMENTWISE | {"Mul", "Div", "Addcmul"}
+_OF_ENTRIES = _ENTRYWISE | RESHAPES | {"Add", "Sub", "Squeeze", "Select", "Unbind"}
+"""What may make an entry of a row, as `out[0, 0]`, but no loss."""
 _FILLS = frozenset({"torch::autograd::CopySlices", "IndexCopy"})
 _TAKES = frozenset("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Slice Select IndexSelect Gather Flip Roll".split())
 _TAKES |= frozenset("Softmax LogSoftmax Logsumexp Norm LinalgVectorNorm Prod Var Std Cumsum Cumprod Max Min Amax Amin Sort Topk Median".split())
@@ -32,6 +34,7 @@ class _Rows(NamedTuple):
     stacked: bool
     joined: bool
     order: Node | None = None  # what has chosen some of them, or put them in another order
+    bare: bool = False  # whether it is a single row, without an axis of rows
 
 
 def refuse_joined(walk: Walk) -> None:
@@ -94,13 +97,15 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
     if joins:
         if saved(node, "dim") not in (0, -len(shape)):
             return joined[0] if joined else upstream[0] if len(calls) == 1 else None
-        return _Rows(calls, name == "Stack" or any(rows.stacked for rows in upstream), bool(joined) or (name == "Cat" and len(calls) > 1))
+        below = len(calls) > 1 and (name == "Cat" or all(rows.bare for rows in upstream))
+        return _Rows(calls, name == "Stack" or any(rows.stacked for rows in upstream), bool(joined) or below)
     if name in _FILLS:
         return _Rows(calls, False, bool(joined) or below)
     if name in RESHAPES and upstream[0].stacked:
         return _Rows(calls, not below, bool(joined) or below)
     if len(upstream) == 1 or len(calls) == 1:
-        return upstream[0]._replace(order=node) if _chooses(node) else upstream[0]
+        rows = upstream[0]._replace(bare=_is_bare(node, upstream[0]))
+        return rows._replace(order=node) if _chooses(node) else rows
     return _Rows(frozenset().union(*(rows.calls for rows in joined)), False, True) if joined else None
 
 
@@ -120,6 +125,17 @@ def _chooses(node: Node) -> bool:
         return rows is not None and rows.dtype.itemsize > 1 and rows.dim() == 1 and not others
     dims = saved(node, "dims" if name in ("Flip", "Roll") else "dim") if name in _CHOOSES else ()
     return any(dim % max(1, axes) == 0 for dim in ((dims,) if isinstance(dims, int) else dims))
+
+
+def _is_bare(node: Node, rows: _Rows) -> bool:
+    # whether what an operation makes of the only row of each call has no axis of rows, as out[0], out.squeeze(0) and list(out); losses are no rows
+    given, shape = shape_of(next(edge for edge in node.next_functions if edge[0] is not None)), shape_of((node, 0))
+    if shape.numel() == 1 and operation(node) not in _OF_ENTRIES:
+        return False
+    if rows.bare or given[:1] != (1,) or any(call.outputs[0].shape[:1] != (1,) for call in rows.calls):
+        return rows.bare and shape[:1] != (1,)
+    dim = saved(node, "dim") if len(shape) < len(given) and has_saved(node, "dim") else ()
+    return shape[:1] != (1,) or any(axis % len(given) == 0 for axis in ((dim,) if isinstance(dim, int) else dim or ()))
 
 
 def _leaves_several(rows: _Rows | None, shape: torch.Size) -> bool:
@@ -164,7 +180,7 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
     """
     name, shape = operation(node) or node.name(), shape_of((node, 0))
     edges = [(place, edge) for place, edge in enumerate(node.next_functions) if edge[0] in found]
-    given = shape_of(edges[0][1])
+    given, rows = shape_of(edges[0][1]), found[edges[0][1][0]]
     if not (name in _OF_ROWS or name in _FILLS or is_known(node)):
         return False
     if name in RESHAPES:
@@ -172,13 +188,15 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
     if _turns(node):
         return False
     if _chooses(node):
-        return _leaves_several(found[edges[0][1][0]], shape)
+        return _leaves_several(rows, shape)
     if name == "Index":
-        rows = saved(node, "indices")[0]
-        return rows is None or rows.dtype.itemsize == 1 or len(saved(node, "indices")) > 1
+        chosen = saved(node, "indices")[0]
+        return chosen is None or chosen.dtype.itemsize == 1 or len(saved(node, "indices")) > 1
     if name in PRODUCTS - _ENTRYWISE:
         return len(edges) == 1 and (name in ("Dot", "Mv") or edges[0][0] == len(node.next_functions) - 2)
     if name in _TAKES or (name in ("Sum", "Mean") and shape.numel() > 1):
+        if rows is not None and (rows.bare or _is_bare(node, rows)):
+            return True  # along the entries of a single row, or there is but one
         dims = saved(node, "dim") if has_saved(node, "dim") else None
         dims = (dims,) if isinstance(dims, int) else dims
         return bool(dims) and all(dim % max(1, len(given)) for dim in dims)
