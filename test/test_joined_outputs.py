@@ -174,6 +174,8 @@ ONE_BY_ONE: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "entries": lambda outs: torch.stack([out[0, 0] for out in outs])[:, None].expand(-1, 3),
     "entries, squeezed": lambda outs: torch.stack([out[:, 1].squeeze() + 1 for out in outs])[:, None].expand(-1, 3),
     "filled in": filled,
+    "products": lambda outs: (rows := torch.cat(outs)) * torch.bmm(rows.unsqueeze(1), rows.unsqueeze(2)).flatten(1),
+    "products, constant in front": lambda outs: torch.bmm(torch.ones(len(outs), 3, 3).double(), torch.cat(outs).unsqueeze(2)).flatten(1),
 }
 
 

@@ -192,6 +192,8 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
     if name == "Index":
         chosen = saved(node, "indices")[0]
         return chosen is None or chosen.dtype.itemsize == 1 or len(saved(node, "indices")) > 1
+    if name in ("Bmm", "Baddbmm"):
+        return True  # the products are one for each row
     if name in PRODUCTS - _ENTRYWISE:
         return len(edges) == 1 and (name in ("Dot", "Mv") or edges[0][0] == len(node.next_functions) - 2)
     if name in _TAKES or (name in ("Sum", "Mean") and shape.numel() > 1):
