@@ -265,6 +265,29 @@ def test_samples_of_another_argument(length: int) -> None:
         close(parameter.diag_ggn_exact_batch, torch.stack([diagonals[i] for diagonals in curvatures]))
 
 
+class Crossed(Model):
+    """``[T, N, 4]``, with labels ``[N, T]``."""
+
+    def __init__(self, known: bool) -> None:
+        super().__init__()
+        self.known = known
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.scores(x)
+        return F.cross_entropy(scores.movedim(0, -1), y) if self.known else (scores.sum(-1).T - y).square().mean()
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("samples", "length"), [(3, 5), (5, 3), (2, 4)])
+def test_a_sequence_time_first_beside_labels(samples: int, length: int, known: bool) -> None:
+    """What the first layer is given confirms no rows of it where another argument has its first two axes in the other order."""
+    torch.manual_seed(0)
+    model = extend(Crossed(known).double())
+    x, y = torch.randn(length, samples, 4, dtype=torch.float64), torch.randint(4, (samples, length))
+    with pytest.raises(BackpackError, match="could be others"), backpack(BatchGrad(), Variance()):
+        model(x, y).backward()
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("mapping", [dict, UserDict])
 def test_samples_in_a_mapping(mapping: type, parts: int) -> None:

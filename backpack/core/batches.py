@@ -227,9 +227,15 @@ def agrees_with_data(calls: Iterable[ModuleCall], tensor: Tensor | None, layout:
         if tensor.dim() > layout.axis:
             labels = along(label_tensor(layout.labels, owners.device), layout.axis, tensor.dim())
             if ((owners == labels) | (labels < 0)).all():
-                return True
+                return None if _is_crossed(source, calls) else True
         found = False
     return found
+
+
+def _is_crossed(source: Tensor, calls: Iterable[ModuleCall]) -> bool:
+    # whether something beside it has its first two axes in the other order, as labels [N, T] beside a sequence [T, N, D]: either may be time first
+    turned = source.shape[:_MATRIX][::-1]
+    return len({*turned}) == _MATRIX and any(not other.is_nested and other.shape[:_MATRIX] == turned for call in calls for other in given_to(call))
 
 
 def mini_batches(calls: Iterable[ModuleCall], samples: int) -> Iterator[tuple[Tensor, int]]:
