@@ -288,6 +288,46 @@ def test_a_sequence_time_first_beside_labels(samples: int, length: int, known: b
         model(x, y).backward()
 
 
+class Towers(nn.Module):
+    """A layer for ``[N, 4]``, and one for ``[K, 4]`` that all of these are compared with, as shared negatives are."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.left, self.right, self.how = nn.Linear(4, 3), nn.Linear(4, 3), how
+
+    def forward(self, *given: Any) -> Tensor:
+        x, others = (given[0][name] for name in "xy") if len(given) == 1 else given
+        left, right = self.left(x), self.right(others)
+        if self.how == "apart":  # labelled samples, and others
+            return left.square().mean() + right.square().mean()
+        return (left @ right.T if self.how == "product" else (right[:, None] * left).sum(-1)).square().mean()
+
+
+@pytest.mark.parametrize("wrap", [lambda x, y: (x, y), lambda x, y: ({"x": x, "y": y},), lambda x, y: (Closed(x, y),)])
+@pytest.mark.parametrize("how", ["product", "sum", "apart"])
+@pytest.mark.parametrize(("samples", "number"), [(3, 5), (5, 3), (1, 3), (3, 1)])
+def test_arguments_that_say_different_numbers_of_samples(samples: int, number: int, how: str, wrap: Callable[[Tensor, Tensor], tuple]) -> None:
+    """A number of rows that one argument confirms is none where another one confirms another."""
+    torch.manual_seed(0)
+    model = extend(Towers(how).double())
+    given = wrap(torch.randn(samples, 4, dtype=torch.float64), torch.randn(number, 4, dtype=torch.float64))
+    with pytest.raises(BackpackError), backpack(BatchGrad()):
+        model(*given).backward()
+    assert not results(model)
+
+
+class Closed:
+    """Shows nothing of what it holds."""
+
+    __slots__ = ("_get",)
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self._get = {"x": x, "y": y}.__getitem__
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._get(name)
+
+
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("mapping", [dict, UserDict])
 def test_samples_in_a_mapping(mapping: type, parts: int) -> None:

@@ -92,7 +92,7 @@ class Plan(Tracking):
                 error.about = error.about or self.walk.named(self.walk.reach[node])
                 self._note(error)
         self._compare_outputs()
-        doubts = [doubt for start, doubt in self._doubts.items() if start not in self._told]  # first: what follows may be due to a wrong guess
+        doubts = self._open_doubts()  # first: what follows may be due to a wrong guess
         if len(self.losses) == 1:
             for start in self.losses.values():
                 refuse_one_row(self.walk, start.call, start.below, start.layout)

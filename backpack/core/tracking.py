@@ -246,6 +246,17 @@ class Tracking:
         for start in self._guessed.get(node, ()):
             self._doubts.setdefault(start, other_rows(self.walk, node, f"a tensor of shape {list(shape)}", samples))
 
+    def _open_doubts(self) -> list[BackpackError]:
+        # of guesses that nothing confirms; of all, where a model that returns its loss has different numbers of rows inside that could be samples
+        starts = frozenset().union(*self._guessed.values()) if self.walk.returns_loss else frozenset()
+        numbers = {start: samples for start, samples in self._samples_at.items() if start in starts}
+        if len({*numbers.values()}) > 1:
+            self._told.clear()
+            for start, samples in numbers.items():
+                shape = shape_of((start, min(self.states[start])))
+                self._doubts.setdefault(start, other_rows(self.walk, start, f"a tensor of shape {list(shape)}", samples))
+        return [doubt for start, doubt in self._doubts.items() if start not in self._told]
+
     def _doubt_lengths(self, node: Node, shape: Size) -> None:
         # of the output of a module without a rule, where nothing tells which axes are of features
         samples = self._samples_at[node]
