@@ -248,8 +248,8 @@ class Tracking:
 
     def _open_doubts(self) -> list[BackpackError]:
         # of guesses that nothing confirms; of all, where a model that returns its loss has different numbers of rows inside that could be samples
-        starts = frozenset().union(*self._guessed.values()) if self.walk.returns_loss else frozenset()
-        numbers = {start: samples for start, samples in self._samples_at.items() if start in starts}
+        starts = frozenset().union(*self._guessed.values()) if self.walk.returns_loss else ()
+        numbers = {start: self._samples_at[start] for start in starts if start in self._samples_at}
         if len({*numbers.values()}) > 1:
             self._told.clear()
             for start, samples in numbers.items():
