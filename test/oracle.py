@@ -343,15 +343,18 @@ class LoopOverBags(Module):
         ends = [*starts[1:], indices.numel()]
         if self.include_last_offset and offsets is not None:
             starts, ends = starts[:-1], ends[:-1]
-        bags = []
+        bags, counts = [], []
         for start, end in zip(starts, ends, strict=True):
             entries = [i for i in range(start, end) if indices.flatten()[i] != self.padding]
-            rows = self.weight[indices.flatten()[entries].long()]
-            if per_sample_weights is not None:
-                rows = rows * per_sample_weights.flatten()[entries][:, None]
-            value = rows.amax(0) if self.mode == "max" else rows.sum(0)
-            bags.append(value / max(len(entries), 1) if self.mode == "mean" else value)
-        return torch.stack(bags)
+            numbers, divisor = indices.flatten()[entries].long(), max(len(entries), 1) if self.mode == "mean" else 1
+            weights = self.weight.new_ones(len(entries)) if per_sample_weights is None else per_sample_weights.flatten()[entries]
+            if self.mode == "max":
+                bags.append(self.weight[numbers].amax(0))
+            elif weights.requires_grad:
+                bags.append((self.weight[numbers] * weights[:, None]).sum(0))
+            else:  # a product with a matrix
+                counts.append((F.one_hot(numbers, len(self.weight)) * weights[:, None]).sum(0) / divisor)
+        return torch.stack(counts) @ self.weight if counts else torch.stack(bags)
 
 
 class SeparateNorms(TorchFunctionMode):

@@ -158,6 +158,24 @@ def test_kronecker_factors_of_a_table() -> None:
     close(kfacs_to_mat([counts, outputs]), root.T @ root)
 
 
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith("EmbeddingBag")])
+def test_kronecker_factors_of_bags(name: str) -> None:
+    """They are those of a linear layer that is given, for each bag, how much of each row is in it."""
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        bag, inputs = LAYERS[name]()
+        bag, out = bag.to(DOUBLE), bag.to(DOUBLE)(*inputs)
+        contents = torch.stack([torch.autograd.grad(row[0], bag.weight, retain_graph=True)[0][:, 0] for row in out])
+        linear, head, y = Linear(*bag.weight.shape, bias=False), extend(Linear(out.shape[1], 2)), randn(len(out), 2)
+        linear.weight.data = bag.weight.data.T.clone()
+        bag, linear, lossfunc = extend(bag), extend(linear), extend(nn.MSELoss())
+        with backpack(extensions.KFLR()):
+            lossfunc(head(bag(*inputs)), y).backward()
+            lossfunc(head(linear(contents)), y).backward()
+    close(bag.weight.kflr[0], linear.weight.kflr[1])
+    close(bag.weight.kflr[1], linear.weight.kflr[0])
+
+
 def test_factor_that_is_too_large() -> None:
     model, lossfunc = extend(Sequential(Embedding(2, 40_000), nn.AdaptiveAvgPool1d(1))), extend(nn.MSELoss())
     loss = lossfunc(model(tensor([[0], [1]])), randn(2, 1, 1))

@@ -127,8 +127,9 @@ def bare(walk: Walk, node: Node) -> UnattributedError:
     graphs = (slot.shape for call in walk.outermost for index, slot in enumerate(call.outputs) if index not in call.detached)
     parts = [f" (a model returned {list(s)} for {n} samples)" for s in graphs for n in walk.batches if n and s and s[0] > n and s[0] % n == 0]
     return UnattributedError(
-        "{names}: used outside of everything that has samples: in a penalty on the parameters, say, in an output of the model that is made of "
-        "parameters alone or of some samples, or in a factor of losses behind the last module. The gradient there belongs to no sample, or to "
+        "{names}: used outside of everything that has samples: in a penalty on the parameters, say, or on derivatives inside of a model that returns "
+        "its loss, in an output of the model that is made of parameters alone or of some samples, or in a factor of losses behind the last module. "
+        "The gradient there belongs to no sample, or to "
         f"samples that cannot be followed{''.join(parts[:1])}. To leave such a term out of all quantities, and keep it in .grad, write "
         "`loss = loss + backpack.leave_out(penalty)`. To keep it in them, let the model return a row for each sample there, like losses [N] or "
         "`std.expand_as(mean)`, and reduce outside. To leave the parameters out of an extension, write {exclude}.",

@@ -12,7 +12,7 @@ from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.connect import Connection
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Blocks, Flow
 from backpack.core.graph import tensor_at
 from backpack.core.plan import Plan
@@ -178,7 +178,7 @@ class Weight:
     def _formed(self, unit: Unit, name: str, parameter: Parameter, extension: BackpropExtension) -> int:
         rule = unit.call.derivatives
         affine = isinstance(rule, AffineDerivatives)
-        if extension.ordered or (isinstance(extension, HBP) and (affine or isinstance(rule, EmbeddingDerivatives))):
+        if extension.ordered or (isinstance(extension, HBP) and (affine or isinstance(rule, LookupDerivatives))):
             return 0  # results, and small
         fast = find_faster(extension, rule, name) not in (None, finish_at_once) and (affine or self._plan.uses.get(parameter) == 1)
         fast &= name != "bias"  # formed where there are positions

@@ -7,7 +7,7 @@ from torch import Tensor, einsum
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.samples import Layout, add_rows
 from backpack.extensions.flows import apply_to_all, repetitions
@@ -86,9 +86,9 @@ class KroneckerRule(Rule):
 
     def at_call(self, use: Use, name: str) -> KroneckerState:
         rule, samples = use.call.derivatives, max(use.layout.samples, 1)
-        if isinstance(rule, EmbeddingDerivatives) and not self._mean_input:
+        if isinstance(rule, LookupDerivatives) and not self._mean_input:
             sums = apply_to_all(use.value, lambda mat: add_rows(rule.sums_over_positions(use.call, mat), use.layout).unsqueeze(2))
-            return KroneckerState(rule.counts(use.call)[None] / samples if self._reads_input else None, OutputSide(sums))
+            return KroneckerState(rule.input_moment(use.call, 1 / samples) if self._reads_input else None, OutputSide(sums))
         if not isinstance(rule, AffineDerivatives):
             columns = apply_to_all(use.value, lambda mat: rule._param_mjp(name, use.call, None, (use.grad,), mat, sum_batch=False))
             return _without_structure(apply_to_all(columns, lambda c: add_rows(c, use.layout)))

@@ -11,7 +11,8 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.embedding import EmbeddingDerivatives, LookupDerivatives
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
@@ -89,17 +90,18 @@ def rows_of(unit: Unit) -> Size:
     return unit.rows
 
 
-def structure_by(rule: AffineDerivatives | None, groups: int = 1) -> Structure:
+def structure_by(rule: BaseDerivatives | None, groups: int = 1) -> Structure:
     """Say how the two sides of a weight lie in it.
 
     Args:
-        rule: The rule of the layer; ``None`` for a table, whose first axis belongs to one-hot vectors.
+        rule: The rule of the layer; if it is no affine one, it is that of a table, whose first axis belongs to one-hot vectors.
         groups: Number of groups.
 
     Returns:
         The structure.
     """
-    return Structure(0) if rule is None else Structure(int(not rule.transposed), groups, rule.weight_layout)
+    affine = isinstance(rule, AffineDerivatives)
+    return Structure(int(not rule.transposed), groups, rule.weight_layout) if affine else Structure(0)
 
 
 def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False) -> Sides:
@@ -115,8 +117,9 @@ def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False)
         What the use sees.
     """
     rule = unit.call.derivatives
-    if isinstance(rule, EmbeddingDerivatives) and not mean_input:
-        return Sides((1, parameter.shape[0]), (1, parameter.shape[1]), structure=structure_by(None))
+    if isinstance(rule, LookupDerivatives) and not mean_input:
+        rows, features = parameter.shape
+        return Sides((1, rows) if isinstance(rule, EmbeddingDerivatives) else (1, rows, rows), (1, features), structure=structure_by(rule))
     if not isinstance(rule, AffineDerivatives):
         return Sides(None, (1, parameter.numel()))
     rows, groups, outputs, positions = rows_of(unit)

@@ -15,6 +15,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.registry import register
+from backpack.utils.moment import second_moment
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
@@ -100,6 +101,30 @@ class LookupDerivatives(BaseParameterDerivatives):
             ``[V, *output]``.
         """
 
+    @abstractmethod
+    def input_moment(self, module: Module, scale: float = 1.0) -> Tensor:
+        """Sum the outer products of the vectors that the weight is multiplied with: one-hot vectors, or weighted sums of them.
+
+        Args:
+            module: The layer with its recorded input.
+            scale: Factor.
+
+        Returns:
+            ``[1, K, K]``, or its diagonal ``[1, K]`` if all else is zero.
+        """
+
+    @abstractmethod
+    def sums_over_positions(self, module: Module, mat: Tensor) -> Tensor:
+        """Add the columns of all positions of a sample that use the weight.
+
+        Args:
+            module: The layer with its recorded input.
+            mat: ``[V, *output]``.
+
+        Returns:
+            ``[V, N, D]``.
+        """
+
     def sums_per_sample(self, module: Module, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Transposed Jacobian of each sample with respect to those rows of the weight that the sample looked up.
 
@@ -153,29 +178,13 @@ class EmbeddingDerivatives(LookupDerivatives):
     def output_from_rows(self, module: Embedding, rows: Tensor, lookups: Lookups) -> Tensor:
         return rows.reshape(rows.shape[0], *module.output.shape)
 
-    def counts(self, module: Embedding) -> Tensor:
-        """Count how often each row was looked up: the diagonal of the second moment of one-hot vectors, summed over samples.
-
-        Args:
-            module: The layer with its recorded input.
-
-        Returns:
-            ``[K]``.
-        """
+    def input_moment(self, module: Embedding, scale: float = 1.0) -> Tensor:
         lookups, size = self.lookups(module), module.weight.shape[0]
         used = lookups.indices if lookups.factors is None else lookups.indices[lookups.factors]
-        return torch.bincount(used, minlength=size).to(torch.promote_types(module.weight.dtype, torch.float32))
+        counts = torch.bincount(used, minlength=size).to(torch.promote_types(module.weight.dtype, torch.float32))
+        return counts.mul_(scale).unsqueeze(0)
 
     def sums_over_positions(self, module: Embedding, mat: Tensor) -> Tensor:
-        """Add the columns of all positions of a sample that use the weight.
-
-        Args:
-            module: The layer with its recorded input.
-            mat: ``[V, *output]``.
-
-        Returns:
-            ``[V, N, D]``.
-        """
         lookups = self.lookups(module)
         rows = lookups.weighted(self.rows(module, mat, lookups))
         return rows.reshape(*mat.shape[:2], prod(mat.shape[2:-1]), mat.shape[-1]).sum(2)
@@ -230,3 +239,14 @@ class EmbeddingBagDerivatives(LookupDerivatives):
 
     def output_from_rows(self, module: EmbeddingBag, rows: Tensor, lookups: Lookups) -> Tensor:
         return add_at(rows, lookups.samples, module.output.shape[0])
+
+    def input_moment(self, module: EmbeddingBag, scale: float = 1.0) -> Tensor:
+        lookups, size = self.lookups(module), module.weight.shape[0]
+        factors = torch.ones_like(lookups.indices) if lookups.factors is None else lookups.factors
+        factors = factors.to(torch.promote_types(module.weight.dtype, torch.float32))
+        places, bags = lookups.samples * size + lookups.indices, module.output.shape[0]
+        sums = factors.new_zeros(bags * size).index_add_(0, places, factors).unflatten(0, (bags, size))
+        return second_moment(sums.unsqueeze(0), scale)
+
+    def sums_over_positions(self, module: EmbeddingBag, mat: Tensor) -> Tensor:
+        return mat

@@ -183,7 +183,7 @@ class HBP(SecondOrderBackpropExtension):
         sides, inputs = state.outputs.moment(), state.take_inputs()
         if inputs is None:
             return Noted([sides[0]], None)
-        structure = structure_by(None if inputs.dim() == 2 else state.rule, len(inputs))
+        structure = structure_by(state.rule, len(inputs))
         pairs = [[inputs[i], sides[i]] if structure.mean == 0 else [sides[i], inputs[i]] for i in range(len(sides))]
         return Noted(pairs[0] if len(pairs) == 1 else pairs, structure)
 
@@ -275,6 +275,7 @@ class KFAC(HBP):
 
     Embedding: ``[A, B]``, as if one-hot vectors were multiplied by its table ``[K, D]``. ``A [K]`` is the diagonal of the second moment of these
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
+    Of an ``EmbeddingBag``, whose sums or means of rows are multiplications with sums or means of one-hot vectors, ``A`` is a matrix ``[K, K]``.
     """
 
     def __init__(self, mc_samples: int = 1, *, exclude: Iterable[Excluded] = ()) -> None:
