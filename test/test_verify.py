@@ -188,6 +188,14 @@ def test_losses_of_log_probabilities_begin_with_the_softmax(case: str, monkeypat
     assert verify(model, lossfunc, X, y, chosen[:1]).ok is (case == "function")
 
 
+@pytest.mark.parametrize("options", [{"mode": "sum"}, {"padding_idx": 1}, {"max_norm": 0.5}], ids=str)
+def test_factors_of_bags(options: dict[str, object]) -> None:
+    bag = nn.EmbeddingBag(5, 3, **options).double()
+    model, x, y = Sequential(bag, Tanh(), Linear(3, 2).double()), randint(5, (4, 6)), randint(2, (4,))
+    report = verify(model, CrossEntropyLoss(), x, y, [extensions.KFLR(), extensions.KFAC()])
+    assert [row.verdict for row in report] == 6 * [AGREES]
+
+
 def test_log_probabilities_that_were_changed_are_not_compared() -> None:
     model, chosen = Sequential(Linear(4, 3), nn.LogSoftmax(1)), [extensions.DiagGGNExact(), extensions.BatchGrad(), extensions.DiagHessian()]
     report = verify(model, nn.NLLLoss(), randn(5, 4), randint(3, (5,)), chosen, output=lambda out: out / 2)

@@ -237,7 +237,7 @@ def _kronecker(at: Comparison, name: str, value: Any) -> Compared:
         chosen = reference.entries[name]
         yield Numbers(actual[chosen][:, chosen], reference.block(parameter, chosen, roots).sum(0))
     else:
-        raise Incomparable("factors of weights are compared for linear layers, convolutions and embeddings, used as such only")
+        raise Incomparable("factors of weights are compared for linear layers, convolutions, embeddings and bags of them, used as such only")
 
 
 def _factors(at: Comparison, layer: Layer, name: str, value: list, roots: tuple[Tensor, Sequence[int]] | None) -> Compared:

@@ -22,6 +22,7 @@ from torch.nn import (
     ConvTranspose2d,
     ConvTranspose3d,
     Embedding,
+    EmbeddingBag,
     Linear,
     Module,
     Parameter,
@@ -32,7 +33,7 @@ _TRANSPOSED = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
 
 
 def _kind(module: Module) -> type[Module] | None:
-    return next((cls for cls in (*_CONVOLUTIONS, *_TRANSPOSED, Linear, Embedding) if isinstance(module, cls)), None)
+    return next((cls for cls in (*_CONVOLUTIONS, *_TRANSPOSED, Linear, Embedding, EmbeddingBag) if isinstance(module, cls)), None)
 
 
 class Layer:
@@ -57,7 +58,7 @@ class Layer:
         self.weight = module.weight
         self.kind = _kind(module)
         self.groups = getattr(module, "groups", 1) if self.kind in (*_CONVOLUTIONS, *_TRANSPOSED) else 1
-        self.diagonal, self.input_first = self.kind is Embedding, self.kind in (None, Embedding)
+        self.diagonal, self.input_first = self.kind is Embedding, self.kind in (None, Embedding, EmbeddingBag)
         self.probe = torch.zeros(outputs, dtype=self.weight.dtype, device=self.weight.device, requires_grad=True)
         self.calls: list[tuple[Module, tuple, dict[str, Any]]] = []
         self.results: list[Tensor] = []
@@ -136,14 +137,16 @@ class Layer:
             return ((args[0] == k) & (k != module.padding_idx)).to(self.weight.dtype)
         if self.kind in (None, Linear):
             return args[0][..., k]
-        unit = torch.zeros_like(self.weight, memory_format=torch.contiguous_format)
+        unit, bare = torch.zeros_like(self.weight, memory_format=torch.contiguous_format), copy(module)
+        bare._forward_hooks, bare._forward_pre_hooks = {}, {}
+        if self.kind is EmbeddingBag:
+            unit[k, 0], bare.max_norm = 1, None
+            return functional_call(bare, {"weight": unit}, args, kwargs)[:, 0]
         if self.kind in _TRANSPOSED:
             channel, place = divmod(k, unit[0, 0].numel())
             unit.unflatten(0, (self.groups, -1))[group, channel, 0].view(-1)[place] = 1
         else:
             unit.unflatten(0, (self.groups, -1))[group, 0].view(-1)[k] = 1
-        bare = copy(module)
-        bare._forward_hooks, bare._forward_pre_hooks = {}, {}
         state = {"weight": unit} | ({} if module.bias is None else {"bias": torch.zeros_like(module.bias)})
         return functional_call(bare, state, args, kwargs).unflatten(1, (self.groups, -1))[:, group, 0]
 
@@ -204,7 +207,7 @@ class Layers:
         """
         kind = _kind(module)
         if kind is not None:
-            return type(module).forward is kind.forward
+            return type(module).forward is kind.forward and getattr(module, "mode", None) != "max"
         x, weight = args[0], module.weight
         if weight.dim() != 2 or not isinstance(x, Tensor) or x.dtype != weight.dtype or not x.shape or x.shape[-1] != len(weight):
             return False
