@@ -42,9 +42,11 @@ LAYERS: dict[str, Callable[[], tuple[Module, tuple]]] = {
 }
 
 
+@pytest.mark.parametrize("large", [2**22, 0], ids=["small", "large"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_products(name: str) -> None:
-    """Against the dense Jacobian of autograd, with all samples and with a choice of them."""
+def test_products(name: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the dense Jacobian of autograd, with all samples and with a choice of them; results that are large have their rows placed."""
+    monkeypatch.setattr("backpack.core.derivatives.embedding.LARGE", large)
     module, inputs = LAYERS[name]()
     module = module.to(DOUBLE)
     module.weight.data.normal_()
@@ -58,8 +60,9 @@ def test_products(name: str) -> None:
         mat = recorded.like_output(len(samples))
         truth = einsum("nop,vno->vnp", jacobian[samples], mat.flatten(2)).reshape(V, len(samples), *module.weight.shape)
         for sum_batch, expected in ((True, truth.sum(1)), (False, truth)):
-            equal(rule.param_mjp("weight", module, None, None, mat, sum_batch, subsampling), expected)
-            equal(rule.param_mjp("weight", module, None, None, mat[1], sum_batch, subsampling), expected[1])
+            with torch.no_grad():  # as in a backward pass
+                equal(rule.param_mjp("weight", module, None, None, mat, sum_batch, subsampling), expected)
+                equal(rule.param_mjp("weight", module, None, None, mat[1], sum_batch, subsampling), expected[1])
     mat = randn(V, *module.weight.shape, dtype=DOUBLE)
     equal(rule.weight_jac_mat_prod(module, None, None, mat), einsum("nop,vp->vno", jacobian, mat.flatten(1)).reshape(V, *recorded.y.shape))
     if inputs[0].dim() > 1 and isinstance(module, Embedding) and not module.sparse:

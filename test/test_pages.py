@@ -24,7 +24,7 @@ WRITTEN = ["BatchGrad", "BatchDiagGGNExact", "SqrtGGNExact", "DiagGGNExact", "KF
 @pytest.mark.parametrize("case", every_second(CASES))
 def test_every_case(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes whose results lie where those of the pass before were, of which what is not overwritten is no number."""
-    monkeypatch.setattr(pages, "_LARGE", 1)
+    monkeypatch.setattr(pages, "LARGE", 1)
     monkeypatch.setattr(pages, "_SMALL", 1)
     names = [name for name in WRITTEN if QUANTITIES[name].expect(CASES[case].tags) is Expect.EXACT]
     problem = CASES[case].build(3)
@@ -46,7 +46,7 @@ def test_a_large_result(dtype: torch.dtype) -> None:
         layer(x).sum().backward()
     result = layer.weight.grad_batch
     assert result.dtype == dtype
-    assert result.numel() * result.element_size() >= pages._LARGE
+    assert result.numel() * result.element_size() >= pages.LARGE
     assert torch.equal(result, x[:, None].expand(-1, 200, -1))
     file = io.BytesIO()
     torch.save(result, file)

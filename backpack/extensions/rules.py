@@ -18,7 +18,7 @@ from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_at_output, sum_of_squares
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.embedding import add_at
+from backpack.core.derivatives.embedding import add_at, place_at
 from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.samples import add_rows
 from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
@@ -336,8 +336,8 @@ def place_at_rows(use: Use) -> Tensor:
     Returns:
         ``[N, K, D]``.
     """
-    (squares, samples, rows), shape = squares_of_lookups(use), (use.layout.samples, *use.call.weight.shape)
-    return squares.new_zeros(shape).index_put_((samples, rows), squares)
+    (squares, samples, rows), (size, features) = squares_of_lookups(use), use.call.weight.shape
+    return place_at(squares, samples * size + rows, use.layout.samples * size).reshape(use.layout.samples, size, features)
 
 
 def signs_of(columns: Columns, subsampling: Iterable[int] | None = None) -> Tensor | None:

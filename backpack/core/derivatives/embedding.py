@@ -16,6 +16,7 @@ from torch.nn import Embedding, EmbeddingBag, Module
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.registry import register
 from backpack.utils.moment import second_moment
+from backpack.utils.pages import LARGE, empty
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
@@ -34,9 +35,26 @@ def add_at(rows: Tensor, places: Tensor, count: int) -> Tensor:
     columns, _, features = rows.shape
     if columns > 1:
         places = torch.arange(columns, device=places.device)[:, None] * count + places
+    rows, places, total = rows.flatten(0, 1), places.flatten(), columns * count
+    few = total * features * rows.element_size() >= LARGE and rows.device.type == "cpu" and not torch.is_grad_enabled()
+    found, places = torch.unique(places, return_inverse=True) if few else (None, places)
     # what autograd uses: one pass over the rows, in parallel, where index_add_ takes one step a row
-    added = torch.ops.aten.embedding_dense_backward(rows.flatten(0, 1), places.flatten(), columns * count, -1, False)
-    return added.reshape(columns, count, features)
+    added = torch.ops.aten.embedding_dense_backward(rows, places, total if found is None else len(found), -1, False)
+    return (added if found is None else place_at(added, found, total)).reshape(columns, count, features)
+
+
+def place_at(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """Place rows among rows of zeros.
+
+    Args:
+        rows: ``[U, D]``.
+        places: Different numbers ``[U]`` below ``count``.
+        count: Number of places.
+
+    Returns:
+        ``[count, D]``.
+    """
+    return empty((count, rows.shape[1]), rows).zero_().index_copy_(0, places, rows)
 
 
 class Lookups(NamedTuple):

@@ -8,7 +8,7 @@ from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import sum_of_squares
-from backpack.core.derivatives.embedding import LookupDerivatives, add_at
+from backpack.core.derivatives.embedding import LookupDerivatives, add_at, place_at
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import CentredSquares, Noted
@@ -70,15 +70,12 @@ def _rounds_gradient(mat: Tensor, parameter: Parameter) -> bool:
 def _lookup(extension: Variance, use: Use, name: str) -> Noted:
     sums, _, rows = use.call.derivatives.sums_per_sample(use.call, use.value[0])
     found, places, counts = torch.unique(rows, return_inverse=True, return_counts=True)
-    gradient, shape, samples = add_at(sums, places, len(found))[0], use.call.weight.shape, max(use.layout.samples, 1)
+    gradient, size, samples = add_at(sums, places, len(found))[0], len(use.call.weight), max(use.layout.samples, 1)
     mean = gradient / samples
     deviations = add_at((sums - mean[places]).square(), places, len(found))[0]
     others = (samples - counts).unsqueeze(1)  # the gradients of samples that have not looked up a row are zero there
-
-    def spread(part: Tensor) -> Tensor:
-        return part.new_zeros(shape).index_copy_(0, found, part)
-
-    return Noted(spread((deviations + others * mean.square()) / samples), lambda: spread(gradient))
+    variance = place_at((deviations + others * mean.square()) / samples, found, size)
+    return Noted(variance, lambda: place_at(gradient, found, size))
 
 
 def _variance(squares: Tensor, gradient: Tensor, samples: int) -> Tensor:
