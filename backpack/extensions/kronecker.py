@@ -13,6 +13,7 @@ from backpack.core.samples import Layout, add_rows
 from backpack.extensions.flows import apply_to_all, repetitions
 from backpack.extensions.rules import Rule, stack
 from backpack.utils.moment import second_moment
+from backpack.utils.pages import copied
 from backpack.utils.precision import wide
 
 
@@ -41,7 +42,7 @@ class OutputSide:
             moment = second_moment(wide(stack(self.columns)).flatten(0, 1).transpose(0, 1))
         self.readers -= 1
         if self.readers > 0 or not self.columns:  # else what is handed over is kept no more, and computed again if need be
-            self._moment = moment.clone()
+            self._moment = copied(moment)
         return moment
 
 
@@ -66,7 +67,7 @@ class KroneckerState:
             ``inputs``, a tensor that the caller may change.
         """
         copies, self._taken = self._taken, True
-        return self.inputs.clone() if copies and self.inputs is not None else self.inputs
+        return copied(self.inputs) if copies and self.inputs is not None else self.inputs
 
 
 class KroneckerRule(Rule):

@@ -121,6 +121,18 @@ def empty(shape: tuple[int, ...], like: Tensor, order: torch.memory_format = tor
     return _found(torch.empty, shape, like, memory_format=order)
 
 
+def copied(tensor: Tensor) -> Tensor:
+    """Copy a tensor.
+
+    Args:
+        tensor: The tensor.
+
+    Returns:
+        Its copy.
+    """
+    return empty(tuple(tensor.shape), tensor).copy_(tensor)
+
+
 def _found(create: Callable[..., Tensor], what: Any, like: Tensor, **options: Any) -> Tensor:
     """Allocate a tensor where a result of the pass before is that nothing refers to, or else in large pages.
 
