@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, einsum
+from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.calls import ModuleCall
@@ -24,7 +24,7 @@ from backpack.core.samples import add_rows
 from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
 from backpack.extensions.signed_flow import SignedSqrtFlow
 from backpack.utils.errors import UnsupportedError
-from backpack.utils.precision import wide
+from backpack.utils.moment import sum_of_squared_columns
 
 Subsampling = tuple[int, ...] | None
 
@@ -310,8 +310,8 @@ def squares_of_lookups(use: Use) -> tuple[Tensor, Tensor, Tensor]:
         ``[U, D]``, and for each of the ``U`` pairs the sample and the row, ``[U]`` both.
     """
     sums, samples, rows = use.call.derivatives.sums_per_sample(use.call, stack(use.value))
-    signs, squares = signs_of(use.value), sums.square()
-    return squares.sum(0) if signs is None else einsum("vud,vu->ud", squares, wide(signs[:, samples])), samples, rows
+    signs = signs_of(use.value)
+    return sum_of_squared_columns(sums, None if signs is None else signs[:, samples]), samples, rows
 
 
 def sum_at_rows(use: Use) -> Tensor:

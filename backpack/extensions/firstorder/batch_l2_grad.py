@@ -13,7 +13,7 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import faster, finish_at_once, squares_of_lookups
+from backpack.extensions.rules import faster, finish_at_once
 from backpack.utils.precision import wide
 
 
@@ -49,5 +49,5 @@ def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
 
 @faster(BatchL2Grad, LookupDerivatives, "weight")
 def _lookup(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
-    squares, samples, _ = squares_of_lookups(use)
-    return squares.new_zeros(use.layout.samples).index_add_(0, samples, squares.sum(1))
+    sums, samples, _ = use.call.derivatives.sums_per_sample(use.call, use.value[0])
+    return sums.new_zeros(use.layout.samples).index_add_(0, samples, torch.linalg.vector_norm(sums[0], dim=1).square())

@@ -72,7 +72,7 @@ def _lookup(extension: Variance, use: Use, name: str) -> Noted:
     found, places, counts = torch.unique(rows, return_inverse=True, return_counts=True)
     gradient, size, samples = add_at(sums, places, len(found))[0], len(use.call.weight), max(use.layout.samples, 1)
     mean = gradient / samples
-    deviations = add_at((sums - mean[places]).square(), places, len(found))[0]
+    deviations = add_at(mean[places].sub_(sums[0]).square_().unsqueeze(0), places, len(found))[0]
     others = (samples - counts).unsqueeze(1)  # the gradients of samples that have not looked up a row are zero there
     variance = place_at((deviations + others * mean.square()) / samples, found, size)
     return Noted(variance, lambda: place_at(gradient, found, size))
