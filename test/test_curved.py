@@ -340,6 +340,7 @@ def test_refusals_name_the_operation() -> None:
     refused(lambda net, x: net.b(net.a(x).scatter_reduce(1, (x > 0).long(), net.a(x).sin(), "prod")), "ScatterReduceBackward0")
     refused(lambda net, x: net.b(torch.fft.fft(net.a(x)).square().real), "PowBackward0")
     refused(lambda net, x: net.b(net.a(x) + sum(torch.var_mean(net.a(x), 1, keepdim=True))), "VarMeanBackward0")
+    refused(lambda net, x: torch.diag(net.a(x)[:, 0]) @ net.b(net.a(x)), "MmBackward0")  # sums over an axis of samples
     refused(lambda net, x: net.b(net.norm(net.norm(net.a(x)))), r"couple several uses .*`weight \* F.layer_norm", norm=nn.LayerNorm(3))
 
 

@@ -5,7 +5,7 @@ Three kinds of operations are known: those that act on each entry alone, those t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from math import inf, pi
 from typing import NamedTuple
@@ -127,6 +127,20 @@ class Product(NamedTuple):
     function: Callable[[Tensor, Tensor], Tensor]
     numbers: tuple[int, int]
     names: tuple[str, str]
+
+    def made(self, shapes: Iterable[torch.Size]) -> torch.Size | None:
+        """Say which shape the product has.
+
+        Args:
+            shapes: Those of the factors.
+
+        Returns:
+            The shape; ``None`` if the factors do not fit.
+        """
+        try:
+            return self.function(*(torch.empty(shape, device="meta") for shape in shapes)).shape
+        except RuntimeError:
+            return None
 
 
 def _key(node: Node) -> str:

@@ -18,7 +18,7 @@ from torch.func import vjp, vmap
 from backpack.core.crossings import Gap
 from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, coupling, is_known, is_plain_attention, product
-from backpack.core.samples import Layout, along, label_tensor, plain_layout, settle
+from backpack.core.samples import Layout, along, label_tensor, plain_layout, settle, shape_of_one
 from backpack.core.ways import SPLIT
 from backpack.utils.eigen import eigh
 from backpack.utils.precision import wide
@@ -51,7 +51,7 @@ def is_solvable(gap: Gap) -> bool:
         return False
     layouts = _layouts(gap)
     if (found := _product_of(gap)) is not None:
-        return _is_even(found, layouts) and not _has_samples_in_groups(node, layouts)
+        return _is_even(found, layouts) and not _has_samples_in_groups(node, layouts) and _is_of_one(gap, found, layouts)
     axes = axes_of(node)
     if not axes or gap.states[0] is SPLIT:
         return True
@@ -72,6 +72,11 @@ def _is_even(found: Product, layouts: list[Layout | None]) -> bool:
     if all(layout is not None and layout.of_one for layout in of_factors):
         return len({max(layout.labels, default=0) for layout in of_factors}) == 1
     return all(layout is None or len(set(map(layout.labels.count, range(layout.samples)))) <= 1 for layout in layouts)
+
+
+def _is_of_one(gap: Gap, found: Product, layouts: list[Layout | None]) -> bool:
+    # whether the part of a sample is the product of its own parts: not so of `diag(h) @ x`, which sums over an axis of samples
+    return found.made(shape_of_one(gap.nexts[i][2], layouts[i]) for i in found.numbers) == shape_of_one(shape_of((gap.node, 0)), layouts[-1])
 
 
 def _product_of(gap: Gap) -> Product | None:
@@ -314,12 +319,7 @@ def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Bo
     function, numbers = found.function, found.numbers
     layouts = _layouts(gap)
     grad = grad if layouts[-1] is None else _samples_first(grad, layouts[-1])
-    shapes = []
-    for number in numbers:
-        layout, shape = layouts[number], list(gap.nexts[number][2])
-        if layout is not None and not _whole(layout):
-            shape[layout.axis] //= max(layout.samples, 1)
-        shapes.append(shape)
+    shapes = [shape_of_one(gap.nexts[number][2], layouts[number]) for number in numbers]
     few = int(prod(shapes[1]) < prod(shapes[0]))  # a column for each entry of the smaller factor
     size = prod(shapes[few])
 

@@ -86,6 +86,20 @@ def along(values: Tensor, axis: int, ndim: int) -> Tensor:
     return values.reshape(*values.shape[:-1], *(values.shape[-1] if i == axis else 1 for i in range(ndim)))
 
 
+def shape_of_one(shape: torch.Size, layout: Layout | None) -> torch.Size:
+    """Return the shape of the part of a tensor that one sample has.
+
+    Args:
+        shape: Shape of the tensor.
+        layout: Where the samples lie, with as many rows each; ``None`` if all use the same tensor.
+
+    Returns:
+        The shape.
+    """
+    whole = layout is None or (layout.of_one and layout.samples > 0)
+    return shape if whole else torch.Size(n // max(layout.samples, 1) if i == layout.axis else n for i, n in enumerate(shape))
+
+
 def probe(shape: torch.Size, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return columns from which ``decode`` can tell the samples: for each bit, random numbers at samples whose number has it, and at the others.
 

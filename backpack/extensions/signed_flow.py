@@ -88,8 +88,7 @@ class SignedSqrtFlow(RootFlow):
         return Source(call.order, signs), mat
 
     def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Source, list[Born]] | None:
-        nothing = all(state is not SPLIT and set(state.labels) == {-1} for state in gap.states.values())  # arrives, as behind a mask of everything
-        if nothing or not curved_in(walk, concerned, gap):
+        if _is_cut_off(gap) or not curved_in(walk, concerned, gap):
             return None
         signs, born = residual(gap, grad)
         if any(_is_hidden(gap, part) for part in born):
@@ -129,7 +128,7 @@ class SignedSqrtFlow(RootFlow):
             curved = curved_in(plan.walk, plan.concerned, gap)
             if curved and gap.hides_samples and operation(gap.node) in PRODUCTS:  # others tell whether they are curved at this point
                 raise _hidden(plan.walk, plan.concerned, gap)
-            if curved and not is_solvable(gap):
+            if curved and not _is_cut_off(gap) and not is_solvable(gap):
                 what = "computes with complex numbers" if has_complex(gap) else "is, or may hide, a curved operation"
                 raise UnsupportedError(
                     f"{plan.walk.where(gap.node)} {what} whose second derivative is not known, on the way to "
@@ -145,6 +144,11 @@ class SignedSqrtFlow(RootFlow):
             "if it is a normalization, let its weight and bias follow it (`weight * F.layer_norm(x, shape) + bias`), ",
         )
         refuse_curved(plan, "The diagonal of the Hessian")
+
+
+def _is_cut_off(gap: Gap) -> bool:
+    # whether nothing arrives, as behind a mask of everything
+    return all(state is not SPLIT and set(state.labels) == {-1} for state in gap.states.values())
 
 
 def _is_hidden(gap: Gap, part: Born) -> bool:
