@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable, grad
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend
@@ -95,6 +96,37 @@ def test_what_is_not_finite_proves_no_batching_rule(number: float) -> None:
     assert compare_mixture([columns], [right], lambda column: (factors * column,)) == (True, number == 1)
     same = columns[[0, 1, 0]]  # a rule that turns the order around is right for these only
     assert compare_mixture([same], [(factors * same).flip(0)], lambda column: (factors * column,)) == (True, False)
+
+
+@pytest.mark.parametrize("place", [(0, 0, 0), (1, 2, 4)])
+@pytest.mark.parametrize("piece", [1, 12, 10**6])
+def test_columns_are_compared_in_pieces(piece: int, place: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backpack.utils.columns._PIECE", piece)
+    columns = torch.randn(4, 2, 3, 5).transpose(1, 3)  # [4, 5, 3, 2]
+    wrong = 2 * columns
+    assert compare_mixture([columns], [wrong], lambda column: (2 * column,)) == (True, True)
+    assert compare_mixture([columns], [wrong.sum(1)], lambda column: (2 * column.sum(0),)) == (True, True)
+    assert compare_mixture([columns[:, 0, 0, 0]], [wrong], lambda number: (2 * columns[0] * number,))[0] is False
+    wrong[3].transpose(0, 2)[place] += 1
+    assert compare_mixture([columns], [wrong], lambda column: (2 * column,)) == (False, False)
+
+
+def test_comparing_large_columns_takes_little_memory() -> None:
+    """Nothing is formed that is larger than one of them in double precision; all of them together would take sixteen times as much."""
+    columns = torch.ones(8, 1, 2**20)
+    found, taken = 2 * columns, []
+    given = {tensor.untyped_storage().data_ptr() for tensor in (columns, found)}
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Callable[..., object], types: object, args: tuple = (), kwargs: dict | None = None) -> object:
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given:
+                taken.append(out.untyped_storage().nbytes())
+            return out
+
+    with Watch():
+        assert compare_mixture([columns], [found], lambda column: (2 * column,))[0]
+    assert max(taken) <= 2 * columns[0].nbytes
 
 
 @pytest.mark.parametrize("zeros", [0, 3])

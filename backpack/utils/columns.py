@@ -10,6 +10,9 @@ from torch import Size, Tensor
 
 from backpack.utils.precision import largest, wide
 
+_PIECE = 2**20
+"""Entries of columns that are mixed at a time."""
+
 
 def unit_columns(shape: Size, like: Tensor) -> Tensor:
     """Return the unit vectors of the entries of a sample, the same for all samples.
@@ -53,27 +56,52 @@ def compare_mixture(columns: Sequence[Tensor], found: Sequence[Tensor], plain: C
     Returns:
         Whether they agree; and whether that proves the rule for other columns, too, since all results differ.
     """
-    count, tops = len(columns[0]), [c.reshape(len(c), -1).abs().amax(1).double() for c in columns if c.numel()]
+    count = len(columns[0])
+    tops = [part.reshape(count, -1).abs().amax(1).double() for c in columns if c.numel() for part in _pieces(c)]
     sizes = torch.stack(tops).amax(0) if tops else columns[0].new_ones(count).double()
     weights = (1 + torch.arange(count, device=sizes.device) * 0.618 % 1) / sizes.where(sizes > 0, 1)  # each column counts, none like another
 
-    def weighted(tensor: Tensor) -> Tensor:
-        return weights.reshape(-1, *[1] * (tensor.dim() - 1)) * tensor  # in double precision
+    def mixed(part: Tensor) -> tuple[Tensor, Tensor]:
+        terms = weights.reshape(-1, *[1] * (part.dim() - 1)) * part  # in double precision
+        return terms, terms.sum(0)
 
     differ = False
-    for t, wanted in zip(found, plain(*(weighted(c).sum(0).to(c.dtype) for c in columns)), strict=True):
+    for t, wanted in zip(found, plain(*(_joined([mixed(part)[1].to(c.dtype) for part in _pieces(c)], c[0]) for c in columns)), strict=True):
         if t.shape[1:] != wanted.shape:
             return False, False
         if t.numel():
             # what goes in may be coarser than what comes out, as behind spikes in single precision in a net in double precision
-            terms, eps = weighted(t), max(torch.finfo(part.dtype).eps for part in (t, *columns))
-            magnitudes = terms.abs()
-            total = magnitudes.sum(0)
-            allowed = sqrt(eps) * largest(magnitudes) + 4 * eps * largest(total)
-            if not torch.allclose(terms.sum(0), wanted.to(terms.dtype), sqrt(eps), allowed, True):
+            eps, sums, highest, finite = max(torch.finfo(part.dtype).eps for part in (t, *columns)), [], [0.0, 0.0], True
+            for part in _pieces(t):
+                terms, mixture = mixed(part)
+                magnitudes = terms.abs()
+                total = magnitudes.sum(0)
+                highest = [max(top, largest(values)) for top, values in zip(highest, (magnitudes, total), strict=True)]
+                finite = finite and bool(total.isfinite().all())
+                sums.append(mixture)
+            allowed = sqrt(eps) * highest[0] + 4 * eps * highest[1]
+            rights = wanted.split([s.shape[_axis(wanted)] for s in sums], _axis(wanted)) if len(sums) > 1 else [wanted]
+            pairs = zip(sums, rights, strict=True)
+            if not all(torch.allclose(mixture, right.to(mixture.dtype), sqrt(eps), allowed, True) for mixture, right in pairs):
                 return False, False
-            differ = differ or bool(total.isfinite().all() and _are_different(t))
+            differ = differ or (finite and _are_different(t))
     return True, differ
+
+
+def _pieces(columns: Tensor) -> Sequence[Tensor]:
+    # whole columns would take several times their memory where they are mixed, in double precision: cut along the longest axis
+    if columns.numel() <= _PIECE or columns.dim() == 1:
+        return [columns]
+    axis = _axis(columns[0])
+    return columns.split(max(1, _PIECE * columns.shape[1 + axis] // columns.numel()), 1 + axis)
+
+
+def _axis(column: Tensor) -> int:
+    return column.shape.index(max(column.shape))
+
+
+def _joined(pieces: list[Tensor], like: Tensor) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, _axis(like))
 
 
 def distinct_columns(like: Tensor) -> Tensor:
@@ -91,5 +119,6 @@ def distinct_columns(like: Tensor) -> Tensor:
 def _are_different(columns: Tensor) -> bool:
     # each from each other one: a rule that permutes or repeats columns could be right for the same ones
     flat = wide(columns.reshape(len(columns), -1))
-    sums = flat @ (1 + torch.arange(flat.shape[1], device=flat.device) * 0.618 % 1).to(flat.dtype)
+    factors = torch.arange(flat.shape[1], device=flat.device, dtype=torch.float32).mul_(0.618).remainder_(1).add_(1)
+    sums = flat @ factors.to(flat.dtype)
     return len(torch.unique(sums.real if sums.is_complex() else sums)) == len(columns)
