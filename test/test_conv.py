@@ -210,6 +210,7 @@ def test_blocks_of_samples_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("backpack.core.derivatives.convnd._UNFOLDED", unfolded)
         monkeypatch.setattr("backpack.core.derivatives.convnd._PULLED", columns)
         monkeypatch.setattr("backpack.core.derivatives.convnd._AT_ONCE", samples)
+        monkeypatch.setattr("backpack.core.derivatives.convnd._PATCHES", samples)
         monkeypatch.setattr("backpack.core.derivatives.affine_squares._EACH", samples)
         monkeypatch.setattr("backpack.core.derivatives.affine._ALONE", samples)
         for name, value in results(model, x, y).items():
