@@ -110,7 +110,7 @@ def test_counts_above_the_digits_of_half_precision(dtype: torch.dtype) -> None:
     lossfunc = extend(nn.MSELoss(reduction="sum"))
     with backpack(extensions.KFLR(), extensions.SumGradSquared()):
         lossfunc(model(indices).float(), torch.zeros(5, 401, 2)).backward()
-    close(model.weight.kflr[0], torch.tensor([2004 / 5, 0.0, 1 / 5]), rtol=1e-6)
+    close(model.weight.kflr[0], torch.tensor([2004 / 5, 0.0, 1 / 5]))
     row = model.weight.detach()[0].float() * 2
     counts = torch.tensor([400.0, 401, 401, 401, 401])
     close(model.weight.sum_grad_squared[0], counts.square().sum() * row.square(), rtol=1e-5)

@@ -200,7 +200,7 @@ class EmbeddingDerivatives(LookupDerivatives):
         lookups, size = self.lookups(module), module.weight.shape[0]
         used = lookups.indices if lookups.factors is None else lookups.indices[lookups.factors]
         counts = torch.bincount(used, minlength=size).to(torch.promote_types(module.weight.dtype, torch.float32))
-        return counts.mul_(scale).unsqueeze(0)
+        return counts.div_(1 / scale).unsqueeze(0)  # rounds once, as whole numbers are divided
 
     def sums_over_positions(self, module: Embedding, mat: Tensor) -> Tensor:
         lookups = self.lookups(module)
