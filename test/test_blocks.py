@@ -193,6 +193,36 @@ def test_live_columns_are_bounded(monkeypatch: pytest.MonkeyPatch, quantity: str
     assert not probe.alive
 
 
+class Residual(Module):
+    """A layer beside a path without one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.relu = Linear(64, 64), ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.relu(self.layer(x))
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_columns_that_wait_for_others_are_counted(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While those of a branch arrive beside those that wait, there are three: at the layer's output, at its input, and past it."""
+    made, (_, lossfunc, X, y) = [], deep(ReLU)
+    model = extend(Sequential(Linear(5, 64), *(Residual() for _ in range(4)), Linear(64, 16)).double())
+    column, run_all = 8 * 64 * 8, Carry.run
+
+    def ran(carry: Carry) -> None:
+        made.append(1)
+        run_all(carry)
+
+    monkeypatch.setattr(Carry, "run", ran)
+    for memory, passes in ((3 * 15 * column, 0), (3 * 15 * column - 1, 1), (3 * columns * column, -(-15 // columns) - 1)):
+        made.clear()
+        with backpack(extensions.DiagGGNExact(), memory=memory):
+            lossfunc(model(X), y).backward()
+        assert len(made) == passes
+
+
 def test_columns_that_are_born_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A curved activation adds a column for each of its entries: they are carried in blocks, too, and beside what is on its way."""
     bound = 30 * COLUMN

@@ -27,10 +27,12 @@ from torch.nn import (
 )
 
 from backpack import backpack, extend, results
+from backpack.core import carry
 from backpack.core.derivatives.activations import ReLUDerivatives
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.registry import register
+from backpack.core.flow import Columns, add_in_place
 from backpack.extensions import KFLR, BatchDiagGGNExact, BatchDiagHessian
 from backpack.extensions.module_extension import ModuleExtension
 
@@ -175,6 +177,26 @@ def test_columns_are_overwritten_where_nobody_else_holds_them(name: str, samples
     seen.clear()
     run(build(name, samples), BatchDiagGGNExact(), create_graph=True)
     assert not any(seen)
+
+
+@pytest.mark.parametrize(
+    ("name", "in_place"), [("two layers", [True]), ("residual", [False, True]), ("skip", [True]), ("both skip", [True]), ("sequence", [])]
+)
+def test_branches_meet_in_memory_that_nobody_else_holds(name: str, in_place: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is summed in place is also checked for each kind of branch, in the test above."""
+    seen = []
+
+    def added(old: Columns, new: Columns, own: set, fresh: bool) -> Columns:
+        total = add_in_place(old, new, own, fresh)
+        seen.extend(total[source] is old[source] or total[source] is new[source] for source in old.keys() & new.keys())
+        return total
+
+    monkeypatch.setattr(carry, "add_in_place", added)
+    run(build(name, 3), BatchDiagGGNExact())
+    assert seen == in_place
+    seen.clear()
+    run(build(name, 3), BatchDiagGGNExact(), create_graph=True)
+    assert not seen
 
 
 def test_what_a_users_rule_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ What the columns are is the business of a ``Flow``; what is read off at paramete
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator
 from math import nan
 from typing import Any
@@ -19,7 +20,7 @@ from backpack.core.calls import RANDOM, ModuleCall
 from backpack.core.connect import Connection
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
-from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, cast, is_apart, reshaped
+from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, add_in_place, cast, is_apart, reshaped
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.node_calls import Composite
 from backpack.core.plan import Plan
@@ -39,7 +40,7 @@ class Carry:
         self._data: dict[Flow, dict[Edge, Any]] = {flow: {} for flow in flows}
         self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
         self._concerned = {flow: reader.concerned(flow) for flow in flows}
-        self._own: set[tuple[Flow, Edge, Hashable]] = set()  # columns at edges whose memory nobody else holds
+        self._own: dict[tuple[Flow, Edge], set[Hashable]] = defaultdict(set)  # sources of columns whose memory nobody else holds
 
     def run(self) -> None:
         """Carry what has been put somewhere through all nodes upstream, without gradients: what columns become there does not depend on them."""
@@ -130,7 +131,7 @@ class Carry:
         if flow.is_gradient or not flow.crosses_gaps or unit.parameters or unit.split:
             return False
         elementwise = isinstance(unit.call.derivatives, ElementwiseDerivatives) and unit.is_ours
-        return elementwise and all((flow, edge, source) in self._own for source in value)
+        return elementwise and self._own[flow, edge].issuperset(value)
 
     def to_input(self, flow: Flow, unit: Unit, value: Any, own: bool = False) -> None:
         """Hand a value to the input of a unit.
@@ -297,7 +298,7 @@ class Carry:
             given: Output number, which is zero, to columns.
         """
         edge = gap.nexts[0][:2]
-        if (flow, edge, source) in self._own:
+        if source in self._own[flow, edge]:
             dim = saved(gap.node, "dim")
             self._data[flow][edge][source].select(dim + (dim >= 0), saved(gap.node, "index")).add_(given[0])
             return
@@ -353,8 +354,8 @@ class Carry:
             store = self._split[flow]
         else:
             store = self._data[flow]
-            if own and self._connection is None:  # else autograd may hold it
-                self._own |= {(flow, edge, source) for source in value}
+            if self._connection is None and flow.crosses_gaps:  # else autograd may hold it
+                value = add_in_place(store.pop(edge, {}), value, self._own[flow, edge], own)
         store[edge] = flow.merge(store[edge], value) if edge in store else value
 
     def _leave(self, what: Unit | Composite | Gap) -> None:

@@ -36,6 +36,28 @@ def add_columns(one: Columns, other: Columns) -> Columns:
     return {**one, **{source: one[source] + c if source in one else c for source, c in other.items()}}
 
 
+def add_in_place(old: Columns, new: Columns, own: set[Hashable], fresh: bool) -> Columns:
+    """Add columns source by source, in memory that nobody else holds, where there is some.
+
+    Args:
+        old: ``{source: [V, ...]}``.
+        new: ``{source: [V, ...]}``.
+        own: Sources of ``old`` whose memory nobody else holds; becomes those of the sum.
+        fresh: Whether nobody else holds the memory of ``new``.
+
+    Returns:
+        The sum; columns of sources that only one of them has as they are.
+    """
+    total = {**old, **new}
+    for source in old.keys() & new.keys():
+        one, other = old[source], new[source]
+        total[source] = other.add_(one) if fresh else one.add_(other) if source in own else one + other
+        own.add(source)
+    if fresh:
+        own.update(new)
+    return total
+
+
 class Flow(ABC):
     """What travels backward beside the gradient."""
 

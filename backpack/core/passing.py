@@ -81,7 +81,7 @@ class Pass(Carry):
         """
         value = self._data.get(flow, {}).get(edge)
         if isinstance(value, dict):  # columns; flows of sequences of modules carry matrices, or functions
-            self._own.difference_update((flow, edge, source) for source in value)
+            self._own[flow, edge].difference_update(value)
         return value
 
     def _hook(self, run: Callable, node: Node, what: Any) -> Callable:

@@ -141,12 +141,11 @@ class Weight:
             here = sum(waiting.pop((node, nr), 0) for nr in sorted(plan.states.get(node, ())))
             if not here and node not in plan.losses:
                 continue
-            arriving = {
-                edge: self._at(edge) for edge in edges_below(plan, node) if plan.walk.reach[edge[0]] & self._concerned and edge not in waiting
-            }
+            below = [edge for edge in edges_below(plan, node) if plan.walk.reach[edge[0]] & self._concerned]
+            arriving = {edge: self._at(edge) for edge in below if edge not in waiting}
             read, held = self._reading(node)
             live += sum(arriving.values())
-            self.most = max(self.most, live + read)
+            self.most = max(self.most, live + max(read, sum(map(self._at, set(below) - arriving.keys()))))  # what is added to what waits
             leaves = [edge for edge in arriving if edge[0] in plan.walk.leaves]  # read off at once
             live += held - here - sum(map(arriving.pop, leaves))
             waiting |= arriving

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from itertools import chain
 from math import prod
 from typing import ClassVar
 
@@ -18,6 +19,9 @@ from backpack.core.derivatives.shape_check import subsampled
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
+
+_ONE, _SOME = 1 << 16, 1 << 20
+"""Entries of a column from which on columns are multiplied one by one, and of smaller columns that are multiplied together."""
 
 
 class ScaleShiftDerivatives(BaseParameterDerivatives):
@@ -217,13 +221,24 @@ def standardized(rows: Tensor, eps: Tensor | float) -> tuple[Tensor, Tensor]:
 
 
 def _by_columns(product: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
-    """Apply a product to all columns at once if they are small, else to one after the other, so that what is made on the way stays in cache.
+    """Apply a product to all columns at once if they are small, else in parts, so that what is made on the way stays in cache, and is small.
 
     Returns:
         ``[V, *]`` from ``mat`` ``[V, *]``.
     """
-    # measured: twice as fast for 10 columns with 2**18 entries, half as fast with 2**13
-    return product(mat) if len(mat) == 1 or mat[:1].numel() < 2**16 else torch.cat([product(column[None]) for column in mat])
+    # measured: one by one is twice as fast for 10 columns with 2**18 entries, and half as fast with 2**13
+    size = mat[:1].numel()
+    step = 1 if size >= _ONE else _SOME // max(1, size)
+    if step >= len(mat):
+        return product(mat)
+    parts = map(product, mat.split(step))
+    if torch.is_grad_enabled():
+        return torch.cat(list(parts))
+    first = next(parts)
+    result = first.new_empty(mat.shape)
+    for to, part in zip(result.split(step), chain([first], parts), strict=True):
+        to.copy_(part)
+    return result
 
 
 @register(LayerNorm)

@@ -8,6 +8,7 @@ from typing import ClassVar
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_per_sample
 from backpack.core.derivatives.embedding import LookupDerivatives
+from backpack.core.derivatives.normalization import ScaleShiftDerivatives
 from backpack.core.flow import Flow
 from backpack.extensions.backprop_extension import BackpropExtension, Excluded
 from backpack.extensions.flows import SqrtFlow
@@ -147,5 +148,7 @@ def squares_at_once(summed: type[SecondOrderBackpropExtension], per_sample: type
     affine_squares_at_once(summed)
     faster(per_sample, AffineDerivatives, "weight")(lambda extension, use, name: squares_per_sample(*affine_arguments(use)))
     faster(per_sample, AffineDerivatives, "bias")(finish_at_once)
+    for extension in (summed, per_sample):  # no columns are kept until all is done
+        faster(extension, ScaleShiftDerivatives, "weight", "bias")(finish_at_once)
     faster(summed, LookupDerivatives, "weight")(lambda extension, use, name: sum_at_rows(use))
     faster(per_sample, LookupDerivatives, "weight")(lambda extension, use, name: place_at_rows(use))
