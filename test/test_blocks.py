@@ -16,7 +16,7 @@ from oracle import Problem
 from table import every_second
 from test_extensions import MC, QUANTITIES, Expect, close, collect, flat, oracle_of, run
 from torch import Tensor, nn
-from torch.nn import CrossEntropyLoss, Linear, Module, ReLU, Sequential, Sigmoid, Tanh
+from torch.nn import CrossEntropyLoss, LayerNorm, Linear, Module, ReLU, Sequential, Sigmoid, Tanh
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
@@ -31,6 +31,7 @@ from backpack.extensions.collector import Collector
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule, stack
 from backpack.extensions.secondorder.diag_ggn import DiagGGNExact
+from backpack.utils.columns import ScatteredColumns
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from backpack.utils.memory import bytes_of
 
@@ -193,6 +194,17 @@ def test_live_columns_are_bounded(monkeypatch: pytest.MonkeyPatch, quantity: str
     assert not probe.alive
 
 
+class Calls(Module):
+    """Calls a function, of which the graph alone knows."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
 class Residual(Module):
     """A layer beside a path without one."""
 
@@ -238,6 +250,32 @@ def test_columns_that_are_born_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
             expected = diagonals
     for one, two in zip(diagonals, expected, strict=True):
         close(one, two)
+
+
+@pytest.mark.parametrize("layer", [Tanh, lambda: LayerNorm((2, 10)), lambda: Calls(torch.sin), lambda: Calls(lambda x: x.softmax(1))])
+def test_columns_that_are_born_are_never_formed_together(layer: Callable[[], Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    formed, take = [], ScatteredColumns.__getitem__
+
+    def took(columns: ScatteredColumns, part: slice) -> Tensor:
+        formed.append((len(columns), len(taken := take(columns, part))))
+        return taken
+
+    monkeypatch.setattr(ScatteredColumns, "__getitem__", took)
+    results = []
+    for memory in (1 << 30, 6 * 3 * 20 * 8):
+        torch.manual_seed(0)
+        model, lossfunc = extend(Sequential(Linear(3, 10), layer(), Linear(10, 2)).double()), extend(CrossEntropyLoss())
+        x, y = torch.rand(3, 2, 3).double(), torch.randint(2, (3, 2))
+        with backpack(extensions.BatchDiagHessian(), memory=memory):
+            lossfunc(model(x).movedim(2, 1), y).backward()
+        results.append(model[0].weight.diag_h_batch)
+        born = formed[0][0]
+        assert born >= 20
+        assert sum(some for _, some in formed) == born
+        assert max(some for _, some in formed) == born if memory == 1 << 30 else max(some for _, some in formed) <= 6
+        formed.clear()
+    assert results[0].ne(0).all()
+    close(*results, 1e-10)
 
 
 def test_several_flows_and_losses_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ squares of columns, each of which lives on several inputs at once.
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, coupling, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, label_tensor, plain_layout, settle, shape_of_one
 from backpack.core.ways import SPLIT
+from backpack.utils.columns import ScatteredColumns
 from backpack.utils.eigen import eigh
 from backpack.utils.precision import wide
 
@@ -34,7 +36,7 @@ class Born(NamedTuple):
     """
 
     number: int
-    columns: Tensor
+    columns: Tensor | ScatteredColumns
     layout: Layout | None
 
 
@@ -185,14 +187,13 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     def gradient(*at: Tensor) -> tuple[Tensor, ...]:
         return vjp(function, *at)[1](grad)
 
-    _, multiply = vjp(gradient, *values)
+    multiply = vjp(gradient, *values)[1]
     units = torch.eye(size, dtype=grad.dtype, device=grad.device)
     units = units.reshape(size, count, *(n if axis in coupled else 1 for axis, n in enumerate(values[0].shape)))
     rows = torch.stack([torch.stack(multiply(tuple(part.expand(values[0].shape) for part in unit))) for unit in units])
     matrices = rows.movedim([2 + axis for axis in coupled], list(range(2, 2 + len(coupled)))).reshape(size, size, prod(kept)).movedim(2, 0)
 
-    settled = settle(layout)
-    if settled.of_one:
+    if (settled := settle(layout)).of_one:
         labels = torch.full((prod(kept),), max(settled.labels, default=0), dtype=torch.int64, device=grad.device)
     else:
         axis = sum(axis not in coupled for axis in range(layout.axis))
@@ -203,19 +204,18 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
 
     # the blocks of one sample need columns of their own
     turns, most = _turns(labels, layout.samples)
-    full = grad.new_zeros(most, prod(kept), size, size)
-    places = torch.arange(prod(kept), device=grad.device)
-    full[turns, places] = (vectors * eigenvalues.abs().sqrt().unsqueeze(1)).mT.to(grad.dtype)
     signs = grad.new_zeros(most, layout.samples, size)
     signs[turns, labels] = eigenvalues.sign().to(grad.dtype)
-    columns = full.permute(0, 2, 3, 1).reshape(most * size, count, *lengths, *kept)
-    columns = columns.movedim(list(range(2, 2 + len(coupled))), [2 + axis for axis in coupled])
-    if parts is None:
-        pieces = columns.unbind(1)
-    else:
-        cut = columns[:, 0].split([part.numel() for part in parts], -1)
-        pieces = [piece.reshape(*piece.shape[: 1 + split], *gap.nexts[number][2]) for number, piece in zip(numbers, cut, strict=True)]
-    born = [Born(number, piece, None if split else layout) for number, piece in zip(numbers, pieces, strict=True)]
+    roots = (vectors * eigenvalues.abs().sqrt().unsqueeze(1)).mT.to(grad.dtype)
+
+    def arranged(columns: Tensor, number: int) -> Tensor:
+        columns = columns.mT.reshape(len(columns), *(lengths if parts is None else columns.shape[2:]), *kept)
+        columns = columns.movedim(list(range(1, 1 + len(coupled))), [1 + axis for axis in coupled])
+        return columns if parts is None else columns.reshape(*columns.shape[: 1 + split], *gap.nexts[number][2])
+
+    pieces = roots.split([prod(lengths)] * count if parts is None else [part.numel() for part in parts], 2)
+    columns = [ScatteredColumns(piece, turns, most, partial(arranged, number=nr)) for nr, piece in zip(numbers, pieces, strict=True)]
+    born = [Born(number, part, None if split else layout) for number, part in zip(numbers, columns, strict=True)]
     return signs.movedim(2, 1).reshape(most * size, layout.samples), born
 
 

@@ -300,7 +300,7 @@ class DiagHBaseModule(MatToJacMat):
         else:
             carried = bpQuantities | {"matrices": super().backpropagate(extension, module, g_inp, g_out, bpQuantities["matrices"])}
             residual = flow.residual_at(at, g_out[0], plain_layout(len(g_out[0])))
-            born = {} if residual is None else dict([residual])
+            born = {} if residual is None else {residual[0]: residual[1][:]}
         new = signed_matrices(born)
         new["matrices"] = [subsample(mat, 1, chosen) for mat in new["matrices"]]
         return {key: [*carried[key], *new[key]] for key in new}

@@ -11,11 +11,12 @@ from operator import or_
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import is_bilinear
+from backpack.core.derivatives.normalization import GroupStatisticsDerivatives
 from backpack.core.derivatives.records import number_of
 from backpack.core.flow import Columns, Use
 from backpack.core.graph import operation, shape_of
@@ -27,9 +28,9 @@ from backpack.core.samples import Layout, add_rows, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
 from backpack.core.ways import SPLIT
-from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, separate_rows
+from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, repetitions, separate_rows
 from backpack.extensions.loss_scale import position_weights
-from backpack.utils.columns import unit_columns
+from backpack.utils.columns import Entries, ScatteredColumns, unit_columns
 from backpack.utils.eigen import eigh
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.precision import wide
@@ -60,7 +61,7 @@ class SignedSqrtFlow(RootFlow):
         return {Source(call.order, signs): mat}
 
     @staticmethod
-    def residual_at(call: ModuleCall, grad: Tensor, layout: Layout) -> tuple[Source, Tensor] | None:
+    def residual_at(call: ModuleCall, grad: Tensor, layout: Layout) -> tuple[Source, Tensor | ScatteredColumns] | None:
         """Factorize the second derivative of a module with respect to its input.
 
         Args:
@@ -69,22 +70,21 @@ class SignedSqrtFlow(RootFlow):
             layout: Says to which sample each row belongs.
 
         Returns:
-            The source, and columns on the input ``[V, R, *in]``; ``None`` if there is none.
+            The source, and columns on the input ``[V, R, *in]``, perhaps formed where they are needed; ``None`` if there is none.
         """
         rule = call.derivatives
         if rule.hessian_is_zero(call):
             return None
         if rule.hessian_is_diagonal(call):
-            residual = rule.hessian_diagonal(call, None, (grad,))
-            flat = residual.reshape(len(residual), residual.shape[1:].numel())
-            mat = torch.diag_embed(flat.abs().sqrt()).movedim(-1, 0).reshape(flat.shape[1], *residual.shape)
-            signs = flat.sign().T
+            residual = rule.hessian_diagonal(call, None, (grad,)).reshape(-1, 1)
+            mat, signs = _scattered(residual.abs().sqrt().unsqueeze(2), residual.sign(), grad.dtype, call.input0.shape, layout)
+        elif getattr(type(rule), "_residual_mat_prod", None) is GroupStatisticsDerivatives._residual_mat_prod:
+            mat, signs = _scattered(*rule.residual_root(call, (grad,)), grad.dtype, call.input0.shape, layout)
         else:
             units = unit_columns(call.input0.shape, grad)
             values, vectors = eigh(wide(rule._residual_mat_prod(call, None, (grad,), units)).flatten(2).movedim(0, 2))
             mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(units.shape).to(grad.dtype)
-            signs = values.sign().T.to(grad.dtype)
-        mat, signs = separate_rows(mat, signs, layout)
+            mat, signs = separate_rows(mat, values.sign().T.to(grad.dtype), layout)
         return Source(call.order, signs), mat
 
     def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Source, list[Born]] | None:
@@ -146,6 +146,29 @@ class SignedSqrtFlow(RootFlow):
         refuse_curved(plan, "The diagonal of the Hessian")
 
 
+def _scattered(values: Tensor | Entries, signs: Tensor, dtype: torch.dtype, shape: Size, layout: Layout) -> tuple[ScatteredColumns, Tensor]:
+    """Give the blocks of one sample columns of their own.
+
+    Args:
+        values: Columns of each of the ``B`` blocks of which the ``R`` rows consist, ``[B, E, M]``.
+        signs: Of these columns ``[B, E]``.
+        dtype: Of the result.
+        shape: ``[R, *]``.
+        layout: Says to which of the ``N`` samples each row belongs.
+
+    Returns:
+        ``[V, R, *]`` and signs ``[V, N]``, where ``V`` counts the columns of the blocks of the sample that has most.
+    """
+    repeated, device = [0] * shape[0] if layout.plain else repetitions(layout.labels), signs.device
+    signs = signs.reshape(shape[0], -1, signs.shape[1]) if shape[0] else signs.new_zeros(0, 0, signs.shape[1])
+    each, most = signs.shape[1], (1 + max(repeated, default=0)) * signs.shape[1]
+    turns = torch.tensor(repeated, dtype=torch.int64, device=device).unsqueeze(1) * each + torch.arange(each, device=device)
+    spread = torch.zeros(most, layout.samples, signs.shape[2], dtype=dtype, device=device)
+    spread[turns, label_tensor(layout.labels, device).unsqueeze(1)] = signs.to(dtype)
+    columns = ScatteredColumns(values, turns.flatten(), most, lambda full: full.to(dtype).reshape(len(full), *shape))
+    return columns, spread.transpose(1, 2).flatten(0, 1)
+
+
 def _is_cut_off(gap: Gap) -> bool:
     # whether nothing arrives, as behind a mask of everything
     return all(state is not SPLIT and set(state.labels) == {-1} for state in gap.states.values())
@@ -155,9 +178,9 @@ def _is_hidden(gap: Gap, part: Born) -> bool:
     # whether columns are born in rows whose sample is not known, because a derivative is zero there
     crossing = gap.crossings[part.number]
     if part.layout is None or crossing is None or crossing.arrives is None or -1 not in crossing.arrives.labels:
-        return gap.hides_samples and bool(part.columns.any())
-    unknown = label_tensor(crossing.arrives.labels, part.columns.device) < 0
-    rows = part.columns.movedim(1 + part.layout.axis, 0)
+        return gap.hides_samples and bool(part.columns[:].any())
+    columns = part.columns[:]
+    unknown, rows = label_tensor(crossing.arrives.labels, columns.device) < 0, columns.movedim(1 + part.layout.axis, 0)
     return bool((rows if gap.hides_samples or len(rows) != len(unknown) else rows[unknown]).any())
 
 

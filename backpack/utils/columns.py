@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import sqrt
+from typing import Protocol
 
 import torch
 from torch import Size, Tensor
@@ -12,6 +13,44 @@ from backpack.utils.precision import largest, wide
 
 _PIECE = 2**20
 """Entries of columns that are mixed at a time."""
+
+
+class ScatteredColumns:
+    """Columns of which each has entries in a single block of a sample, formed where they are needed: all of them are mostly zeros.
+
+    They are indexed like a tensor ``[T * E, *]``, by slices: column ``t * E + e`` is the ``e``-th one of the ``t``-th block of each sample.
+    """
+
+    def __init__(self, values: Tensor | Entries, turns: Tensor, most: int, arrange: Callable[[Tensor], Tensor]) -> None:
+        """Take note of what they are made of.
+
+        Args:
+            values: The ``E`` columns of each of the ``B`` blocks of all samples, ``[B, E, M]``.
+            turns: Which block of its sample each is, ``[B]``.
+            most: Blocks of the sample that has most, ``T``.
+            arrange: Maps ``[V, B, M]`` to ``[V, *]``.
+        """
+        self._values, self._turns, self._most, self._arrange = values, turns, most, arrange
+
+    def __len__(self) -> int:
+        return self._most * self._values.shape[1]
+
+    def __getitem__(self, part: slice) -> Tensor:
+        (start, stop, _), (count, size, entries) = part.indices(len(self)), self._values.shape
+        places = (self._turns.unsqueeze(1) * size - start) + torch.arange(size, device=self._turns.device)
+        block, number = ((places >= 0) & (places < stop - start)).nonzero(as_tuple=True)
+        values = self._values[block, number]
+        full = values.new_zeros(stop - start, count, entries)
+        full[places[block, number], block] = values
+        return self._arrange(full)
+
+
+class Entries(Protocol):
+    """What is read like a tensor ``[B, E, M]``: ``entries[b, e]`` is ``[K, M]`` for ``K`` pairs of indices."""
+
+    shape: Size
+
+    def __getitem__(self, at: tuple[Tensor, Tensor]) -> Tensor: ...
 
 
 def unit_columns(shape: Size, like: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParam
 from backpack.core.derivatives.registry import register
 from backpack.core.derivatives.shape_check import subsampled
 from backpack.utils.errors import UnsupportedError
+from backpack.utils.norm_residual import ResidualRoot
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
@@ -197,6 +198,16 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives):
         along_x, along_h = (rows * x_hat).mean(-1, keepdim=True), (rows * h).mean(-1, keepdim=True)
         change = along_x * h + a * self._without_mean(rows) + (along_h - 3 * a * along_x) * x_hat
         return (-scale.square() * change).reshape(mat.shape)
+
+    def residual_root(self, module: Module, g_out: Grads) -> tuple[ResidualRoot, Tensor]:
+        """Factorize the residual of each group.
+
+        Returns:
+            ``M + 2`` columns of each group ``[R, M + 2, M]``, and their signs ``[R, M + 2]``.
+        """
+        x_hat, scale, h, a = map(wide, self._second_order(module, g_out))
+        signs = torch.cat([-a.sign().expand_as(x_hat), -torch.ones_like(a), torch.ones_like(a)], 1)
+        return ResidualRoot(x_hat, scale, h, a, self.centred), signs
 
     def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
         x_hat, scale, h, a = self._second_order(module, g_out)
