@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
-import backpack.core.node_layers  # noqa: F401  (layers that it reads off graph nodes)
 from backpack.accumulation import Earlier, combination_of, refuse_overwriting
 from backpack.context import CTX
+from backpack.core import node_layers, node_recurrent  # noqa: F401  (layers that it reads off graph nodes)
 from backpack.core.calls import Mark
 from backpack.core.checkpoints import once
 from backpack.core.connect import Connection
@@ -265,7 +265,7 @@ def _with_quantities(request: Request) -> Any:
                 walk = walk_from(roots, extensions, only)
                 if outer is not None and outer.walk is not None:
                     refuse_same_graph(walk, outer.walk)
-                entry.walk = walk
+                entry.walk, walk.connected = walk, request.create_graph
                 plan = make_plan(walk, roots, extensions, request.returns)
             except BackpackError as error:
                 raise all_refused(error, roots, extensions, only, request.returns) from None

@@ -33,7 +33,7 @@ from backpack.utils.lstm import LSTMSteps, previous
 _TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
 _RESHAPES = SAME_ENTRIES | {"ToCopy"}
 _LSTM = 2  # mode of a recurrent node
-_LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
+LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 
 
 class NodeCall:
@@ -149,7 +149,7 @@ def read(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | Composite 
     return None if reader is None or tensor_at((node, 0)).dtype.is_complex else reader(node, states, walk)
 
 
-def _unit(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, walk: Walk, turned: bool = False) -> Unit | None:
+def unit_of(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, walk: Walk, turned: bool = False) -> Unit | None:
     """Find the parameters behind the factors of a product.
 
     Args:
@@ -168,7 +168,7 @@ def _unit(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, w
         edge = node.next_functions[number]
         if edge[0] is None or not walk.reach[edge[0]]:
             continue
-        way = _way_to_leaf(edge, turned=turned and name == "weight")
+        way = way_to_leaf(edge, turned=turned and name == "weight")
         if way is not None:
             unit.parameters[name] = walk.leaves[way[-1]]
             unit.inside.update(way)
@@ -195,7 +195,7 @@ def layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int]
     Returns:
         The unit; ``None`` if a factor has samples.
     """
-    unit = _unit(node, call, factors, layout, walk, turned)
+    unit = unit_of(node, call, factors, layout, walk, turned)
     edge = (None, 0) if below is None else node.next_functions[below]
     if unit is not None and edge[0] is not None and walk.reach[edge[0]]:
         unit.below, unit.arrives = edge, layout
@@ -204,7 +204,7 @@ def layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int]
     return unit
 
 
-def _way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
+def way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
     """Return the nodes between an edge and the leaf to which it leads, perhaps through reshapes that undo each other, and a change of precision.
 
     Args:
@@ -259,7 +259,7 @@ def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias
         given = saved(node, first)
         if given is not None and given.layout != torch.strided:
             return None
-    turned = weight[0] is not None and _way_to_leaf(weight, True) is not None
+    turned = weight[0] is not None and way_to_leaf(weight, True) is not None
 
     def matrix() -> Tensor:
         value = saved(node, "mat2")
@@ -267,7 +267,7 @@ def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias
             value = torch.empty((0, shape[-1]) if weight[0] is None else shape_of(weight), device="meta")
         return value.mT if turned else value
 
-    call = NodeCall(node, _LINEAR if turned else _MATMUL, input0=lambda: saved(node, first), weight=matrix)
+    call = NodeCall(node, LINEAR if turned else _MATMUL, input0=lambda: saved(node, first), weight=matrix)
     return layer(node, call, int(bias), {"weight": 2, "bias": 0} if bias else {"weight": 1}, layout, walk, turned)
 
 
@@ -317,7 +317,7 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
     below = [number for number in (0, 5, 6) if walk.reach.get(node.next_functions[number][0])]
     parts = []
     for part in range(2):
-        call = NodeCall(node, _LINEAR, products, input0=partial(inputs, part), weight=partial(saved, node, weights[part]))
-        parts.append(_unit(node, call, {"weight": 1 + part, "bias": 3 + part}, layout, walk))
+        call = NodeCall(node, LINEAR, products, input0=partial(inputs, part), weight=partial(saved, node, weights[part]))
+        parts.append(unit_of(node, call, {"weight": 1 + part, "bias": 3 + part}, layout, walk))
     edges = [(node.next_functions[number], layout._replace(axis=int(number == 0))) for number in below]
     return None if None in parts else Composite(parts, pull, edges)

@@ -74,6 +74,7 @@ class Walk:
         derived: Nodes at or downstream of derivatives of derivatives, up to what outermost modules return; ``double``: whether a root is one.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
         leaves_out: Whether a term is left out of all quantities.
+        connected: Whether results are to be connected to the graph, so that every node has to be crossed.
     """
 
     def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset()) -> None:
@@ -85,7 +86,7 @@ class Walk:
         self.marks: dict[Node, list[Mark]] = {}
         self.calls: dict[ModuleCall, None] = {}
         self.has_data, self.to_loss, self.to_function, self.passed, self.derived = (set[Node]() for _ in range(5))
-        self.hidden, self.foreign = False, 0
+        self.hidden, self.foreign, self.connected = False, 0, False
         self.consumers: dict[Node, int] = {}
         self.order = self._visit(roots)
         self.double = not self.derived.isdisjoint(roots)
