@@ -16,7 +16,7 @@ from oracle import Problem
 from table import every_second
 from test_extensions import MC, QUANTITIES, Expect, close, collect, flat, oracle_of, run
 from torch import Tensor, nn
-from torch.nn import CrossEntropyLoss, LayerNorm, Linear, Module, ReLU, Sequential, Sigmoid, Tanh
+from torch.nn import CrossEntropyLoss, LayerNorm, LeakyReLU, Linear, Module, ReLU, Sequential, Sigmoid, Tanh
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
@@ -264,7 +264,7 @@ def test_columns_that_are_born_are_never_formed_together(layer: Callable[[], Mod
     results = []
     for memory in (1 << 30, 6 * 3 * 20 * 8):
         torch.manual_seed(0)
-        model, lossfunc = extend(Sequential(Linear(3, 10), layer(), Linear(10, 2)).double()), extend(CrossEntropyLoss())
+        model, lossfunc = extend(Sequential(Linear(3, 10), LeakyReLU(), layer(), Linear(10, 2)).double()), extend(CrossEntropyLoss())
         x, y = torch.rand(3, 2, 3).double(), torch.randint(2, (3, 2))
         with backpack(extensions.BatchDiagHessian(), memory=memory):
             lossfunc(model(x).movedim(2, 1), y).backward()

@@ -237,6 +237,18 @@ class Reader(ABC):
         """
 
     @abstractmethod
+    def at_diagonal(self, flow: Flow, use: Use) -> bool:
+        """Read off a layer what a diagonal matrix at its output adds, without columns, if that is all that is made of it.
+
+        Args:
+            flow: The flow.
+            use: The use by an affine layer, with the signed diagonal for its column ``{0: [1, N, *output]}``.
+
+        Returns:
+            Whether it was done for all parameters there.
+        """
+
+    @abstractmethod
     def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
         """Take note of a use outside all rules.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from math import nan, prod
 from typing import Any
 
 from torch import Tensor
@@ -17,13 +18,15 @@ from torch.autograd.graph import Node
 from backpack.core.carry import Carry
 from backpack.core.connect import Connection
 from backpack.core.crossings import Gap
-from backpack.core.flow import Blocks, Columns, Flow, Reader, Use
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.flow import BatchFirst, Blocks, Columns, Flow, Reader, Use
 from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
 from backpack.core.starts import Start
 from backpack.core.state import recording
 from backpack.core.units import Unit
+from backpack.utils.columns import ScatteredColumns
 
 Place = Callable[[Carry, Columns], None]
 """Puts columns where they are carried from."""
@@ -123,15 +126,58 @@ class Pass(Carry):
             self._bear(flow, source, [(columns, lambda to, c: to.deposit(flow, start.below, c, start.layout))])
 
     def _bear_at_unit(self, flow: Flow, unit: Unit, use: Use) -> None:
+        def back(columns: Tensor) -> Tensor:
+            return columns if unit.arrangement is None else unit.arrangement.back(columns, 1)
+
         for source, columns, factors in flow.at_unit(self._plan.walk, self._concerned[flow], unit, use):
+            if not factors and self._bear_at_layer(flow, source, columns, unit.below, back):
+                continue
             parts: list[tuple[Tensor, Place]] = [(columns, lambda to, c: to.to_input(flow, unit, c))]
             parts += [(part, lambda to, c, name=name: to.to_factor(flow, unit, name, c)) for name, part in factors.items()]
             self._bear(flow, source, parts)
 
     def _bear_at_gap(self, flow: Flow, gap: Gap, grad: Tensor) -> None:
         born = flow.at_gap(self._plan.walk, self._concerned[flow], gap, grad)
-        if born is not None:
-            self._bear(flow, born[0], [(p.columns, lambda to, c, p=p: to.hand_on(flow, gap.nexts[p.number], c, p.layout)) for p in born[1]])
+        if born is None:
+            return
+        (source, parts), nexts = born, gap.nexts
+        columns, upstream = parts[0].columns, nexts[parts[0].number]
+        if not self._bear_at_layer(flow, source, columns, upstream[:2], lambda c: c):
+            self._bear(flow, source, [(p.columns, lambda to, c, p=p: to.hand_on(flow, nexts[p.number], c, p.layout)) for p in parts])
+
+    def _bear_at_layer(self, flow: Flow, source: Hashable, columns: Tensor | ScatteredColumns, edge: Edge, back: Callable[[Tensor], Tensor]) -> bool:
+        """Read a diagonal matrix off at the affine layer at whose output it was born, without columns, and let its root be born at the layer's input.
+
+        Args:
+            flow: The flow.
+            source: Source of the columns.
+            columns: The root, ``[V, *]``.
+            edge: Where it was born.
+            back: Puts the samples of columns where they lie at the edge.
+
+        Returns:
+            Whether it was: whether there is such a layer, and nobody needs to see the columns there.
+        """
+        unit, diagonal = self._plan.units.get(edge[0]), columns.diagonal if isinstance(columns, ScatteredColumns) else None
+        if diagonal is None or unit is None or self._connection is not None or unit.nr != edge[1] or unit.split or not unit.parameters:
+            return False
+        slot, turn = unit.call.outputs[0], unit.arrangement
+        if not (isinstance(unit.call.derivatives, AffineDerivatives) and unit.is_ours and diagonal.numel() == prod(slot.shape)):
+            return False
+        self._refuse_released(unit.call)
+        view = unit.call if turn is None else BatchFirst(unit.call, turn)
+
+        def use(value: Columns) -> Use:
+            given = {s: back(c).to(slot.dtype).reshape(len(c), *slot.shape) for s, c in value.items()}
+            given = given if turn is None else {s: turn.front(c, 1) for s, c in given.items()}
+            some = next(iter(given.values()))
+            return Use(view, unit.parameters, given, some.new_full((), nan).expand(some.shape[1:]), unit.layout)
+
+        if not self._reader.at_diagonal(flow, use({0: diagonal[None]})):
+            return False
+        if unit.below is not None and self._wants(flow, unit.below):
+            self._bear(flow, source, [(columns, lambda to, c: to.to_input(flow, unit, to._through(flow, unit, use(c))))])
+        return True
 
     def _bear(self, flow: Flow, source: Hashable, parts: list[tuple[Tensor, Place]]) -> None:
         """Let new columns go their way: the last block in this pass, others before, in passes of their own.

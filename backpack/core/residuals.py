@@ -178,8 +178,7 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     split = gap.states[0] is SPLIT
     layout = plain_layout(len(grad)) if split else _layouts(gap)[numbers[0]] if axes else gap.states[0]
     values = [value.expand(len(grad), *value.shape) if split else value for value in values]
-    ndim, count = values[0].dim(), len(values)
-    coupled = [axis % ndim for axis in axes]
+    count, coupled = len(values), [axis % values[0].dim() for axis in axes]
     kept = [n for axis, n in enumerate(values[0].shape) if axis not in coupled]
     lengths = [values[0].shape[axis] for axis in coupled]
     size = count * prod(lengths)
@@ -214,7 +213,8 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
         return columns if parts is None else columns.reshape(*columns.shape[: 1 + split], *gap.nexts[number][2])
 
     pieces = roots.split([prod(lengths)] * count if parts is None else [part.numel() for part in parts], 2)
-    columns = [ScatteredColumns(piece, turns, most, partial(arranged, number=nr)) for nr, piece in zip(numbers, pieces, strict=True)]
+    diagonal = eigenvalues.reshape(kept) if size == 1 and not split else None
+    columns = [ScatteredColumns(piece, turns, most, partial(arranged, number=nr), diagonal) for nr, piece in zip(numbers, pieces, strict=True)]
     born = [Born(number, part, None if split else layout) for number, part in zip(numbers, columns, strict=True)]
     return signs.movedim(2, 1).reshape(most * size, layout.samples), born
 

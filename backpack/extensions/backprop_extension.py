@@ -162,6 +162,8 @@ class BackpropExtension(Excluding, ABC):
             )
         return value
 
+    takes_diagonals = False
+
     @property
     def adds_up(self) -> bool:
         """Whether results of blocks of columns add up, unless a subclass has made something else of its quantity."""

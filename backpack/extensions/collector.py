@@ -214,6 +214,14 @@ class Collector(Reader):
                 rule = self._rule(extension, use.layout.samples)
                 self._add(parameter, rule, key, rule.at_call(use, name))
 
+    def at_diagonal(self, flow: Flow, use: Use) -> bool:
+        asked = [(extension, p, name) for name, p in use.parameters.items() for extension in self._readers(flow, p)]
+        if not all(extension.takes_diagonals and self._plan.uses[p] == 1 for extension, p, _ in asked):
+            return False
+        for extension, parameter, name in asked:
+            self.keep(parameter, extension, extension.of_diagonal(use, name))
+        return True
+
     def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
         samples = next(iter(columns.values())).shape[1]
         done: set[Any] = set()

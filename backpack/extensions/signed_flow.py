@@ -78,6 +78,7 @@ class SignedSqrtFlow(RootFlow):
         if rule.hessian_is_diagonal(call):
             residual = rule.hessian_diagonal(call, None, (grad,)).reshape(-1, 1)
             mat, signs = _scattered(residual.abs().sqrt().unsqueeze(2), residual.sign(), grad.dtype, call.input0.shape, layout)
+            mat.diagonal = residual.reshape(call.input0.shape)
         elif getattr(type(rule), "_residual_mat_prod", None) is GroupStatisticsDerivatives._residual_mat_prod:
             mat, signs = _scattered(*rule.residual_root(call, (grad,)), grad.dtype, call.input0.shape, layout)
         else:

@@ -19,9 +19,14 @@ class ScatteredColumns:
     """Columns of which each has entries in a single block of a sample, formed where they are needed: all of them are mostly zeros.
 
     They are indexed like a tensor ``[T * E, *]``, by slices: column ``t * E + e`` is the ``e``-th one of the ``t``-th block of each sample.
+
+    Attributes:
+        diagonal: Signed squares of the columns ``[*]``, if each has a single entry, so that they are the root of a diagonal matrix; else ``None``.
     """
 
-    def __init__(self, values: Tensor | Entries, turns: Tensor, most: int, arrange: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, values: Tensor | Entries, turns: Tensor, most: int, arrange: Callable[[Tensor], Tensor], diagonal: Tensor | None = None
+    ) -> None:
         """Take note of what they are made of.
 
         Args:
@@ -29,8 +34,9 @@ class ScatteredColumns:
             turns: Which block of its sample each is, ``[B]``.
             most: Blocks of the sample that has most, ``T``.
             arrange: Maps ``[V, B, M]`` to ``[V, *]``.
+            diagonal: Signed squares of the columns, where each has a single entry, ``[*]``.
         """
-        self._values, self._turns, self._most, self._arrange = values, turns, most, arrange
+        self._values, self._turns, self._most, self._arrange, self.diagonal = values, turns, most, arrange, diagonal
 
     def __len__(self) -> int:
         return self._most * self._values.shape[1]

@@ -199,6 +199,23 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         """
         return self.weight_from_matrix(module, _summed_products(wide(self.rows(module, mat)), wide(self.columns(module))))[0]
 
+    def sum_at_diagonal(self, module: Module, name: str, mat: Tensor, sum_batch: bool) -> Tensor:
+        """Diagonal of ``J^T diag(d) J`` for the Jacobian with respect to weight or bias, ``sum_l d_l x_l^2`` and ``sum_l d_l``.
+
+        Args:
+            module: The layer with its recorded input.
+            name: Name of the parameter.
+            mat: ``d [1, N, *output]``.
+            sum_batch: Whether to sum over samples.
+
+        Returns:
+            ``[*parameter]`` if ``sum_batch``, else ``[N, *parameter]``.
+        """
+        if name == "bias":
+            return self._bias_jac_t_mat_prod(module, None, (mat[0],), mat, sum_batch=sum_batch)[0]
+        rows, squares = self.rows(module, mat), self.columns(module).square()
+        return self.weight_from_matrix(module, (_summed_products if sum_batch else _products)(rows, squares))[0]
+
     def input_moment(self, module: Module, scale: float = 1.0) -> Tensor:
         """Sum the outer products of the columns of the input with themselves, over samples and positions.
 
