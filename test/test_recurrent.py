@@ -140,6 +140,14 @@ def states_in_another_order(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     return net.b((torch.stack(states) * torch.arange(1.0, 1 + len(states), dtype=x.dtype)[:, None, None]).sum(0))
 
 
+def the_same_term_for_all(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    h, states = net.a(x)[:, 0], []
+    for u in torch.unbind(net.terms[: x.shape[1]]):
+        h = torch.tanh(torch.addmm(net.own.bias_hh_l0, h, net.own.weight_hh_l0.t()) + u)
+        states.append(h)
+    return net.b(torch.stack(states).sum(0))
+
+
 def used_elsewhere(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     """What lies between the steps is used elsewhere, too."""
     terms = x.transpose(0, 1) @ net.own.weight_ih_l0.t()
@@ -223,11 +231,14 @@ NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "another weight": (another_weight, rnn(3), 0),
     "inputs in another order": (inputs_in_another_order, rnn(3), 0),
     "states in another order": (states_in_another_order, rnn(3), 0),
+    "the same term for all": (the_same_term_for_all, rnn(3), 0),
     "used elsewhere": (used_elsewhere, rnn(3), 0),
     "other factors": (twice_the_sum, rnn(3), 0),
 }
+WITHOUT_FACTORS = {"other factors": "own.weight_hh_l0", "the same term for all": "terms"}
 MORE: dict[Forward, dict[str, Callable[[], Module]]] = {
     learned_state: {"hidden": parameter(1, 1, 2)},
+    the_same_term_for_all: {"terms": parameter(7, 2)},
     another_weight: {"other": parameter(2, 2)},
     cells: {"cell": lambda: nn.GRUCell(3, 2)},
 }
@@ -274,8 +285,8 @@ def test_layers_are_read(name: str, N: int) -> None:
 @pytest.mark.parametrize("N", [1, 3])
 def test_against_oracle(extension: str, name: str, N: int) -> None:
     problem, quantity = build(name, N), QUANTITIES[extension]
-    if name == "other factors" and quantity.field in ("kflr", "kfac"):  # factors of a weight that is multiplied by a number
-        with pytest.raises(UnsupportedError, match="own.weight_hh_l0.*without a rule"):
+    if name in WITHOUT_FACTORS and quantity.field in ("kflr", "kfac"):
+        with pytest.raises(UnsupportedError, match=f"{WITHOUT_FACTORS[name]}.*without a rule"):
             run(problem, quantity.make())
         return
     run(problem, quantity.make())

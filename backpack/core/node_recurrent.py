@@ -176,6 +176,26 @@ def _given(steps: list[Step]) -> tuple[Edge, bool] | None:
     return (node.next_functions[0], numbers != order) if numbers in (order, order[::-1]) else None
 
 
+def _has_shapes(steps: list[Step], given: Edge, rows: int, size: int) -> bool:
+    """Say whether nothing is broadcast.
+
+    Args:
+        steps: The steps.
+        given: Edge to the terms of the inputs.
+        rows: Number of rows of a state.
+        size: Their length.
+
+    Returns:
+        Whether it is so.
+    """
+    gates = 3 * size if "reset" in steps[0].nodes else size
+    edges: list[tuple[Edge, tuple[int, ...]]] = [(given, (len(steps), rows, gates))]
+    for step in steps:
+        bias = step.nodes["product"].next_functions[step.factors["bias"]] if step.has_bias else (None, 0)
+        edges += [(step.edges["product"], (rows, gates)), (step.before, (rows, size)), (bias, (gates,))]
+    return all(edge[0] is None or tuple(shape_of(edge)) == shape for edge, shape in edges)
+
+
 def _is_closed(node: Node, steps: list[Step], inside: set[Node], walk: Walk) -> bool:
     """Say whether nothing else is made of what lies inside, no module was called there, and all that was saved can be read.
 
@@ -217,7 +237,7 @@ def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Compo
     inside = {inner for step in steps for inner in step.nodes.values()}
     inside |= {step.edges["given?"][0] for step in steps} - {None}
     wrong = len(node.next_functions) > 1 and given[0] is not None and turned != reverse  # states in another order than inputs
-    if wrong or layout.axis != 1 or not _is_closed(node, steps, inside, walk):
+    if wrong or layout.axis != 1 or not _has_shapes(steps, given, *shape[1:]) or not _is_closed(node, steps, inside, walk):
         return None
     products = steps[0].nodes["product"]
 
