@@ -211,9 +211,10 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         Returns:
             ``[*parameter]`` if ``sum_batch``, else ``[N, *parameter]``.
         """
+        mat = wide(mat)
         if name == "bias":
             return self._bias_jac_t_mat_prod(module, None, (mat[0],), mat, sum_batch=sum_batch)[0]
-        rows, squares = self.rows(module, mat), self.columns(module).square()
+        rows, squares = self.rows(module, mat), wide(self.columns(module)).square()
         return self.weight_from_matrix(module, (_summed_products if sum_batch else _products)(rows, squares))[0]
 
     def input_moment(self, module: Module, scale: float = 1.0) -> Tensor:
