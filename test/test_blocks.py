@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from math import isfinite
 from pathlib import Path
@@ -24,6 +25,7 @@ from backpack.core.carry import Carry
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import Flow
+from backpack.core.passing import Pass
 from backpack.core.plan import Plan
 from backpack.extensions import blocks
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -250,6 +252,37 @@ def test_columns_that_are_born_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
             expected = diagonals
     for one, two in zip(diagonals, expected, strict=True):
         close(one, two)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [Linear(3, 4), nn.GroupNorm(2, 4), Linear(4, 2)],  # pairs of entries, of which each has four columns
+        lambda: [Linear(3, 4), Calls(lambda x: x.unsqueeze(1)), nn.RMSNorm(4), LayerNorm(4), Calls(lambda x: x.squeeze(1)), Linear(4, 2)],
+        lambda: [layer := Linear(3, 3), Tanh(), layer, Linear(3, 2)],
+        lambda: [Linear(3, 3), Calls(lambda x: x / x.square().sum(1, keepdim=True)), Linear(3, 2)],  # broadcast
+        lambda: [Linear(3, 3), Calls(lambda x: torch.bmm(x.unsqueeze(2), x.unsqueeze(1))[:, 0]), Linear(3, 2)],
+    ],
+    ids=["groups", "norms", "layer twice", "quotient", "product"],
+)
+def test_columns_that_are_born_are_counted(make: Callable[[], list[Module]], monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, bear, count = Counter(), Pass._bear, blocks.columns
+
+    def born(self: Pass, flow: Flow, source: object, parts: list) -> None:
+        counts["born"] += len(parts[0][0])
+        bear(self, flow, source, parts)
+
+    def counted(flow: Flow, plan: Plan) -> int:
+        counts["counted"] = count(flow, plan)
+        return counts["counted"]
+
+    monkeypatch.setattr(Pass, "_bear", born)
+    monkeypatch.setattr(blocks, "columns", counted)
+    torch.manual_seed(0)
+    model, lossfunc = extend(Sequential(*make()).double()), extend(CrossEntropyLoss())
+    with backpack(extensions.DiagHessian(), memory=1 << 30):
+        lossfunc(model(torch.rand(4, 3).double()), torch.tensor([0, 1, 1, 0])).backward()
+    assert counts["born"] == counts["counted"]
 
 
 @pytest.mark.parametrize("layer", [Tanh, lambda: LayerNorm((2, 10)), lambda: Calls(torch.sin), lambda: Calls(lambda x: x.softmax(1))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import reduce
 from itertools import combinations
 from math import prod
@@ -16,6 +17,7 @@ from torch import Size, Tensor
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import is_bilinear
+from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.normalization import GroupStatisticsDerivatives
 from backpack.core.derivatives.records import number_of
 from backpack.core.flow import Columns, Use
@@ -23,7 +25,7 @@ from backpack.core.graph import operation, shape_of
 from backpack.core.linear import PRODUCTS, is_linear
 from backpack.core.node_functions import product
 from backpack.core.plan import Plan
-from backpack.core.residuals import Born, has_complex, is_solvable, pairs, residual, sizes_of
+from backpack.core.residuals import Born, columns_of, has_complex, is_solvable, pairs, residual, sizes_of
 from backpack.core.samples import Layout, add_rows, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
@@ -79,7 +81,7 @@ class SignedSqrtFlow(RootFlow):
             residual = rule.hessian_diagonal(call, None, (grad,)).reshape(-1, 1)
             mat, signs = _scattered(residual.abs().sqrt().unsqueeze(2), residual.sign(), grad.dtype, call.input0.shape, layout)
             mat.diagonal = residual.reshape(call.input0.shape)
-        elif getattr(type(rule), "_residual_mat_prod", None) is GroupStatisticsDerivatives._residual_mat_prod:
+        elif _is_of_groups(rule):
             mat, signs = _scattered(*rule.residual_root(call, (grad,)), grad.dtype, call.input0.shape, layout)
         else:
             units = unit_columns(call.input0.shape, grad)
@@ -117,9 +119,9 @@ class SignedSqrtFlow(RootFlow):
     def born(self, plan: Plan) -> int:
         samples = max(1, *plan.batches.values())
         units = [u for u in plan.units.values() if u.below is not None and plan.walk.reach[u.below[0]] & plan.concerned]
-        gaps = [gap for gap in plan.gaps.values() if curved_in(plan.walk, plan.concerned, gap)]
-        entries = sum(prod(shape_of(u.below)) for u in units if not u.call.derivatives.hessian_is_zero(u.call))
-        return (entries + sum(prod(n[2]) for gap in gaps for n in gap.nexts if n is not None)) // samples
+        gaps = [gap for gap in plan.gaps.values() if not _is_cut_off(gap) and curved_in(plan.walk, plan.concerned, gap)]
+        entries = sum(prod(shape_of(u.below)) * _columns_of_an_entry(plan, u) for u in units)
+        return int(entries) // samples + sum(map(columns_of, gaps))
 
     def needs_gradient(self, plan: Plan) -> bool:
         return any(SPLIT in gap.states.values() and curved_in(plan.walk, plan.concerned, gap) for gap in plan.gaps.values())
@@ -168,6 +170,19 @@ def _scattered(values: Tensor | Entries, signs: Tensor, dtype: torch.dtype, shap
     spread[turns, label_tensor(layout.labels, device).unsqueeze(1)] = signs.to(dtype)
     columns = ScatteredColumns(values, turns.flatten(), most, lambda full: full.to(dtype).reshape(len(full), *shape))
     return columns, spread.transpose(1, 2).flatten(0, 1)
+
+
+def _is_of_groups(rule: BaseDerivatives) -> bool:
+    # whether the residual is factorized group by group
+    return getattr(type(rule), "_residual_mat_prod", None) is GroupStatisticsDerivatives._residual_mat_prod
+
+
+def _columns_of_an_entry(plan: Plan, unit: Unit) -> Fraction:
+    # how many columns are born at a unit, for each entry of its input
+    call, rule, coupled = unit.call, unit.call.derivatives, 2 if _coupled(plan.walk, plan.concerned, unit) else 0
+    if rule.hessian_is_zero(call):
+        return Fraction(coupled)
+    return coupled + (1 + Fraction(2, max(1, rule.group_size(call))) if _is_of_groups(rule) else Fraction(1))
 
 
 def _is_cut_off(gap: Gap) -> bool:
