@@ -36,6 +36,7 @@ from backpack.extensions.secondorder.diag_ggn import DiagGGNExact
 from backpack.utils.columns import ScatteredColumns
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 from backpack.utils.memory import bytes_of
+from backpack.utils.paired_columns import PartOfPairs
 
 ROWS = """net: Conv1d|net: Conv2d, reflect|net: ConvTranspose2d|net: groups, Conv1d|net: Conv1d twice|logreg|frozen middle layer|one output|
 two extra axes|dropout, training|linear twice, in sequence|PReLU, 1 parameter|RReLU|Tanh|Softmax, last axis|SiLU, in place|
@@ -309,6 +310,53 @@ def test_columns_that_are_born_are_never_formed_together(layer: Callable[[], Mod
         formed.clear()
     assert results[0].ne(0).all()
     close(*results, 1e-10)
+
+
+class Twice(Module):
+    """A layer that is called twice, in sequence, for each position or for all of them together."""
+
+    def __init__(self, folded: bool) -> None:
+        super().__init__()
+        self.layer, self.folded = Linear(10, 10), folded
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1) if self.folded else x
+        return self.layer(self.layer(rows).tanh()).view(x.shape)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: Twice(folded=False), lambda: Twice(folded=True), lambda: Calls(lambda x: torch.bmm(x, (2 * x).mT).sum(2, keepdim=True).expand(x.shape))],
+    ids=["layer twice", "layer twice, folded", "product"],
+)
+@pytest.mark.parametrize("most", [1, 3, 6])
+def test_pairs_of_columns_are_never_formed_together(layer: Callable[[], Module], most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    formed, whole, take, cut = [], [], PartOfPairs.__getitem__, blocks.ColumnBlocks.cut
+
+    def took(columns: PartOfPairs, part: slice) -> Tensor:
+        whole.append(len(columns))
+        formed.append(len(taken := take(columns, part)))
+        return taken
+
+    def parts(given: blocks.ColumnBlocks, width: int) -> list[slice]:
+        return [slice(start, min(width, start + most)) for start in range(0, width, most)]
+
+    monkeypatch.setattr(PartOfPairs, "__getitem__", took)
+    results = []
+    for memory in (1 << 30, 1):
+        torch.manual_seed(0)
+        model, lossfunc = extend(Sequential(Linear(3, 10), layer(), Linear(10, 2)).double()), extend(CrossEntropyLoss())
+        x, y = torch.rand(3, 2, 3).double(), torch.randint(2, (3, 2))
+        monkeypatch.setattr(blocks.ColumnBlocks, "cut", parts if memory == 1 else cut)
+        with backpack(extensions.BatchDiagHessian(), memory=memory):
+            lossfunc(model(x).movedim(2, 1), y).backward()
+        results.append([p.diag_h_batch for p in model.parameters()])
+        assert set(whole) == {40}
+        assert sum(formed) == 2 * 40
+        assert max(formed) == (most if memory == 1 else 40)
+        formed.clear()
+    for one, other in zip(*results, strict=True):
+        close(one, other, 1e-10)
 
 
 def test_several_flows_and_losses_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.autograd.graph import Node
 from torch.func import vjp, vmap
 
@@ -21,8 +21,9 @@ from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.node_functions import Product, axes_of, coupling, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, label_tensor, plain_layout, settle, shape_of_one
 from backpack.core.ways import SPLIT
-from backpack.utils.columns import ScatteredColumns
+from backpack.utils.columns import ScatteredColumns, unit_columns
 from backpack.utils.eigen import eigh
+from backpack.utils.paired_columns import PairedColumns, PartOfPairs, signs_of_pairs
 from backpack.utils.precision import wide
 
 
@@ -36,7 +37,7 @@ class Born(NamedTuple):
     """
 
     number: int
-    columns: Tensor | ScatteredColumns
+    columns: ScatteredColumns | PartOfPairs
     layout: Layout | None
 
 
@@ -267,7 +268,7 @@ def _sizes_in_blocks(values: list[Tensor], labels: Tensor, samples: int) -> Tens
     counts = labels.bincount(minlength=samples)
     squares = [torch.zeros(samples, dtype=wide(v).dtype, device=v.device).index_add(0, labels, wide(v).square().mean(0)) / counts for v in values]
     units = torch.stack([_units(total)[labels] for total, v in zip(squares, values, strict=True) for _ in v], 1)
-    return torch.maximum(units, units.amax(1, keepdim=True) * torch.finfo(units.dtype).eps ** 0.5)  # see pairs
+    return torch.maximum(units, units.amax(1, keepdim=True) * torch.finfo(units.dtype).eps ** 0.5)  # see paired_columns
 
 
 def _linear_in_first(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -326,40 +327,19 @@ def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Bo
     def other(unit: Tensor, g: Tensor) -> Tensor:
         return vjp(lambda big: function(unit, big) if few == 0 else function(big, unit), g.new_zeros(shapes[1 - few]))[1](g)[0]
 
-    units = torch.eye(size, dtype=grad.dtype, device=grad.device).reshape(size, *shapes[few])
-    partners = vmap(lambda unit: vmap(lambda g: other(unit, g))(grad))(units)
-    units = units.unsqueeze(1).expand(size, len(grad), *shapes[few])
+    def form(some: slice) -> tuple[Tensor, Tensor]:
+        units = unit_columns(Size([1, *shapes[few]]), grad, some)
+        partners = vmap(lambda unit: vmap(lambda g: other(unit, g))(grad))(units.squeeze(1))
+        return units.expand(-1, len(grad), *shapes[few]), partners
+
     values = [(saved(gap.node, name), layouts[number]) for name, number in zip(found.names, numbers, strict=True)]
     sizes = [sizes_of(value.unsqueeze(0) if layout is None else _samples_first(value, layout)) for value, layout in values]
-    columns, signs = pairs(units, partners, sizes[1 - few] / sizes[few])
+    columns, layout = PairedColumns(size, form, sizes[1 - few] / sizes[few]), layouts[-1]
     born = []
-    for number, part in zip(numbers, columns if few == 0 else columns[::-1], strict=True):
-        layout = layouts[number]
-        born.append(Born(number, part if layout is None else _samples_back(part, layout), layout))
-    return signs if layouts[-1] is None else signs.expand(-1, layouts[-1].samples), born
-
-
-def pairs(one: Tensor, other: Tensor, ratio: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Factorize ``sum_p (a_p b_p^T + b_p a_p^T)``.
-
-    Args:
-        one: ``a``, of norm one, ``[P, N, *]``.
-        other: ``b [P, N, *]``.
-        ratio: Of the sizes of the values at which columns on ``a`` and on ``b`` arrive: in these units both parts of a column are of one size.
-
-    Returns:
-        Both parts of the columns ``[2 P, N, *]``, and signs ``[2 P, N]``.
-    """
-    # a mean that is zero but for rounding errors is no smaller than what it is made of: sizes that differ by more are not what they seem to be
-    least = torch.finfo(ratio.dtype).eps ** 0.5
-    scale = (other.reshape(*other.shape[:2], other.shape[2:].numel()).norm(dim=2) * ratio.clamp(least, 1 / least)).sqrt().to(other.dtype)
-    scales = [
-        (factor * 0.5**0.5).reshape(*scale.shape, *[1] * (t.dim() - 2))
-        for factor, t in ((scale, one), (torch.where(scale > 0, 1 / scale, 0.0), other))
-    ]
-    one, other = one * scales[0], other * scales[1]
-    ones = torch.ones_like(scale)
-    return (torch.cat([one, one]), torch.cat([other, -other])), torch.cat([ones, -ones])
+    for number, place in zip(numbers, (few, 1 - few), strict=True):
+        at = layouts[number]
+        born.append(Born(number, columns.part(place) if at is None else columns.part(place, partial(_samples_back, layout=at)), at))
+    return signs_of_pairs(size, len(grad) if layout is None else layout.samples, grad), born
 
 
 def _whole(layout: Layout) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from itertools import combinations
 from math import prod
 from operator import or_
@@ -25,7 +25,7 @@ from backpack.core.graph import operation, shape_of
 from backpack.core.linear import PRODUCTS, is_linear
 from backpack.core.node_functions import product
 from backpack.core.plan import Plan
-from backpack.core.residuals import Born, columns_of, has_complex, is_solvable, pairs, residual, sizes_of
+from backpack.core.residuals import Born, columns_of, has_complex, is_solvable, residual, sizes_of
 from backpack.core.samples import Layout, add_rows, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
@@ -35,6 +35,7 @@ from backpack.extensions.loss_scale import position_weights
 from backpack.utils.columns import Entries, ScatteredColumns, unit_columns
 from backpack.utils.eigen import eigh
 from backpack.utils.errors import UnsupportedError
+from backpack.utils.paired_columns import PairedColumns, PartOfPairs, signs_of_pairs
 from backpack.utils.precision import wide
 
 
@@ -98,7 +99,7 @@ class SignedSqrtFlow(RootFlow):
             raise _hidden(walk, concerned, gap)
         return Source(0, signs), born
 
-    def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> Iterator[tuple[Source, Tensor, dict[str, Tensor]]]:
+    def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> Iterator[tuple[Source, Any, dict[str, PartOfPairs]]]:
         own = self.residual_at(use.call, use.grad, use.layout)
         if own is not None:
             yield *own, {}
@@ -106,15 +107,18 @@ class SignedSqrtFlow(RootFlow):
             return
         # the layer is linear in its weight, and in its input: with an entry of the input in its place, the gradient of the weight is the other factor
         call, grad, layout = use.call, use.grad, use.layout
-        units = unit_columns(call.input0.shape, grad)
-        size = len(units)
-        grads = grad.expand(size, *grad.shape).flatten(0, 1)
-        at = _AtInput(call, units.flatten(0, 1), size)
-        partners = call.derivatives._param_mjp("weight", at, None, (grads,), grads[None], sum_batch=False)[0].unflatten(0, (size, len(grad)))
-        (below, weight), signs = pairs(units, partners, sizes_of(call.weight.unsqueeze(0)) / sizes_of(call.input0))
-        weight = add_rows(separate_rows(weight, signs, layout)[0], layout)
-        below, signs = separate_rows(below, signs, layout)
-        yield Source(call.order, signs), below, {"weight": weight}
+        size, rows = call.input0.shape[1:].numel(), len(grad)
+
+        def form(some: slice) -> tuple[Tensor, Tensor]:
+            units = unit_columns(call.input0.shape, grad, some)
+            count = len(units)
+            grads, at = grad.expand(count, *grad.shape).flatten(0, 1), _AtInput(call, units.flatten(0, 1), count)
+            return units, call.derivatives._param_mjp("weight", at, None, (grads,), grads[None], sum_batch=False)[0].unflatten(0, (count, rows))
+
+        turns = None if layout.plain else repetitions(layout.labels)
+        columns = PairedColumns(size, form, sizes_of(call.weight.unsqueeze(0)) / sizes_of(call.input0), turns)
+        _, signs = separate_rows(grad.new_zeros(2 * size, rows), signs_of_pairs(size, rows, grad), layout)
+        yield Source(call.order, signs), columns.part(0), {"weight": columns.part(1, partial(add_rows, layout=layout))}
 
     def born(self, plan: Plan) -> int:
         samples = max(1, *plan.batches.values())

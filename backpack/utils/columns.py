@@ -59,18 +59,20 @@ class Entries(Protocol):
     def __getitem__(self, at: tuple[Tensor, Tensor]) -> Tensor: ...
 
 
-def unit_columns(shape: Size, like: Tensor) -> Tensor:
+def unit_columns(shape: Size, like: Tensor, some: slice = slice(None)) -> Tensor:
     """Return the unit vectors of the entries of a sample, the same for all samples.
 
     Args:
         shape: Of the mini-batch, ``[N, *]`` with ``D`` entries a sample.
         like: Has type and device.
+        some: Of which entries.
 
     Returns:
         ``[D, N, *]``, a view that is not to be written to.
     """
-    size = shape[1:].numel()
-    return torch.eye(size, dtype=like.dtype, device=like.device).reshape(size, 1, *shape[1:]).expand(size, *shape)
+    places = torch.arange(shape[1:].numel(), device=like.device)
+    units = (places[some].unsqueeze(1) == places).to(like.dtype)
+    return units.reshape(len(units), 1, *shape[1:]).expand(len(units), *shape)
 
 
 def blocks(length: int, elements: int, limit: int) -> list[slice]:
