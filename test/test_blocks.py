@@ -359,6 +359,27 @@ def test_pairs_of_columns_are_never_formed_together(layer: Callable[[], Module],
         close(one, other, 1e-10)
 
 
+def test_columns_that_are_born_at_a_weight_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of each sample, while they wait for other uses of the weight: more than all that is carried otherwise."""
+    most, at_leaf, memory = [], Collector.at_leaf, 20 * 3 * 100 * 8
+
+    def taken(collector: Collector, flow: Flow, parameter: nn.Parameter, columns: dict[object, Tensor]) -> None:
+        most.append(sum(part.nbytes for part in columns.values()))
+        at_leaf(collector, flow, parameter, columns)
+
+    monkeypatch.setattr(Collector, "at_leaf", taken)
+    results = []
+    for bound in (memory, 1 << 30):
+        torch.manual_seed(0)
+        model, lossfunc = extend(Sequential(layer := Linear(10, 10), Tanh(), layer, Linear(10, 2)).double()), extend(CrossEntropyLoss())
+        with backpack(extensions.DiagHessian(), memory=bound):
+            lossfunc(model(torch.rand(3, 10).double()), torch.tensor([0, 1, 1])).backward()
+        assert max(most) <= memory // 2 if bound == memory else max(most) == memory  # put together with those of other uses
+        results.append(layer.weight.diag_h)
+        most.clear()
+    close(*results)
+
+
 def test_several_flows_and_losses_share_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Probe(monkeypatch)
     model, lossfunc, X, y = deep(ReLU)

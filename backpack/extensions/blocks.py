@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from math import inf, prod
+from operator import or_
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from backpack.core.graph import tensor_at
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
+from backpack.core.walk import Need
 from backpack.core.ways import SPLIT
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
@@ -135,6 +138,8 @@ class Weight:
     def __init__(self, flow: ColumnFlow, plan: Plan, collector: Collector) -> None:
         self._flow, self._plan, self._collector = flow, plan, collector
         self._concerned, self._samples = collector.concerned(flow), max(plan.batches.values())
+        coupled = [unit.couples for unit in plan.units.values()] if flow.needs is Need.CURVATURE else []
+        self._coupled = reduce(or_, coupled, 0) & self._concerned  # at these parameters columns are born, too
         self.most = live = 0
         waiting: dict[Edge, int] = {}
         for node in plan.walk.order:
@@ -172,6 +177,7 @@ class Weight:
             for name, parameter in unit.parameters.items():
                 read += max((self._formed(unit, name, parameter, extension) for extension in self._collector.readers(self._flow)), default=0)
                 held += prod(slot.shape) * slot.dtype.itemsize if affine and plan.uses.get(parameter, 0) > 1 else 0
+                held += self._per_sample(parameter) if unit.couples & self._coupled & plan.walk.bits.get(id(parameter), 0) else 0
         return read, held
 
     def _formed(self, unit: Unit, name: str, parameter: Parameter, extension: BackpropExtension) -> int:
@@ -180,8 +186,11 @@ class Weight:
         if extension.ordered or (isinstance(extension, HBP) and (affine or isinstance(rule, LookupDerivatives))):
             return 0  # results, and small
         fast = find_faster(extension, rule, name) not in (None, finish_at_once) and (affine or self._plan.uses.get(parameter) == 1)
-        fast &= name != "bias"  # formed where there are positions
-        return 0 if fast and extension.get_subsampling() is None else self._samples * parameter.numel() * parameter.dtype.itemsize
+        fast &= name != "bias" and not self._coupled & self._plan.walk.bits.get(id(parameter), 0)  # formed where there are positions
+        return 0 if fast and extension.get_subsampling() is None else self._per_sample(parameter)
+
+    def _per_sample(self, parameter: Parameter) -> int:
+        return self._samples * parameter.numel() * parameter.dtype.itemsize
 
 
 class ColumnBlocks(Blocks):
