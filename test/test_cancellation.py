@@ -283,3 +283,25 @@ def test_own_losses_whose_outputs_are_of_several_sizes(loss: type[nn.Module], qu
             extend(loss())(layer(torch.ones(3, 1, dtype=dtype)), sizes.to(dtype)).backward()
         found.append(getattr(layer.bias, extension.savefield).double())
     torch.testing.assert_close(*found, rtol=1e-5, atol=0.0)
+
+
+class Gated(nn.Module):
+    """A product of two factors of a sample, one of which is smaller."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.LayerNorm(5), lambda: nn.RMSNorm(5), Gated, nn.Tanh], ids=["LayerNorm", "RMSNorm", "product", "Tanh"])
+@pytest.mark.parametrize("scale", [1e-28, 1.0, 1e25])
+def test_losses_whose_squares_leave_the_range(make: Callable[[], nn.Module], scale: float) -> None:
+    """Columns are square roots, whose squares do not: those of the gradients do."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(3, 5), make(), nn.Linear(5, 1)), torch.randn(2, 3)
+    results = []
+    for dtype, factor in ((torch.float32, scale), (torch.float64, 1.0)):
+        net, lossfunc = extend(deepcopy(model).to(dtype)), extend(nn.MSELoss())
+        with backpack(extensions.DiagHessian()):
+            (factor * lossfunc(net(x.to(dtype)), torch.ones(2, 1, dtype=dtype))).backward()
+        results.append(net[0].weight.diag_h.double() / factor)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5 * float(results[1].abs().max()))

@@ -75,6 +75,19 @@ def unit_columns(shape: Size, like: Tensor, some: slice = slice(None)) -> Tensor
     return units.reshape(len(units), 1, *shape[1:]).expand(len(units), *shape)
 
 
+def norms(vectors: Tensor) -> Tensor:
+    """Return the norms of vectors, also of numbers whose squares leave the range.
+
+    Args:
+        vectors: ``[*, M]``.
+
+    Returns:
+        ``[*]``.
+    """
+    size = vectors.abs().sum(-1) / max(1, vectors.shape[-1])
+    return (vectors / size.where(size > 0, 1).unsqueeze(-1)).norm(dim=-1) * size
+
+
 def blocks(length: int, elements: int, limit: int) -> list[slice]:
     """Cut an axis into blocks, of at least one entry each.
 

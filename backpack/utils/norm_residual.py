@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Size, Tensor
 
+from backpack.utils.columns import norms
+
 
 class ResidualRoot:
     """Columns of ``-s^2 (a C + (x_hat k^T + k x_hat^T) / M)`` with ``k = h - 3/2 a x_hat``, formed where they are needed, ``[R, M + 2, M]``.
@@ -23,7 +25,7 @@ class ResidualRoot:
             centred: Whether ``C`` subtracts the mean.
         """
         (rows, size), k = x_hat.shape, h - 1.5 * a * x_hat
-        stretch = (k.norm(dim=1, keepdim=True) / x_hat.norm(dim=1, keepdim=True)).sqrt()
+        stretch = (norms(k) / norms(x_hat)).sqrt().unsqueeze(1)
         usable = (stretch > 0) & stretch.isfinite()
         one, other = x_hat * stretch.where(usable, 0), k / stretch.where(usable, torch.inf)
         self.shape = Size([rows, size + 2, size])

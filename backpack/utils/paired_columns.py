@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from backpack.utils.columns import norms
+
 Form = Callable[[slice], tuple[Tensor, Tensor]]
 """Returns ``a`` and ``b [U, R, *]`` for some of the units ``p``."""
 
@@ -101,6 +103,6 @@ def signs_of_pairs(units: int, rows: int, like: Tensor) -> Tensor:
 def _scaled(one: Tensor, other: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
     # a mean that is zero but for rounding errors is no smaller than what it is made of: sizes that differ by more are not what they seem to be
     least = torch.finfo(ratio.dtype).eps ** 0.5
-    scale = (other.reshape(*other.shape[:2], other.shape[2:].numel()).norm(dim=2) * ratio.clamp(least, 1 / least)).sqrt().to(other.dtype)
+    scale = (norms(other.reshape(*other.shape[:2], other.shape[2:].numel())) * ratio.clamp(least, 1 / least)).sqrt().to(other.dtype)
     factors = (scale * 0.5**0.5, torch.where(scale > 0, 1 / scale, 0.0) * 0.5**0.5)
     return tuple(part * factor.reshape(*factor.shape, *[1] * (part.dim() - 2)) for part, factor in zip((one, other), factors, strict=True))
