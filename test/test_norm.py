@@ -86,6 +86,31 @@ def test_exact_or_refused(extension: str, name: str) -> None:
     quantity.check(Oracle(build(SPECIAL[name])), collect(problem, quantity.field))
 
 
+POWER: dict[str, Callable[[], Problem]] = {
+    "linear": lambda: regress(Sequential(nn.utils.spectral_norm(Linear(3, 6)), Tanh(), Linear(6, 2)), randn(3, 3)),
+    "conv": lambda: regress(Sequential(nn.utils.spectral_norm(nn.Conv1d(3, 6, 2)), nn.Flatten(), Linear(6, 2)), randn(3, 3, 2)),
+    "transposed conv": lambda: regress(Sequential(nn.utils.spectral_norm(nn.ConvTranspose1d(3, 6, 2)), nn.Flatten()), randn(3, 3, 2)),
+    "twice": lambda: regress(Net(lambda net, x: net.a(net.a(x).tanh()), a=nn.utils.spectral_norm(Linear(3, 3), n_power_iterations=2)), randn(3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", POWER)
+def test_power_iterations_of_spectral_norm(name: str) -> None:
+    """Its hook multiplies weights with copies of buffers, which the next call overwrites; their lengths are multiples of the mini-batch."""
+    problem = build(POWER[name])
+    model, lossfunc = extend(problem.model), extend(nn.MSELoss(reduction="sum"))
+    out = model(problem.x)
+    parameters = dict(model.named_parameters())
+    losses = out.flatten(1).square().sum(1)
+    expected = [torch.autograd.grad(loss, parameters.values(), retain_graph=True) for loss in losses]
+    slopes = [torch.autograd.grad(entry, parameters.values(), retain_graph=True) for entry in out.flatten()]
+    with backpack(extensions.BatchGrad(), extensions.DiagGGNExact()):
+        lossfunc(out, torch.zeros_like(out)).backward()
+    for parameter, gradients, jacobian in zip(parameters.values(), zip(*expected, strict=True), zip(*slopes, strict=True), strict=True):
+        close(parameter.grad_batch, torch.stack(gradients))
+        close(parameter.diag_ggn_exact, 2 * torch.stack(jacobian).square().sum(0))
+
+
 @pytest.mark.parametrize("norm", [lambda: BatchNorm1d(3), lambda: nn.InstanceNorm1d(3, track_running_stats=True)], ids=["batch", "instance"])
 def test_the_mode_of_the_forward_pass_counts(norm: Callable[[], Module]) -> None:
     """A module that is switched to training mode after its forward pass in evaluation mode has used running statistics."""

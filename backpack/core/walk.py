@@ -21,6 +21,7 @@ from backpack.core.memory import place_of
 from backpack.core.operations import AGAIN, NAMES, as_described
 from backpack.core.owners import owners
 from backpack.core.slots import Edge, Slot
+from backpack.core.spectral_norm import singular_vectors
 from backpack.utils.differentiation import search
 from backpack.utils.errors import UnsupportedError
 
@@ -339,8 +340,10 @@ class Walk:
 
     @cached_property
     def constant_places(self) -> set[int]:
-        """Addresses of what outermost modules own, without those of what one was given."""
-        return {place_of(tensor) for call in self.outermost for tensor in (*call.module.buffers(), *call.module.parameters())} - self.given_places
+        """Addresses of what outermost modules own, or copy of it to normalize weights, without those of what one was given."""
+        modules = [module for call in self.outermost for module in call.module.modules()]
+        owned = {place_of(tensor) for module in modules for own in (module._buffers, module._parameters) for tensor in own.values()}
+        return owned | {*map(place_of, singular_vectors(modules, self.order, self.leaves))} - self.given_places
 
     @cached_property
     def recorded(self) -> set[int]:
