@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from backpack import backpack, clear, extend
 from backpack.extensions import GGNMP, HMP, KFLR, KFRA, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
 from backpack.extensions.backprop_extension import BackpropExtension
-from backpack.utils.errors import BackpackError
+from backpack.utils.errors import BackpackError, MixedSamplesError
 
 EXACT = ("grad_batch", "batch_l2", "variance", "diag_ggn_exact")
 
@@ -148,6 +148,26 @@ def test_functional_call_with_functions_of_parameters() -> None:
     with backpack(BatchGrad(), DiagGGNExact()):
         loss.backward()
     check(problem.model, "grad_batch", "diag_ggn_exact")
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("active", [BatchGrad, DiagGGNExact])
+def test_functional_call_with_adapted_weights(active: Callable, inside: bool) -> None:
+    """After a step of an inner loop, samples of one loop influence those of the other, unless the step is a constant."""
+
+    def loss(create_graph: bool) -> Tensor:
+        lossfunc, target, named = problem.losses[0], problem.terms[0].target, dict(problem.model.named_parameters())
+        gradients = torch.autograd.grad(lossfunc(problem.model(problem.x), target), named.values(), create_graph=create_graph)
+        adapted = {name: p - 0.1 * g for (name, p), g in zip(named.items(), gradients, strict=True)}
+        return lossfunc(torch.func.functional_call(problem.model, adapted, (problem.x,)), target)
+
+    problem = extended()
+    outside = None if inside else loss(True)
+    with pytest.raises(MixedSamplesError, match=r"computed.*inner loop.*without create_graph.*exclude="), backpack(active()):
+        (loss(True) if inside else outside).backward()
+    with backpack(active()):
+        loss(False).backward()
+    assert active().savefield in results(problem.model)["0.weight"]
 
 
 def test_functional_call_without_gradients() -> None:

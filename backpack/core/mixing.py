@@ -178,19 +178,21 @@ def _is_found_inside(walk: Walk, tensor: Tensor | None) -> bool:
     return any(isinstance(value, Tensor) and place_of(value) == place for value in values)
 
 
-def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], shape: torch.Size) -> str:
+def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], upstream: tuple[Node, int, torch.Size]) -> str:
     """Say which node mixes samples.
 
     Args:
         walk: The graph.
         node: The node.
         outputs: Numbers of its outputs.
-        shape: Shape of the input.
+        upstream: Where one of its inputs comes from, and its shape.
 
     Returns:
         A part of a sentence, for ``mixing``.
     """
-    how = f"{walk.where(node)} mixes them (outputs {[list(shape_of((node, nr))) for nr in outputs]}, input {list(shape)})"
+    how = f"{walk.where(node)} mixes them (outputs {[list(shape_of((node, nr))) for nr in outputs]}, input {list(upstream[2])})"
+    if upstream[0] in walk.derived:
+        return how + ", as that input was made of derivatives, to which other samples contribute: a weight after a step of an inner loop, say"
     if operation(node) == "Repeat":
         return how + ", or copies what is none of samples: then write expand"
     return how + ", or that is made of constants: then let them be a buffer of the model, or use a mini-batch of another size" * (

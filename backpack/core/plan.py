@@ -382,7 +382,7 @@ class Plan(Tracking):
             if upstream is None or crossing is None:
                 continue
             if crossing.way is Way.MASKED and samples > 1 and mixes(self.walk, node, upstream[0], samples):
-                self._note(mixing(self.walk, upstream[0], mixed_by(self.walk, node, states, upstream[2]), node))
+                self._note(mixing(self.walk, upstream[0], mixed_by(self.walk, node, states, upstream), node))
             self._arrive(upstream[:2], crossing.arrives or SPLIT, node, samples)
 
     def _use_at_leaf(self, node: Node) -> None:

@@ -37,12 +37,17 @@ def mixing(walk: Walk, node: Node, how: str, by: Node | None = None) -> MixedSam
     Returns:
         The error.
     """
-    way_out = (
-        "Keep the samples on an axis of their own (return [N, T, C], and reshape in the call of the loss: `lossfunc(out.reshape(-1, C), y)`)"
-        if by is not None and operation(by) in RESHAPES
-        else "Use an operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and "
-        "inputs that have a batch axis"
-    )
+    if by is not None and operation(by) in RESHAPES:
+        way_out = (
+            "Keep the samples on an axis of their own (return [N, T, C], and reshape in the call of the loss: `lossfunc(out.reshape(-1, C), y)`)"
+        )
+    elif by is not None and node in walk.derived:
+        way_out = "Take these derivatives without create_graph=True, which makes them constants, or call backward outside of the context"
+    else:
+        way_out = (
+            "Use an operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and "
+            "inputs that have a batch axis"
+        )
     return MixedSamplesError(
         f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {{names}}. {way_out}, or leave these "
         "parameters out of all extensions: {exclude}.",

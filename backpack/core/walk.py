@@ -366,7 +366,8 @@ class Walk:
         if call.found.rule is None:
             why = "which has no rule"
         elif call.derivatives is None:
-            why = f"whose rule does not hold here, in {'training' if call.training else 'evaluation'} mode"
+            mode = f"in {'training' if call.training else 'evaluation'} mode"
+            why = "whose rule does not hold here, " + ("as its weights were computed, or a hook acts" if call.found.rule.applies(call) else mode)
         elif call.odd_types:
             why = "which computes with complex numbers, or in other precisions than those of its tensors, as under autocast: its rule does not hold"
         elif sum(slot.edge is not None for slot in call.tensor_inputs) > 1:
