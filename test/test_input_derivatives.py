@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from oracle import Oracle, Problem, Term, call_model
 from test_extensions import close, sum_batch
 from torch import Tensor, nn
+from torch.func import grad, jacfwd, jvp, vjp, vmap
 from torch.nn import functional as F
 
 from backpack import backpack, extend, results
@@ -120,6 +122,31 @@ def test_derivatives(place: str, name: str, samples: int) -> None:
             made.loss(made.outputs()).backward()
         return
     check(made, Oracle(problem(name, samples, PLACES[place])))
+
+
+def layers(net: Net, x: Tensor) -> Tensor:
+    return net.last(net.inner(net.first(x).tanh()).sin())
+
+
+TRANSFORMS: dict[str, Function] = {
+    "jvp": lambda net, x: jvp(partial(layers, net), (x,), (x.cos(),))[1],
+    "vjp": lambda net, x: vjp(partial(layers, net), x)[1](x[:, :1].cos())[0],
+    "vmap of grad": lambda net, x: vmap(grad(lambda row: layers(net, row).sum()))(x),
+    "vmap of jacfwd": lambda net, x: vmap(jacfwd(partial(layers, net)))(x).flatten(1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch, in forward mode
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_derivatives_by_torch_func(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact in a model that returns them; refused, with this way out, where only its layers are extended."""
+    monkeypatch.setitem(NETS, name, TRANSFORMS[name])
+    check(problem(name, 3), Oracle(problem(name, 3)))
+    made = problem(name, 3)
+    for layer in made.model.children():
+        extend(layer)
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="no extended model has returned.*torch.func serves there.*extended"):
+        made.loss(made.outputs()).backward()
 
 
 @pytest.mark.parametrize("name", ["sin", "matrix", "gelu", "softplus", "log_sigmoid", "tanh", "convolution", "normalized"])

@@ -361,9 +361,11 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
     """
     if walk.double and not (returns and walk.to_loss.isdisjoint(walk.roots)):  # of a product with second derivatives, there are none
         raise UnsupportedError(
-            "backward was called on a graph that contains derivatives of derivatives: a gradient penalty, say, or a loss that is made of derivatives "
-            "(score matching, differential equations). Quantities are computed of derivatives with respect to data only, with a row for each sample: "
-            "take these inside of the context, with torch.autograd.grad(..., create_graph=True), or in the model's forward pass, and return them. "
+            "backward was called on a graph that contains derivatives which no extended model has returned, so that it takes derivatives of "
+            "derivatives: a gradient penalty, say, or a loss that is made of derivatives (score matching, differential equations). Quantities are "
+            "computed of derivatives with respect to data only, with a row for each sample: take these inside of the context, with "
+            "torch.autograd.grad(..., create_graph=True), or in the model's forward pass, and return them: torch.func serves there, too, if the "
+            "module that calls it is extended, and not only a part of it, which is called. "
             "Of any other term, call backward outside of the context; or leave it out, with backpack.leave_out(penalty), if it was computed in a "
             "forward pass of its own."
         )
