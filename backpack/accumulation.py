@@ -297,8 +297,8 @@ class Earlier:
         if behind:
             fields = ", ".join(sorted(set().union(*behind.values())))
             raise UnsupportedError(
-                f"{{names}}: of the passes that accumulate {fields}, one has not reached these parameters, so that for its samples nothing is known. "
-                "Leave them out: {exclude}.",
+                f"{{names}}: of the passes that accumulate {fields}, one has not reached these parameters, or its result was deleted, so that for "
+                "its samples nothing is known. To begin anew, call clear(model), the whole of it; or leave these parameters out: {exclude}.",
                 {p: name for p, name in owners.about(self._parameters.values()).items() if p in behind},
             )
         return pairs

@@ -17,7 +17,7 @@ from test_extensions import MC, QUANTITIES, Expect, close, collect
 from torch import Tensor, einsum, nn
 from torch.nn import functional as F
 
-from backpack import backpack, clear, extend, extensions, leave_out, results, unscale
+from backpack import backpack, clear, extend, extensions, leave_out, results, unextend, unscale
 from backpack.core.owners import owners
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
@@ -203,6 +203,20 @@ def test_accumulates_within_a_context_only() -> None:
             clear(problem.model)
             assert not results(problem.model)
             assert not any(owners.notes(p) for p in problem.model.parameters())
+
+
+def test_models_that_are_extended_again() -> None:
+    """What ``unextend`` has taken away begins anew, as after ``clear``; so it does not where only a part of the other passes is known of a model."""
+    problem = CASES["Tanh"].build(N)
+    parameters = list(extend(problem.model).parameters())
+    with backpack(extensions.BatchGrad(), accumulate=True):
+        for again, samples in ((lambda: None, N), (lambda: extend(problem.model), 2 * N), (lambda: extend(unextend(problem.model)), N)):
+            again()
+            problem.loss(problem.outputs()).backward()
+            assert all(p.grad_batch.shape[0] == samples for p in parameters)
+        extend(unextend(problem.model[0]))
+        with pytest.raises(UnsupportedError, match=r"0\.weight.*or its result was deleted.*clear\(model\), the whole of it.*exclude="):
+            problem.loss(problem.outputs()).backward()
 
 
 def test_models_that_come_and_go() -> None:
