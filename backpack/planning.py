@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
+from warnings import warn
 
 import torch
 from torch import Tensor, distributed
 from torch.autograd.graph import GradientEdge
 
 from backpack.core.adoption import adopt, has_newcomers
+from backpack.core.batches import rows_of
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import find_inner
@@ -19,7 +21,7 @@ from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.mapped import mapped
-from backpack.utils.differentiation import nodes_of
+from backpack.utils.differentiation import nodes_of, search
 from backpack.utils.errors import (
     ArgumentError,
     BackpackError,
@@ -148,6 +150,12 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
         plan = Plan(walk, need)
     except (LossNotExtendedError, NotRecordedError, UnattributedError) as error:
         if returns and walk.to_loss.isdisjoint(walk.roots) and not isinstance(error, UnattributedError):
+            if not walk.connected and _curves_outputs(walk):  # else the gradients are part of a penalty, perhaps
+                warn(
+                    "torch.autograd.grad has computed no quantities, only gradients. If none are wanted, as in an inner loop, write "
+                    f"`with backpack():` around the call. Otherwise: {error}",
+                    stacklevel=9,  # the line that calls torch.autograd.grad
+                )
             return None  # for example a product with Jacobians: not a pass over a loss, hence no quantities
         plan = _plan_from_losses(walk, need)
         if plan is None:
@@ -167,6 +175,20 @@ def make_plan(walk: Walk, roots: list[Any], extensions: tuple[BackpropExtension,
             unreal,
         )
     return plan
+
+
+def _curves_outputs(walk: Walk) -> bool:
+    """Say whether a root is a curved function of rows that outermost modules have returned, as a loss is, and no product with a Jacobian.
+
+    Args:
+        walk: The graph.
+
+    Returns:
+        Whether it is.
+    """
+    outputs = {node for node, marks in walk.marks.items() if any(mark.call in walk.outermost and rows_of(mark.call) is not None for mark in marks)}
+    behind = search(walk.roots, lambda node: () if node in outputs else [n for n, _ in node.next_functions if walk.is_tracked(n)])
+    return any(node in walk.has_data and node not in outputs and not walk.is_linear(node) for node in behind)
 
 
 def _plan_from_losses(walk: Walk, need: Need) -> Plan | None:

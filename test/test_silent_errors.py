@@ -621,6 +621,29 @@ def test_results_of_earlier_contexts_where_a_returned_gradient_has_none() -> Non
         assert results(model) == {}
 
 
+def of_fourth_powers(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.mse_loss(out, y) + (out - y).pow(4).mean()
+
+
+@pytest.mark.parametrize("lossfunc", [lambda out, y: (out - y).square().mean(), lambda out, _: out.logsumexp(1).sum(), of_fourth_powers])
+def test_losses_of_ones_own_whose_gradient_is_returned(lossfunc: Callable) -> None:
+    """What ``backward`` refuses is warned of, at the line that asks for it: it may be a step of an inner loop, which is to have no curvature."""
+    model, x, y = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2))), torch.randn(5, 3), torch.randn(5, 2)
+    named = list(model.parameters())
+    with backpack(DiagGGNExact(), BatchGrad()):
+        with pytest.warns(UserWarning, match="computed no quantities.*`with backpack\\(\\):`.*No loss is known.*0\\.weight") as seen:
+            torch.autograd.grad(lossfunc(model(x), y), named)
+        assert [warning.filename for warning in seen] == [__file__]
+        assert results(model) == {}
+        with backpack():
+            torch.autograd.grad(lossfunc(model(x), y), named)
+        torch.autograd.grad(lossfunc(model(x), y), named, create_graph=True)  # part of something else
+        torch.autograd.grad(2 * model(x)[:, 0].sum() + named[0].square().sum(), named)  # no function of the output but a linear one
+    with backpack(BatchGrad()):
+        torch.autograd.grad(lossfunc(model(x), y), named)
+    assert len(results(model)) == len(named)
+
+
 LISTS: dict[str, Callable[[int], Any]] = {
     "a tensor": lambda k: (slice(None), torch.arange(3) + k),
     "an array": lambda k: (slice(None), np.arange(3) + k),
