@@ -356,3 +356,37 @@ def test_samples_merged_with_positions() -> None:
     with backpack(BatchGrad()):
         F.cross_entropy(model(X).reshape(-1, 3), words).backward()
     assert len(model.head.weight.grad_batch) == N
+
+
+class Compares(nn.Module):
+    """Returns rows, or the loss that compares each of them with each."""
+
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.body, self.inside = nn.Linear(4, 3), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.body(x)
+        return contrast(rows) if self.inside else rows
+
+
+def contrast(rows: Tensor) -> Tensor:
+    return F.cross_entropy(rows @ rows.T, torch.arange(len(rows)))
+
+
+def cosines(rows: Tensor) -> Tensor:
+    logits, numbers = rows @ torch.roll(rows, 1, 1).T, torch.arange(len(rows))
+    return F.cross_entropy(logits, numbers) + F.cross_entropy(logits.T, numbers)
+
+
+@pytest.mark.parametrize(
+    ("inside", "extension", "loss"), [(True, BatchGrad, torch.clone), (False, DiagGGNExact, contrast), (False, DiagGGNExact, cosines)]
+)
+def test_losses_that_compare_samples(inside: bool, extension: type, loss: Callable) -> None:
+    """What is advised works."""
+    said = refusal(BackpackError, Compares(inside), extension(), loss)
+    assert "first-order quantities only" in said and "let the model return these, and compute the loss of them outside" in said
+    model = extend(Compares(False))
+    with backpack(BatchGrad()):
+        contrast(model(X)).backward()
+    torch.testing.assert_close(model.body.weight.grad_batch.sum(0), model.body.weight.grad)

@@ -22,6 +22,10 @@ from backpack.utils.errors import MixedSamplesError, NotRecordedError, Unattribu
 
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
 _RETURN = "Let the model return its predictions, with the samples on axis 0, and compute the loss of them."
+_COMPARED = (
+    "A loss that compares each sample with each, as contrastive ones do, has first-order quantities only, those of the rows that it compares: let "
+    "the model return these, and compute the loss of them outside. "
+)
 _SELECT = frozenset({"Select", "Unbind"})
 
 
@@ -48,9 +52,10 @@ def mixing(walk: Walk, node: Node, how: str, by: Node | None = None) -> MixedSam
             "Use an operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and "
             "inputs that have a batch axis"
         )
+    compared = _COMPARED if by is not None and by not in walk.marks and len({*shape_of((by, 0))[-2:]}) == 1 else ""
     return MixedSamplesError(
-        f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {{names}}. {way_out}, or leave these "
-        "parameters out of all extensions: {exclude}.",
+        f"The samples of the mini-batch influence one another: {how}. No per-sample quantity exists for {{names}}. {compared}{way_out}, or leave "
+        "these parameters out of all extensions: {exclude}.",
         walk.named(walk.reach[node]),
     )
 
@@ -203,7 +208,7 @@ def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> Unsupported
         f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {shape} for one of its consumers, and on axis "
         f"{other.axis}, or in another order, for another one: per-sample quantities of {{names}} are ambiguous. What the model returns should have "
         "the samples on axis 0: transpose it, or set batch_first=True. If another axis of the model is as long as the mini-batch, use a mini-batch "
-        "of another size. Or leave these parameters out of all extensions: {exclude}.",
+        f"of another size. {_COMPARED if len({*shape}) == 1 else ''}Or leave these parameters out of all extensions: {{exclude}}.",
         walk.named(walk.reach[edge[0]]),
     )
 
