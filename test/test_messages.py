@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -390,3 +391,54 @@ def test_losses_that_compare_samples(inside: bool, extension: type, loss: Callab
     with backpack(BatchGrad()):
         contrast(model(X)).backward()
     torch.testing.assert_close(model.body.weight.grad_batch.sum(0), model.body.weight.grad)
+
+
+class Warped(nn.Module):
+    """Aligns two letters with four steps in time."""
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        steps, lengths = prediction[:, None, :].expand(-1, 4, -1).transpose(0, 1).log_softmax(2), torch.full((len(target),), 4)
+        return F.ctc_loss(steps, target, lengths, lengths // 2)
+
+
+class Likelihood(nn.Module):
+    """Cox' partial likelihood: of each sample among those that are left."""
+
+    def forward(self, risk: Tensor, _: Tensor) -> Tensor:
+        return (risk.logcumsumexp(0) - risk).mean()
+
+
+@pytest.mark.parametrize(
+    ("lossfunc", "target", "reason"), [(Warped(), torch.ones(N, 2).long(), "is not implemented"), (Likelihood(), Y, "couples entries")]
+)
+def test_losses_without_curvature(lossfunc: nn.Module, target: Tensor, reason: str) -> None:
+    """What is advised works."""
+    said = refusal(BackpackError, mlp(), DiagGGNExact(), lambda out: extend(lossfunc)(out, target))
+    assert reason in said and re.search("First-order quantities.* take any loss", said, re.IGNORECASE)
+    model = extend(mlp())
+    with backpack(BatchGrad()):
+        lossfunc(model(X), target).backward()
+    torch.testing.assert_close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
+
+
+class Steps(nn.Module):
+    """Takes and returns steps on axis 0, or on axis 1."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.body, self.head = nn.GRU(2, 4, batch_first=batch_first), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)[0])
+
+
+def test_steps_on_the_first_axis() -> None:
+    """What is advised works."""
+    model, x = extend(Steps(batch_first=False)), torch.randn(6, 5, 2)
+    with backpack(BatchGrad()):
+        said = message(UnsupportedError, model(x).square().sum().backward)
+    assert "axis 0 of a tensor" in said and "in other rows for another one" in said and "set batch_first=True" in said
+    model = extend(Steps(batch_first=True))
+    with backpack(BatchGrad()):
+        model(x.transpose(0, 1)).square().sum().backward()
+    assert len(model.head.weight.grad_batch) == x.shape[1]

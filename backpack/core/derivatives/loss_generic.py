@@ -237,7 +237,8 @@ def sample_hessians(module: Module) -> Tensor:
     if differs and (exceeds(deviation, allowed, module) or _couples_elsewhere(module)):
         raise MixedSamplesError(
             f"The Hessian of {module} with respect to its input {tuple(recorded.shape)} couples entries with different indices on axis 0, "
-            "so that no per-sample quantity exists. The loss must be a sum, or a mean, of one term per sample."
+            "so that no second-order quantity of a sample exists. The loss must be a sum, or a mean, of one term per sample. First-order quantities, "
+            "those of the rows of its input, take any loss."
         )
     return (blocks + blocks.mT) / 2
 
@@ -320,7 +321,13 @@ def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor 
             products = [product(vector) for vector in vectors]
         except RuntimeError as error:
             known = isinstance(error, UnsupportedError)
-            raise error if known else UnsupportedError(f"{module} cannot be differentiated twice: {error}") from error
+            raise (
+                error
+                if known
+                else UnsupportedError(
+                    f"{module} cannot be differentiated twice: {error}. Use first-order quantities, which take any loss, or write it in another way."
+                )
+            ) from error
         functions = [node.name().removesuffix("Backward") for node in nodes_below([output]) if isinstance(node, BackwardCFunction)]
         if functions and not _is_complete(
             product, lambda at: grad((_call(module, at)[0][0] * weights).sum(), at, materialize_grads=True)[0], recorded
