@@ -1526,9 +1526,13 @@ def test_penalty_on_the_gradient() -> None:
         (loss + penalty).backward(retain_graph=True)
     assert results(problem.model) == {}
     assert all(p.grad is None for p in params)
-    with backpack(BatchGrad()), pytest.raises(NotImplementedError):  # reaches the parameters through the activations, as the loss does
+    # it reaches the parameters through the activations, as the loss does
+    with backpack(BatchGrad()), pytest.raises(NotImplementedError, match="forward pass of its own"):
         (loss + package.leave_out(penalty)).backward()
     assert results(problem.model) == {}
+    with backpack(BatchGrad()):
+        (loss_of(problem) + package.leave_out(penalty)).backward()
+    check(problem.model, "grad_batch")
 
 
 @pytest.mark.parametrize("place", ["first", "last", "twice"])

@@ -142,8 +142,8 @@ class Walk:
             if node not in self.leaves and self.reach.get(node):
                 raise UnsupportedError(
                     f"A term given to backpack.leave_out() depends on activations that the loss uses, too ({node.name()}, upstream of which lies "
-                    "{names}), so that their gradients cannot be told apart. Leave out terms that depend on parameters alone, "
-                    "or call backward for the term outside of the context.",
+                    "{names}), so that their gradients cannot be told apart. Compute the term in a forward pass of its own, "
+                    "or call backward for it outside of the context.",
                     self.named(self.reach[node]),
                 )
 
