@@ -437,7 +437,7 @@ def test_steps_on_the_first_axis() -> None:
     model, x = extend(Steps(batch_first=False)), torch.randn(6, 5, 2)
     with backpack(BatchGrad()):
         said = message(UnsupportedError, model(x).square().sum().backward)
-    assert "axis 0 of a tensor" in said and "in other rows for another one" in said and "set batch_first=True" in said
+    assert "axis 0 of a tensor" in said and "and in another order for another one" in said and "set batch_first=True" in said
     model = extend(Steps(batch_first=True))
     with backpack(BatchGrad()):
         model(x.transpose(0, 1)).square().sum().backward()

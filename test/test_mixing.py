@@ -542,3 +542,17 @@ def test_samples_that_lie_evenly_are_no_positions() -> None:
     with backpack(BatchGrad()), pytest.raises(MixedSamplesError):
         net(torch.arange(5)).square().sum().backward()
     assert results(net) == {}
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_mini_batches_that_a_model_keeps_are_no_constants(extension: type) -> None:
+    """What it was given may be a buffer of it, as memories are."""
+
+    def compare(net: Net, x: Tensor) -> Tensor:
+        net.grid = x
+        return net.layer(x) @ net.other(net.grid).T
+
+    net, x = extend(Net(compare)), torch.randn(5, 2)
+    with backpack(extension()), pytest.raises((MixedSamplesError, UnsupportedError)):
+        F.mse_loss(net(x), torch.zeros(5, 5)).backward()
+    assert results(net) == {}

@@ -204,12 +204,13 @@ def ambiguous(walk: Walk, edge: Edge, one: Layout, other: Layout) -> Unsupported
     if one._replace(labels=sorted(one.labels)) == other._replace(labels=sorted(other.labels)):
         how = f"they lie in one order on axis {one.axis} of a tensor of shape {shape} for one of its consumers, and in another order for another one"
         return mixing(walk, edge[0], f"{how}, as where each is added to another one (`x + x[permutation]`)")
-    elsewhere = "in other rows" if one.axis == other.axis else f"on axis {other.axis}, or in another order,"
+    compared = _COMPARED if one.axis != other.axis and len({*shape}) == 1 else ""
+    elsewhere = "in another order" if one.axis == other.axis else f"on axis {other.axis}, or in another order,"
     return UnsupportedError(
         f"The {one.samples} samples lie on axis {one.axis} of a tensor of shape {shape} for one of its consumers, and "
         f"{elsewhere} for another one: per-sample quantities of {{names}} are ambiguous. What the model returns should have "
         "the samples on axis 0: transpose it, or set batch_first=True. If another axis of the model is as long as the mini-batch, use a mini-batch "
-        f"of another size. {_COMPARED if len({*shape}) == 1 else ''}Or leave these parameters out of all extensions: {{exclude}}.",
+        f"of another size. {compared}Or leave these parameters out of all extensions: {{exclude}}.",
         walk.named(walk.reach[edge[0]]),
     )
 

@@ -343,7 +343,7 @@ class Walk:
         """Addresses of what outermost modules own, or copy of it to normalize weights, without those of what one was given."""
         modules = [module for call in self.outermost for module in call.module.modules()]
         owned = {place_of(tensor) for module in modules for own in (module._buffers, module._parameters) for tensor in own.values()}
-        return owned | {*map(place_of, singular_vectors(modules, self.order, self.leaves))} - self.given_places
+        return (owned | {*map(place_of, singular_vectors(modules, self.order, self.leaves))}) - self.given_places
 
     @cached_property
     def recorded(self) -> set[int]:
