@@ -261,7 +261,7 @@ def test_columns_that_are_born_are_bounded(monkeypatch: pytest.MonkeyPatch) -> N
         lambda: [Linear(3, 4), nn.GroupNorm(2, 4), Linear(4, 2)],  # pairs of entries, of which each has four columns
         lambda: [Linear(3, 4), Calls(lambda x: x.unsqueeze(1)), nn.RMSNorm(4), LayerNorm(4), Calls(lambda x: x.squeeze(1)), Linear(4, 2)],
         lambda: [layer := Linear(3, 3), Tanh(), layer, Linear(3, 2)],
-        lambda: [Linear(3, 3), Calls(lambda x: x / x.square().sum(1, keepdim=True)), Linear(3, 2)],  # broadcast
+        lambda: [Linear(3, 3), LeakyReLU(), Calls(lambda x: x / x.square().sum(1, keepdim=True)), Linear(3, 2)],  # broadcast
         lambda: [Linear(3, 3), Calls(lambda x: torch.bmm(x.unsqueeze(2), x.unsqueeze(1))[:, 0]), Linear(3, 2)],
     ],
     ids=["groups", "norms", "layer twice", "quotient", "product"],

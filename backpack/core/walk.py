@@ -74,8 +74,7 @@ class Walk:
         foreign: Number of parameters in the graph that belong to no extended module.
         derived: Nodes at or downstream of derivatives of derivatives, up to what outermost modules return; ``double``: whether a root is one.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
-        leaves_out: Whether a term is left out of all quantities.
-        connected: Whether results are to be connected to the graph, so that every node has to be crossed.
+        leaves_out: Whether a term is left out of all quantities; ``connected``: whether results shall have a graph, so that every node is crossed.
     """
 
     def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset()) -> None:
