@@ -20,6 +20,7 @@ from backpack.core.passing import Pass
 from backpack.extensions import BatchDiagHessian, DiagHessian
 from backpack.extensions.collector import Collector
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.rules import ColumnRule
 
 Build = Callable[[int], Problem]
 
@@ -229,6 +230,20 @@ class Root(DiagHessian):
         return super().finish(state, parameter).abs().sqrt()
 
 
+class Doubled(DiagHessian):
+    """Reads columns in another way."""
+
+    def rule_at(self, samples: int) -> Any:
+        class Doubling(ColumnRule):
+            def choose(self, columns: Any) -> Any:
+                return {source: 2 * c for source, c in super().choose(columns).items()}
+
+        return Doubling(self.flow, None)
+
+    def rule_key(self) -> Any:
+        return self
+
+
 class Seen(ModuleExtension):
     """Sees columns."""
 
@@ -238,6 +253,12 @@ class Seen(ModuleExtension):
 
 def test_who_needs_columns_gets_them(read: list[bool]) -> None:
     problem, expected = build("Linear", 3), Oracle(build("Linear", 3)).diag_h_batch
+    for extension, factor in ((BatchDiagHessian(), 1), (Doubled(subsampling=[0, 1, 2]), 4)):
+        run(problem, extension)
+        for key, value in expected.items():
+            close(collect(problem, extension.savefield)[key], factor * (value if factor == 1 else value.sum(0)))
+    assert read == [True, True, False, False]
+    read.clear()
     run(problem, Root(), BatchDiagHessian())
     for key, value in expected.items():
         close(collect(problem, "diag_h")[key], value.sum(0).abs().sqrt())

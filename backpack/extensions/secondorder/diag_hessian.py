@@ -23,7 +23,7 @@ class HessianExtension(SecondOrderBackpropExtension):
     @property
     def takes_diagonals(self) -> bool:
         """Whether ``of_diagonal`` holds: unless a user reads the columns, or a subclass has made something else of its quantity."""
-        return self.adds_up and not self.has_module_exts
+        return self.adds_up and self.takes_any_root
 
     def of_diagonal(self, use: Use, name: str) -> Tensor:
         """Say what a diagonal matrix at the output of an affine layer adds at a parameter.
