@@ -222,6 +222,8 @@ NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "GRU, terms of inputs frozen": (of_data, gru(3, change=frozen("weight_ih_l0", "bias_ih_l0")), 1),
     "RNN, terms of inputs frozen": (of_data, rnn(3, change=frozen("weight_ih_l0", "bias_ih_l0")), 1),
     "GRU, bias frozen": (outputs, gru(change=frozen("bias_hh_l0")), 1),
+    "GRU, weight frozen": (outputs, gru(change=frozen("weight_hh_l0")), 0),
+    "RNN, weight frozen": (last_state, rnn(change=frozen("weight_hh_l0")), 0),
     "GRU, products frozen": (outputs, gru(change=frozen("weight_hh_l0", "bias_hh_l0")), 0),
     "by hand": (by_hand, rnn(3), 1),
     "cells": (cells, rnn(3), 0),

@@ -177,7 +177,7 @@ def _given(steps: list[Step]) -> tuple[Edge, bool] | None:
 
 
 def _has_shapes(steps: list[Step], given: Edge, rows: int, size: int) -> bool:
-    """Say whether nothing is broadcast.
+    """Say whether nothing is broadcast, and the states were saved, as they are if the weight needs a gradient.
 
     Args:
         steps: The steps.
@@ -191,7 +191,10 @@ def _has_shapes(steps: list[Step], given: Edge, rows: int, size: int) -> bool:
     gates = 3 * size if "reset" in steps[0].nodes else size
     edges: list[tuple[Edge, tuple[int, ...]]] = [(given, (len(steps), rows, gates))]
     for step in steps:
-        bias = step.nodes["product"].next_functions[step.factors["bias"]] if step.has_bias else (None, 0)
+        nexts = step.nodes["product"].next_functions
+        if nexts[step.factors["weight"]][0] is None:  # else the states are not there
+            return False
+        bias = nexts[step.factors["bias"]] if step.has_bias else (None, 0)
         edges += [(step.edges["product"], (rows, gates)), (step.before, (rows, size)), (bias, (gates,))]
     return all(edge[0] is None or tuple(shape_of(edge)) == shape for edge, shape in edges)
 
