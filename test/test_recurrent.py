@@ -225,7 +225,7 @@ NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "GRU, weight frozen": (outputs, gru(change=frozen("weight_hh_l0")), 0),
     "RNN, weight frozen": (last_state, rnn(change=frozen("weight_hh_l0")), 0),
     "GRU, products frozen": (outputs, gru(change=frozen("weight_hh_l0", "bias_hh_l0")), 0),
-    "by hand": (by_hand, rnn(3), 1),
+    "by hand": (by_hand, rnn(3), 0),
     "cells": (cells, rnn(3), 0),
     "in a checkpoint": (in_a_checkpoint, gru(), 0),
     "packed": (packed, gru(), 0),
@@ -378,6 +378,44 @@ def test_no_samples() -> None:
     for param in problem.model.parameters():
         assert param.grad_batch.shape == (0, *param.shape)
         assert not param.diag_ggn_exact.any()
+
+
+def with_hooks(own: RNN, x: Tensor) -> Tensor:
+    """Write the steps out; hooks act on the gradient from step to step."""
+    h, states = x.new_zeros(len(x), 2), []
+    for u in torch.unbind(x.transpose(0, 1) @ own.weight_ih_l0.t() + own.bias_ih_l0):
+        h = torch.tanh(torch.addmm(own.bias_hh_l0, h, own.weight_hh_l0.t()) + u)
+        h.register_hook(lambda grad: grad * 0.5)
+        states.append(h)
+    return torch.stack(states)
+
+
+class Clipped(RNN):
+    """Has a forward pass of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return with_hooks(self, x)
+
+
+def replaced(own: RNN) -> RNN:
+    own.forward = partial(with_hooks, own)
+    return own
+
+
+@pytest.mark.parametrize("kind", ["in the model", "in a class", "in an object"])
+def test_hooks_of_steps_that_are_written_out(kind: str) -> None:
+    """First-order quantities are made of the gradients as the hooks leave them."""
+    make = {"in the model": RNN, "in a class": Clipped, "in an object": lambda *sizes: replaced(RNN(*sizes))}[kind]
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return net.b((with_hooks(net.own, x) if kind == "in the model" else net.own(x)).sum(0))
+
+    with torch.random.fork_rng(), default_dtype(torch.float64):
+        torch.manual_seed(1)
+        problem = classify(Net(forward, own=make(3, 2), b=Linear(2, 4)), torch.randn(4, 3, 3))
+    run(problem, extensions.BatchGrad())
+    for param in problem.model.parameters():
+        close(param.grad_batch.sum(0), param.grad)
 
 
 def test_second_pass_over_the_same_graph() -> None:

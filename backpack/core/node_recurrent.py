@@ -1,7 +1,7 @@
 """Layers of RNNs and GRUs, whose steps are several nodes of the graph each: they are read like a single one, with one product for all steps.
 
 A step is recognized by its nodes; a layer by its steps, each of which starts from the state of another one, while nothing else is made of what lies
-between them. Whatever looks different is followed node by node.
+between them, and nobody has seen it. Whatever looks different is followed node by node.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn import GRU, RNN, RNNBase
 
 from backpack.core.checkpoints import checkpointed
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
@@ -176,31 +177,8 @@ def _given(steps: list[Step]) -> tuple[Edge, bool] | None:
     return (node.next_functions[0], numbers != order) if numbers in (order, order[::-1]) else None
 
 
-def _has_shapes(steps: list[Step], given: Edge, rows: int, size: int) -> bool:
-    """Say whether nothing is broadcast, and the states were saved, as they are if the weight needs a gradient.
-
-    Args:
-        steps: The steps.
-        given: Edge to the terms of the inputs.
-        rows: Number of rows of a state.
-        size: Their length.
-
-    Returns:
-        Whether it is so.
-    """
-    gates = 3 * size if "reset" in steps[0].nodes else size
-    edges: list[tuple[Edge, tuple[int, ...]]] = [(given, (len(steps), rows, gates))]
-    for step in steps:
-        nexts = step.nodes["product"].next_functions
-        if nexts[step.factors["weight"]][0] is None:  # else the states are not there
-            return False
-        bias = nexts[step.factors["bias"]] if step.has_bias else (None, 0)
-        edges += [(step.edges["product"], (rows, gates)), (step.before, (rows, size)), (bias, (gates,))]
-    return all(edge[0] is None or tuple(shape_of(edge)) == shape for edge, shape in edges)
-
-
 def _is_closed(node: Node, steps: list[Step], inside: set[Node], walk: Walk) -> bool:
-    """Say whether nothing else is made of what lies inside, no module was called there, and all that was saved can be read.
+    """Say whether nothing else is made of what lies inside, and all that is read was saved, in the precision of the result.
 
     Args:
         node: The node that stacks the states.
@@ -213,9 +191,30 @@ def _is_closed(node: Node, steps: list[Step], inside: set[Node], walk: Walk) -> 
     """
     edges = Counter(upstream for inner in (node, *inside) for upstream, _ in inner.next_functions)
     types = {tensor_at(edge).dtype for edge in ((node, 0), (steps[0].nodes["product"], 0), steps[0].state)}
-    if not types <= {torch.float32, torch.float64} or len(types) > 1 or any(map(checkpointed, inside)) or not inside.isdisjoint(walk.marks):
+    weights = [step.nodes["product"].next_functions[step.factors["weight"]][0] for step in steps]
+    if not types <= {torch.float32, torch.float64} or len(types) > 1 or None in weights or any(map(checkpointed, inside)):
         return False
     return all(walk.consumers[inner] == edges[inner] for inner in inside)
+
+
+def _is_out_of_reach(inside: set[Node], walk: Walk) -> bool:
+    """Say whether torch itself has made the steps, in a layer: tensors of a loop that is written out may have hooks, which act on the gradient.
+
+    Args:
+        inside: Nodes of the steps.
+        walk: The graph.
+
+    Returns:
+        Whether it has.
+    """
+    for node, marks in walk.marks.items():
+        for mark in marks:
+            module = mark.call.module
+            if isinstance(module, RNNBase) and type(module).forward in (RNN.forward, GRU.forward) and "forward" not in vars(module):
+                piece = walk.piece(node, mark.call, mark.base)
+                if piece is not None and inside <= piece.inside:
+                    return True
+    return False
 
 
 @reads("Stack")
@@ -239,8 +238,7 @@ def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Compo
     layout = Layout(1, (0,) * shape[1], 1) if states[0].samples == 1 else settle(states[0])  # of a single sample it may be any axis
     inside = {inner for step in steps for inner in step.nodes.values()}
     inside |= {step.edges["given?"][0] for step in steps} - {None}
-    wrong = len(node.next_functions) > 1 and given[0] is not None and turned != reverse  # states in another order than inputs
-    if wrong or layout.axis != 1 or not _has_shapes(steps, given, *shape[1:]) or not _is_closed(node, steps, inside, walk):
+    if layout.axis != 1 or not _is_closed(node, steps, inside, walk) or not _is_out_of_reach(inside, walk):
         return None
     products = steps[0].nodes["product"]
 
