@@ -163,41 +163,6 @@ def test_diagonal_of_a_dense_residual(name: str) -> None:
     torch.testing.assert_close(derivatives.hessian_diagonal(recorded.module, None, recorded.g_out), expected, rtol=1e-10, atol=1e-12)
 
 
-ROOTS = [name for name in DENSE if isinstance(derivatives_for(LAYERS[name].make()), GroupStatisticsDerivatives)]
-
-
-def assert_root(derivatives: GroupStatisticsDerivatives, recorded: Recorded) -> None:
-    """Put the columns of a group together, and compare with the residual."""
-    columns, signs = derivatives.residual_root(recorded.module, recorded.g_out)
-    rows, size, entries = columns.shape
-    assert signs.shape == (rows, size) == (rows, entries + 2)
-    group, number = torch.cartesian_prod(torch.arange(rows), torch.arange(size)).unbind(1)
-    columns = columns[group, number].unflatten(0, (rows, size))
-    found = torch.einsum("rem,re,ren->rmn", columns, signs, columns)
-    units = torch.eye(entries, dtype=found.dtype)[:, None].expand(-1, rows, -1).reshape(entries, *recorded.module.input0.shape)
-    expected = derivatives.residual_mat_prod(recorded.module, None, recorded.g_out, units).reshape(entries, rows, entries)
-    torch.testing.assert_close(found.movedim(1, 0), expected, rtol=1e-10, atol=1e-10 * float(columns.detach().square().sum(1).max()))
-
-
-@pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize("name", ROOTS)
-def test_root_of_a_residual(name: str, samples: int) -> None:
-    assert_root(*setup(name, samples))
-
-
-@pytest.mark.parametrize("make", [LayerNorm, nn.RMSNorm])
-@pytest.mark.parametrize("kind", ["constant", "no gradient", "one entry", "two entries", "gradient along the output"])
-def test_root_of_a_residual_where_something_is_zero(make: Callable[[int], Module], kind: str) -> None:
-    size = {"one entry": 1, "two entries": 2}.get(kind, 5)
-    x = torch.ones(3, size) * torch.arange(3.0)[:, None] if kind == "constant" else randn(3, size)
-    recorded = Recorded(make(size).double(), x.double())
-    if kind == "gradient along the output":
-        recorded.g_out = (recorded.y.detach().clone(),)
-    elif kind == "no gradient":
-        recorded.g_out = (torch.zeros(3, size, dtype=torch.float64),)
-    assert_root(derivatives_for(recorded.module), recorded)
-
-
 @pytest.mark.parametrize("make", [lambda: LayerNorm(512), lambda: nn.RMSNorm(512)], ids=["LayerNorm", "RMSNorm"])
 @pytest.mark.parametrize("graph", [False, True])
 def test_columns_with_many_entries(make: Callable[[], Module], graph: bool) -> None:

@@ -17,8 +17,7 @@ from torch import Size, Tensor
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import is_bilinear
-from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.normalization import GroupStatisticsDerivatives
+from backpack.core.derivatives.blocks import has_root
 from backpack.core.derivatives.records import number_of
 from backpack.core.flow import Columns, Use
 from backpack.core.graph import operation, shape_of
@@ -33,7 +32,7 @@ from backpack.core.ways import SPLIT
 from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, repetitions, separate_rows
 from backpack.extensions.loss_scale import position_weights
 from backpack.utils.columns import Entries, ScatteredColumns, unit_columns
-from backpack.utils.eigen import eigh
+from backpack.utils.eigen import signed_root
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.paired_columns import PairedColumns, PartOfPairs, signs_of_pairs
 from backpack.utils.precision import wide
@@ -82,13 +81,12 @@ class SignedSqrtFlow(RootFlow):
             residual = rule.hessian_diagonal(call, None, (grad,)).reshape(-1, 1)
             mat, signs = _scattered(residual.abs().sqrt().unsqueeze(2), residual.sign(), grad.dtype, call.input0.shape, layout)
             mat.diagonal = residual.reshape(call.input0.shape)
-        elif _is_of_groups(rule):
-            mat, signs = _scattered(*rule.residual_root(call, (grad,)), grad.dtype, call.input0.shape, layout)
+        elif has_root(rule):
+            mat, signs = _scattered(*rule.residual_root(call, (grad,)), grad.dtype, call.input0.shape, layout, rule.axis_of_blocks(call))
         else:
             units = unit_columns(call.input0.shape, grad)
-            values, vectors = eigh(wide(rule._residual_mat_prod(call, None, (grad,), units)).flatten(2).movedim(0, 2))
-            mat = (vectors * values.abs().sqrt().unsqueeze(1)).movedim(2, 0).reshape(units.shape).to(grad.dtype)
-            mat, signs = separate_rows(mat, values.sign().T.to(grad.dtype), layout)
+            root = signed_root(wide(rule._residual_mat_prod(call, None, (grad,), units)).flatten(2).movedim(0, 2))
+            mat, signs = _scattered(*root, grad.dtype, call.input0.shape, layout)
         return Source(call.order, signs), mat
 
     def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Source, list[Born]] | None:
@@ -153,7 +151,9 @@ class SignedSqrtFlow(RootFlow):
         refuse_curved(plan, "The diagonal of the Hessian")
 
 
-def _scattered(values: Tensor | Entries, signs: Tensor, dtype: torch.dtype, shape: Size, layout: Layout) -> tuple[ScatteredColumns, Tensor]:
+def _scattered(
+    values: Tensor | Entries, signs: Tensor, dtype: torch.dtype, shape: Size, layout: Layout, axis: int = -1
+) -> tuple[ScatteredColumns, Tensor]:
     """Give the blocks of one sample columns of their own.
 
     Args:
@@ -162,6 +162,7 @@ def _scattered(values: Tensor | Entries, signs: Tensor, dtype: torch.dtype, shap
         dtype: Of the result.
         shape: ``[R, *]``.
         layout: Says to which of the ``N`` samples each row belongs.
+        axis: The axis along which the blocks lie, negative; they consist of consecutive entries if it is the last one.
 
     Returns:
         ``[V, R, *]`` and signs ``[V, N]``, where ``V`` counts the columns of the blocks of the sample that has most.
@@ -172,13 +173,10 @@ def _scattered(values: Tensor | Entries, signs: Tensor, dtype: torch.dtype, shap
     turns = torch.tensor(repeated, dtype=torch.int64, device=device).unsqueeze(1) * each + torch.arange(each, device=device)
     spread = torch.zeros(most, layout.samples, signs.shape[2], dtype=dtype, device=device)
     spread[turns, label_tensor(layout.labels, device).unsqueeze(1)] = signs.to(dtype)
-    columns = ScatteredColumns(values, turns.flatten(), most, lambda full: full.to(dtype).reshape(len(full), *shape))
+    moved = list(shape)
+    moved.append(moved.pop(axis))
+    columns = ScatteredColumns(values, turns.flatten(), most, lambda full: full.to(dtype).reshape(len(full), *moved).movedim(-1, axis))
     return columns, spread.transpose(1, 2).flatten(0, 1)
-
-
-def _is_of_groups(rule: BaseDerivatives) -> bool:
-    # whether the residual is factorized group by group
-    return getattr(type(rule), "_residual_mat_prod", None) is GroupStatisticsDerivatives._residual_mat_prod
 
 
 def _columns_of_an_entry(plan: Plan, unit: Unit) -> Fraction:
@@ -186,7 +184,7 @@ def _columns_of_an_entry(plan: Plan, unit: Unit) -> Fraction:
     call, rule, coupled = unit.call, unit.call.derivatives, 2 if _coupled(plan.walk, plan.concerned, unit) else 0
     if rule.hessian_is_zero(call):
         return Fraction(coupled)
-    return coupled + (1 + Fraction(2, max(1, rule.group_size(call))) if _is_of_groups(rule) else Fraction(1))
+    return coupled + (rule.columns_of_an_entry(call) if has_root(rule) else Fraction(1))
 
 
 def _is_cut_off(gap: Gap) -> bool:

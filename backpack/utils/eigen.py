@@ -23,6 +23,19 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     return values.masked_fill(broken, nan), vectors
 
 
+def signed_root(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Factorize symmetric matrices.
+
+    Args:
+        matrices: ``[B, M, M]``.
+
+    Returns:
+        Columns ``[B, M, M]``, one in each row, and their signs ``[B, M]``: a matrix is the sum of their signed squares.
+    """
+    values, vectors = eigh(matrices)
+    return (vectors * values.abs().sqrt().unsqueeze(1)).mT, values.sign()
+
+
 def eigh_in_units(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Decompose symmetric matrices in units in which their diagonal is one: entries that are small beside others keep their digits.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from fractions import Fraction
 from itertools import chain
 from math import prod
 from typing import ClassVar
@@ -13,9 +14,11 @@ from torch import Tensor
 from torch.nn import GroupNorm, InstanceNorm1d, InstanceNorm2d, InstanceNorm3d, LayerNorm, LocalResponseNorm, Module, RMSNorm
 from torch.nn.functional import avg_pool2d, pad
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseParameterDerivatives, Grads, Samples
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
+from backpack.core.derivatives.blocks import BlockCurvedDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.core.derivatives.shape_check import subsampled
+from backpack.utils.eigen import signed_root
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.norm_residual import ResidualRoot
 from backpack.utils.precision import wide
@@ -90,7 +93,7 @@ class ScaleShiftDerivatives(BaseParameterDerivatives):
         return self._spread(module, mat).expand(-1, *module.output.shape)
 
 
-class GroupStatisticsDerivatives(ScaleShiftDerivatives):
+class GroupStatisticsDerivatives(ScaleShiftDerivatives, BlockCurvedDerivatives):
     """Each group of ``M`` consecutive entries of a sample is divided by its standard deviation, after its mean was subtracted.
 
     With ``s`` the inverse deviation and ``C`` the projection that subtracts the mean, ``x_hat = s C x`` has the symmetric Jacobian
@@ -174,12 +177,6 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives):
         x_hat, scale = self._statistics(module, subsampling)
         return _by_columns(lambda columns: self._jac_of_normalised(x_hat, scale, self._scaled(module, columns)), mat)
 
-    def hessian_is_zero(self, module: Module) -> bool:
-        return False
-
-    def hessian_is_diagonal(self, module: Module) -> bool:
-        return False
-
     def _second_order(self, module: Module, g_out: Grads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Vectors of which the residual ``-s^2 (a C + (x_hat h^T + h x_hat^T) / M - 3 a x_hat x_hat^T / M)`` of a group is made.
 
@@ -199,12 +196,10 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives):
         change = along_x * h + a * self._without_mean(rows) + (along_h - 3 * a * along_x) * x_hat
         return (-scale.square() * change).reshape(mat.shape)
 
-    def residual_root(self, module: Module, g_out: Grads) -> tuple[ResidualRoot, Tensor]:
-        """Factorize the residual of each group.
+    def columns_of_an_entry(self, module: Module) -> Fraction:
+        return 1 + Fraction(2, max(1, self.group_size(module)))
 
-        Returns:
-            ``M + 2`` columns of each group ``[R, M + 2, M]``, and their signs ``[R, M + 2]``.
-        """
+    def residual_root(self, module: Module, g_out: Grads) -> tuple[ResidualRoot, Tensor]:
         x_hat, scale, h, a = map(wide, self._second_order(module, g_out))
         signs = torch.cat([-a.sign().expand_as(x_hat), -torch.ones_like(a), torch.ones_like(a)], 1)
         return ResidualRoot(x_hat, scale, h, a, self.centred), signs
@@ -327,17 +322,17 @@ class InstanceNorm3dDerivatives(InstanceNorm1dDerivatives):
 
 
 @register(LocalResponseNorm)
-class LocalResponseNormDerivatives(BaseDerivatives):
+class LocalResponseNormDerivatives(BlockCurvedDerivatives):
     """``x / d^beta`` with ``d = k + alpha A x^2``, where ``A`` takes the mean over a window of channels around each channel."""
 
     keeps = frozenset({"input"})
     least_axes = 3
 
-    def hessian_is_zero(self, module: LocalResponseNorm) -> bool:
-        return False
-
     def hessian_is_diagonal(self, module: LocalResponseNorm) -> bool:
         return module.input0.shape[1] == 1
+
+    def axis_of_blocks(self, module: LocalResponseNorm) -> int:
+        return 1 - module.input0.dim()
 
     @staticmethod
     def _mean(module: LocalResponseNorm, tensor: Tensor, transposed: bool = False) -> Tensor:
@@ -377,8 +372,18 @@ class LocalResponseNormDerivatives(BaseDerivatives):
         moved = mat - (module.beta + 1) * x / d * change
         return -module.beta * g * change - factor * (mat * self._mean(module, x * g, True) + x * self._mean(module, moved * g, True))
 
-    def hessian_diagonal(self, module: LocalResponseNorm, g_in: Grads, g_out: Grads) -> Tensor:
-        # the columns of all positions but one channel at a time: channels meet, positions do not
+    def _residual_of_channels(self, module: LocalResponseNorm, g_out: Grads) -> Tensor:
+        """Compute the residual of each position: channels meet, positions do not.
+
+        Returns:
+            ``[N, *, C, C]``.
+        """
         units = torch.eye(module.input0.shape[1], dtype=g_out[0].dtype, device=g_out[0].device)
         units = units.reshape(len(units), 1, len(units), *[1] * (module.input0.dim() - 2)).expand(-1, *module.input0.shape)
-        return (self._residual_mat_prod(module, None, g_out, units) * units).sum(0)
+        return self._residual_mat_prod(module, None, g_out, units).movedim((0, 2), (-1, -2))
+
+    def residual_root(self, module: LocalResponseNorm, g_out: Grads) -> tuple[Tensor, Tensor]:
+        return signed_root(wide(self._residual_of_channels(module, g_out)).flatten(0, -3))
+
+    def hessian_diagonal(self, module: LocalResponseNorm, g_in: Grads, g_out: Grads) -> Tensor:
+        return self._residual_of_channels(module, g_out).diagonal(dim1=-1, dim2=-2).movedim(-1, 1)

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-from torch import Tensor
+import torch
+from torch import Size, Tensor
 from torch.nn import LogSoftmax, Module, Softmax, Softmax2d, Softmin
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Samples
+from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.blocks import BlockCurvedDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.utils.errors import MixedSamplesError
+from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
 
-class NormalizedExponentialDerivatives(BaseDerivatives):
-    """A function of the probabilities ``p = softmax(+-x)``, which its output determines."""
+class NormalizedExponentialDerivatives(BlockCurvedDerivatives):
+    """A function of the probabilities ``p = softmax(+-x)``, which its output determines.
+
+    The residual of each of them is ``sum_i c_i (e_i - p) (e_i - p)^T`` with the unit vectors ``e_i``.
+    """
 
     keeps = frozenset({"output"})
 
     def applies(self, module: Module) -> bool:
         return module.output.dim() + self._axis(module) > 0
 
-    def hessian_is_zero(self, module: Module) -> bool:
-        return False
-
-    def hessian_is_diagonal(self, module: Module) -> bool:
-        return False
+    def axis_of_blocks(self, module: Module) -> int:
+        return self._axis_of_features(module)
 
     def _dim(self, module: Module) -> int | None:
         return module.dim
@@ -65,6 +68,30 @@ class NormalizedExponentialDerivatives(BaseDerivatives):
             ``[V, *input0]``.
         """
 
+    @abstractmethod
+    def _curvature(self, output: Tensor, grad: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        """Compute what the residual is made of.
+
+        Args:
+            output: ``[*output]``.
+            grad: Gradient of the output, likewise.
+            axis: The axis of the probabilities.
+
+        Returns:
+            ``c`` and ``p``, likewise.
+        """
+
+    def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        axis = self._axis_of_features(module)
+        c, p = self._curvature(module.output, g_out[0], axis)
+        weighted = c * (mat - (p * mat).sum(axis, keepdim=True))
+        return weighted - p * weighted.sum(axis, keepdim=True)
+
+    def residual_root(self, module: Module, g_out: Grads) -> tuple[_CenteredUnits, Tensor]:
+        axis = self._axis_of_features(module)
+        c, p = (value.movedim(axis, -1).flatten(0, -2) for value in self._curvature(wide(module.output), wide(g_out[0]), axis))
+        return _CenteredUnits(c.abs().sqrt(), p), c.sign()
+
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
         return self._jac_t(subsample(module.output, subsampling=subsampling), mat, self._axis_of_features(module))
 
@@ -79,6 +106,26 @@ def _centered(probabilities: Tensor, mat: Tensor, axis: int) -> Tensor:
     return weighted - probabilities * weighted.sum(axis, keepdim=True)
 
 
+class _CenteredUnits:
+    """Columns ``s_i (e_i - p)`` of blocks, formed where they are needed, ``[B, M, M]``."""
+
+    def __init__(self, scales: Tensor, probabilities: Tensor) -> None:
+        """Take note of what they are made of.
+
+        Args:
+            scales: ``s [B, M]``.
+            probabilities: ``p [B, M]``.
+        """
+        self._scales, self._probabilities = scales, probabilities
+        self.shape = Size([*scales.shape, scales.shape[1]])
+
+    def __getitem__(self, at: tuple[Tensor, Tensor]) -> Tensor:
+        block, number = at
+        columns = -self._probabilities[block]
+        columns[torch.arange(len(number), device=number.device), number] += 1
+        return columns.mul_(self._scales[at].unsqueeze(1))
+
+
 @register(Softmax)
 class SoftmaxDerivatives(NormalizedExponentialDerivatives):
     """``p = softmax(x)`` with Jacobian ``diag(p) - p p^T``."""
@@ -89,11 +136,8 @@ class SoftmaxDerivatives(NormalizedExponentialDerivatives):
     def _jac_t(self, output: Tensor, mat: Tensor, axis: int) -> Tensor:
         return _centered(output, mat, axis)
 
-    def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        # differentiate p * (g - p^T g) in the direction of the columns, in which p changes by `change`
-        p, g, axis = module.output, g_out[0], self._axis_of_features(module)
-        change = _centered(p, mat, axis)
-        return change * (g - (p * g).sum(axis, keepdim=True)) - p * (change * g).sum(axis, keepdim=True)
+    def _curvature(self, output: Tensor, grad: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        return _centered(output, grad, axis), output
 
 
 @register(Softmin)
@@ -122,6 +166,6 @@ class LogSoftmaxDerivatives(NormalizedExponentialDerivatives):
     def _jac_t(self, output: Tensor, mat: Tensor, axis: int) -> Tensor:
         return mat - output.exp() * mat.sum(axis, keepdim=True)
 
-    def _residual_mat_prod(self, module: LogSoftmax, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        axis = self._axis_of_features(module)
-        return -g_out[0].sum(axis, keepdim=True) * _centered(module.output.exp(), mat, axis)
+    def _curvature(self, output: Tensor, grad: Tensor, axis: int) -> tuple[Tensor, Tensor]:
+        probabilities = output.exp()
+        return -grad.sum(axis, keepdim=True) * probabilities, probabilities

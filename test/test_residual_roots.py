@@ -1,0 +1,128 @@
+"""Residuals that are factorized block by block: their columns, and the diagonal of the Hessian, in which they are carried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from cases_nets import Net
+from oracle import Oracle
+from table import classify, default_dtype
+from test_derivatives import LAYERS, Recorded, setup
+from test_extensions import close, run
+from torch import Tensor, nn, randn
+from torch.nn import LayerNorm, Linear, Module, Sequential
+
+from backpack import extensions
+from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads
+from backpack.core.derivatives.blocks import has_root
+from backpack.core.derivatives.generic import GenericDerivatives
+from backpack.core.derivatives.normalization import LayerNormDerivatives
+from backpack.core.derivatives.registry import derivatives_for
+from backpack.core.derivatives.softmax import LogSoftmaxDerivatives, SoftminDerivatives
+
+ROOTS = [name for name, case in LAYERS.items() if has_root(derivatives_for(case.make()))]
+
+
+def assert_root(derivatives: BaseDerivatives, recorded: Recorded) -> None:
+    """Put the columns together, and compare with the whole matrix of each sample from the definition."""
+    columns, signs = derivatives.residual_root(recorded.module, recorded.g_out)
+    count, size, entries = columns.shape
+    assert signs.shape == (count, size)
+    assert size == entries * derivatives.columns_of_an_entry(recorded.module)
+    block, number = torch.cartesian_prod(torch.arange(count), torch.arange(size)).unbind(1)
+    columns = columns[block, number].unflatten(0, (count, size))
+    blocks = torch.einsum("bem,be,ben->bmn", columns, signs, columns)
+    shape, axis = recorded.x.shape, derivatives.axis_of_blocks(recorded.module)
+    places = torch.arange(shape.numel()).reshape(shape).movedim(axis, -1).reshape(count, entries)
+    found = torch.zeros(shape.numel(), shape.numel(), dtype=blocks.dtype)
+    found[places.unsqueeze(2), places.unsqueeze(1)] = blocks.detach()
+    expected = torch.block_diag(*GenericDerivatives().residual(recorded.module, None, recorded.g_out).detach())
+    largest = float(columns.detach().square().sum(1).max()) if count else 0.0
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10 * largest + 1e-14)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", ROOTS)
+def test_root_of_a_residual(name: str, samples: int) -> None:
+    assert_root(*setup(name, samples))
+
+
+@pytest.mark.parametrize("make", [nn.Softmax, nn.Softmin, nn.LogSoftmax])
+@pytest.mark.parametrize("classes", [1, 4])
+def test_root_of_a_normalized_exponential_without_curvature(make: Callable[[int], Module], classes: int) -> None:
+    recorded = Recorded(make(1), randn(3, classes, 2).double())
+    recorded.g_out = (torch.zeros(3, classes, 2, dtype=torch.float64),)
+    assert_root(derivatives_for(recorded.module), recorded)
+
+
+@pytest.mark.parametrize("make", [LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("kind", ["constant", "no gradient", "one entry", "two entries", "gradient along the output"])
+def test_root_of_a_residual_where_something_is_zero(make: Callable[[int], Module], kind: str) -> None:
+    size = {"one entry": 1, "two entries": 2}.get(kind, 5)
+    x = torch.ones(3, size) * torch.arange(3.0)[:, None] if kind == "constant" else randn(3, size)
+    recorded = Recorded(make(size).double(), x.double())
+    if kind == "gradient along the output":
+        recorded.g_out = (recorded.y.detach().clone(),)
+    elif kind == "no gradient":
+        recorded.g_out = (torch.zeros(3, size, dtype=torch.float64),)
+    assert_root(derivatives_for(recorded.module), recorded)
+
+
+@pytest.mark.parametrize("rule", [LayerNormDerivatives, SoftminDerivatives, LogSoftmaxDerivatives])
+def test_root_of_another_product(rule: type[BaseDerivatives]) -> None:
+    """A subclass with a second derivative of its own does not inherit the root of that of its parent."""
+
+    class Other(rule):
+        def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+            return 2 * super()._residual_mat_prod(module, g_inp, g_out, mat)
+
+    assert has_root(rule())
+    assert not has_root(Other())
+
+
+def attention(net: Net, x: Tensor) -> Tensor:
+    q, k, v = (layer(x).unflatten(2, (2, 2)).transpose(1, 2) for layer in (net.q, net.k, net.v))
+    return net.out((net.normalize(q @ k.mT) @ v).transpose(1, 2).flatten(2)).mean(1)
+
+
+def attends(normalize: Module) -> Module:
+    return Net(attention, q=Linear(3, 4), k=Linear(3, 4), v=Linear(3, 4), normalize=normalize, out=Linear(4, 4))
+
+
+def time_first(net: Net, x: Tensor) -> Tensor:
+    return net.out(net.normalize(net.a(x.transpose(0, 1)))).mean(0)
+
+
+def folded(net: Net, x: Tensor) -> Tensor:
+    return net.out(net.normalize(net.a(x.flatten(0, 1)))).unflatten(0, x.shape[:2]).mean(1)
+
+
+IMAGES = {
+    "LocalResponseNorm": lambda: nn.LocalResponseNorm(3, alpha=0.7, k=0.6),
+    "Softmax2d": nn.Softmax2d,
+    "LogSoftmax": lambda: nn.LogSoftmax(1),
+    "Softmax, columns": lambda: nn.Softmax(2),
+}
+NETS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
+    "attention": (lambda: attends(nn.Softmax(-1)), (4, 3)),
+    "attention, heads": (lambda: attends(nn.Softmin(1)), (4, 3)),
+    "samples on axis 1": (lambda: Net(time_first, a=Linear(3, 4), normalize=nn.Softmax(2), out=Linear(4, 4)), (4, 3)),
+    "folded positions": (lambda: Net(folded, a=Linear(3, 4), normalize=nn.LogSoftmax(1), out=Linear(4, 4)), (4, 3)),
+    **{name: (lambda make=make: Sequential(nn.Conv2d(2, 3, 2), make(), nn.Flatten(), Linear(12, 4)), (2, 3, 3)) for name, make in IMAGES.items()},
+}
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 2000])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", NETS)
+def test_diagonal_of_the_hessian(name: str, samples: int, memory: int) -> None:
+    make, shape = NETS[name]
+    with torch.random.fork_rng(), default_dtype(torch.float64):
+        torch.manual_seed(2)
+        problem = classify(make(), randn(samples, *shape))
+    expected = Oracle(problem).diag_h_batch
+    run(problem, extensions.BatchDiagHessian(), memory=memory)
+    for parameter, truth in zip(problem.model.parameters(), expected.values(), strict=True):
+        close(parameter.diag_h_batch, truth)
