@@ -22,7 +22,7 @@ from backpack.core.crossings import Gap
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, add_in_place, cast, is_apart, reshaped
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
-from backpack.core.node_calls import Composite
+from backpack.core.node_calls import Composite, Waiting
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows, after_sum, split, sum_to
 from backpack.core.slots import Edge
@@ -46,6 +46,7 @@ class Carry:
         """Carry what has been put somewhere through all nodes upstream, without gradients: what columns become there does not depend on them."""
         (flow,), plan = self._flows, self._plan
         visits = [(plan.units, self._at_unit), (plan.shared, self._at_shared), (plan.composites, self._at_composite), (plan.gaps, self._at_gap)]
+        visits.append((plan.waiting, self._at_waiting))
         for node in plan.walk.order:
             for group, visit in visits:
                 if node in group:
@@ -199,12 +200,13 @@ class Carry:
 
     def _at_composite(self, node: Node, composite: Composite, grads: tuple[Tensor | None, ...]) -> None:
         # the columns of all flows are carried together
-        arrived: dict[tuple[Flow, Hashable], dict[int, Tensor]] = {}
+        arrived: dict[tuple[Flow, Hashable], dict[Edge, Tensor]] = {}
         for flow in self._each_flow():
-            for nr in range(len(grads)):
-                for source, columns in self._arrived(flow, node, nr, grads).items():
-                    arrived.setdefault((flow, source), {})[nr] = columns
-        inner, below, places = composite.pull_all(node, list(arrived.values()))
+            for edge in composite.given:
+                found = self._arrived(flow, *edge, grads) if edge[0] is node else self._data[flow].pop(edge, {})
+                for source, columns in found.items():
+                    arrived.setdefault((flow, source), {})[edge] = columns
+        inner, below, places = composite.pull_all(list(arrived.values()))
         for flow in self._each_flow():
             value = {source: place for (owner, source), place in zip(arrived, places, strict=True) if owner is flow}
             if not value:
@@ -222,6 +224,13 @@ class Carry:
                 if self._wants(flow, edge):
                     self.deposit(flow, edge, {source: send(place) for source, place in value.items()}, layout)
         self._leave(composite)
+
+    def _at_waiting(self, node: Node, waiting: Waiting, grads: tuple[Tensor | None, ...]) -> None:
+        for flow in self._each_flow():
+            value = self._arrived(flow, node, 0, grads)
+            if value and self._wants(flow, waiting.to):
+                self.deposit(flow, waiting.to, {source: waiting.take(columns) for source, columns in value.items()}, waiting.layout)
+            self._data[flow][node, 0] = value
 
     def _at_gap(self, node: Node, gap: Gap, grads: tuple[Tensor | None, ...]) -> None:
         own = [self._split[flow].get((node, 0), {}).get(0) for flow in self._flows if flow.is_gradient]  # the gradient of each sample
@@ -358,7 +367,7 @@ class Carry:
                 value = add_in_place(store.pop(edge, {}), value, self._own[flow, edge], own)
         store[edge] = flow.merge(store[edge], value) if edge in store else value
 
-    def _leave(self, what: Unit | Composite | Gap) -> None:
+    def _leave(self, what: Unit | Composite | Waiting | Gap) -> None:
         """Note the uses of parameters at a node, where everything is done.
 
         Args:

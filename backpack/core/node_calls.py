@@ -6,9 +6,10 @@ several such products inside, with something else in between (a layer of an LSTM
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from itertools import accumulate, pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -71,31 +72,58 @@ class NodeCall:
         return self.path
 
 
+class Waiting(NamedTuple):
+    """A node with one output, all columns of which wait for a composite upstream; some are handed on to it, too, as autograd does with the gradient.
+
+    Attributes:
+        own: Where the samples lie in its output.
+        to: Edge to the composite.
+        layout: Where the samples lie there.
+        take: Takes what is handed on ``[V, *shape]`` from the columns.
+    """
+
+    own: Layout
+    to: Edge
+    layout: Layout
+    take: Callable[[Tensor], Tensor]
+    parts: tuple[Unit, ...] = ()
+
+    @property
+    def upstream(self) -> list[Edge]:
+        """Where what it hands on goes."""
+        return [self.to]
+
+
 class Composite(NamedTuple):
     """A node that computes several products inside.
 
     Attributes:
         parts: The products, whose outputs have the same shape.
-        pull: Carries columns from all outputs of the node, ``[V, *shape]`` each, to the outputs of the products ``[V, *shape]``; returns, too, for
+        pull: Carries columns from all edges in ``given``, ``[V, *shape]`` each, to the outputs of the products ``[V, *shape]``; returns, too, for
             each edge below a function that carries some of the columns there.
         below: Next edges from which something needed is reached, and where the samples lie there.
+        given: Edges to the node, and to others whose columns wait for it.
+        waiting: These other nodes, and what they hand on.
+        covers: Nodes inside, of which nothing else is made.
     """
 
     parts: list[Unit]
     pull: Callable[[list[Tensor]], tuple[Tensor, list[Callable[[slice], Tensor]]]]
     below: list[tuple[Edge, Layout]]
+    given: list[Edge]
+    waiting: Mapping[Node, Waiting] = MappingProxyType({})
+    covers: Set[Node] = frozenset()
 
     @property
     def upstream(self) -> list[Edge]:
         """Where what it hands on goes."""
         return [edge for edge, _ in self.below]
 
-    def pull_all(self, node: Node, given: list[dict[int, Tensor]]) -> tuple[Tensor | None, list[Callable[[slice], Tensor]], list[slice]]:
+    def pull_all(self, given: list[dict[Edge, Tensor]]) -> tuple[Tensor | None, list[Callable[[slice], Tensor]], list[slice]]:
         """Carry the columns of several owners at once.
 
         Args:
-            node: The node.
-            given: Number of an output to columns that have arrived there ``[V, *shape]``, for each owner; nothing has arrived at the others.
+            given: Edge to columns that have arrived there ``[V, *shape]``, for each owner; nothing has arrived at the others.
 
         Returns:
             What ``pull`` returns, and the place of each owner's columns.
@@ -105,10 +133,10 @@ class Composite(NamedTuple):
         if not given:
             return None, [], places
         outputs = []
-        for nr in range(outputs_of(node)):
-            slot = tensor_at((node, nr))
+        for edge in self.given:
+            slot = tensor_at(edge)
             none = torch.zeros((), dtype=slot.dtype, device=slot.device)
-            parts = [columns.get(nr, none).expand(at.stop - at.start, *slot.shape) for columns, at in zip(given, places, strict=True)]
+            parts = [columns.get(edge, none).expand(at.stop - at.start, *slot.shape) for columns, at in zip(given, places, strict=True)]
             outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
         return *self.pull(outputs), places
 
@@ -320,4 +348,4 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
         call = NodeCall(node, LINEAR, products, input0=partial(inputs, part), weight=partial(saved, node, weights[part]))
         parts.append(unit_of(node, call, {"weight": 1 + part, "bias": 3 + part}, layout, walk))
     edges = [(node.next_functions[number], layout._replace(axis=int(number == 0))) for number in below]
-    return None if None in parts else Composite(parts, pull, edges)
+    return None if None in parts else Composite(parts, pull, edges, [(node, nr) for nr in range(outputs_of(node))])

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,9 +16,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import GRU, RNN, RNNBase
 
+from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.node_calls import LINEAR, Composite, NodeCall, reads, unit_of, way_to_leaf
+from backpack.core.node_calls import LINEAR, Composite, NodeCall, Waiting, reads, unit_of, way_to_leaf
 from backpack.core.samples import Layout, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
@@ -85,6 +85,22 @@ class Step(NamedTuple):
         return self.saved("product", "mat1" if self.has_bias else "self")
 
 
+class Layer(NamedTuple):
+    """A layer in one direction.
+
+    Attributes:
+        steps: Its steps, in the order in which they were computed.
+        inside: Their nodes.
+        stack: The node that stacks the states after all steps, if one does.
+        reverse: Whether the last step comes first there.
+    """
+
+    steps: list[Step]
+    inside: set[Node]
+    stack: Node | None
+    reverse: bool
+
+
 def _matches(edge: Edge, pattern: tuple | str, step: Step) -> bool:
     """Compare a part of the graph with a pattern.
 
@@ -131,29 +147,20 @@ def _step(edge: Edge) -> Step | None:
     return step if step.edges.get("before?", step.before) == step.before else None
 
 
-def _steps(node: Node) -> list[Step] | None:
-    """Read the steps of a layer whose states are stacked, or of which only the last state is.
+def _steps(node: Node) -> list[Step]:
+    """Read the steps that lead to a state.
 
     Args:
-        node: The node that stacks them.
+        node: The node of the state.
 
     Returns:
-        The steps in the order in which they were computed; ``None`` if it stacks something else.
+        The steps in the order in which they were computed.
     """
-    edges = list(node.next_functions)
-    if len(edges) == 1:
-        found = []
-        while (step := _step(edges[0])) is not None:
-            found.insert(0, step)
-            edges = [step.before]
-        return found if len(found) > 1 else None
-    if edges[0][0] is None or edges[1][0] is None or edges[0] == edges[1]:
-        return None
-    first = _step(edges[0])
-    if first is not None and first.before == edges[1]:  # the last one in time comes first
-        edges.reverse()
-    found = [_step(edge) for edge in edges] if first is not None else []
-    return found if found and None not in found and all(two.before == one.state for one, two in pairwise(found)) else None
+    found, edge = [], (node, 0)
+    while (step := _step(edge)) is not None:
+        found.insert(0, step)
+        edge = step.before
+    return found
 
 
 def _given(steps: list[Step]) -> tuple[Edge, bool] | None:
@@ -177,70 +184,104 @@ def _given(steps: list[Step]) -> tuple[Edge, bool] | None:
     return (node.next_functions[0], numbers != order) if numbers in (order, order[::-1]) else None
 
 
-def _is_closed(node: Node, steps: list[Step], inside: set[Node], walk: Walk) -> bool:
+def _is_closed(stack: Node | None, steps: list[Step], inside: set[Node], walk: Walk) -> bool:
     """Say whether nothing else is made of what lies inside, and all that is read was saved, in the precision of the result.
 
     Args:
-        node: The node that stacks the states.
-        steps: The steps.
+        stack: The node that stacks the states, if one does.
+        steps: The steps, of which the last one may be used in any way.
         inside: Their nodes.
         walk: The graph.
 
     Returns:
         Whether it is so.
     """
-    edges = Counter(upstream for inner in (node, *inside) for upstream, _ in inner.next_functions)
-    types = {tensor_at(edge).dtype for edge in ((node, 0), (steps[0].nodes["product"], 0), steps[0].state)}
+    users, last = inside if stack is None else {stack, *inside}, steps[-1].nodes["state"]
+    edges = Counter(upstream for user in users for upstream, _ in user.next_functions)
+    types = {tensor_at(edge).dtype for edge in ((steps[0].nodes["product"], 0), steps[0].state, steps[-1].state)}
     weights = [step.nodes["product"].next_functions[step.factors["weight"]][0] for step in steps]
     if not types <= {torch.float32, torch.float64} or len(types) > 1 or None in weights or any(map(checkpointed, inside)):
         return False
-    return all(walk.consumers[inner] == edges[inner] for inner in inside)
+    return all(walk.consumers[inner] == edges[inner] for inner in inside if inner is not last)
 
 
-def _is_out_of_reach(inside: set[Node], walk: Walk) -> bool:
-    """Say whether torch itself has made the steps, in a layer: tensors of a loop that is written out may have hooks, which act on the gradient.
+def _made_by(call: ModuleCall, outputs: list[Node], walk: Walk) -> set[Node]:
+    """Collect the nodes that a call has made.
 
     Args:
-        inside: Nodes of the steps.
+        call: The call.
+        outputs: Nodes of its outputs.
         walk: The graph.
 
     Returns:
-        Whether it has.
+        The nodes; none if the call was connected to anything but its inputs and its own parameters.
     """
-    for node, marks in walk.marks.items():
-        for mark in marks:
-            module = mark.call.module
-            if isinstance(module, RNNBase) and type(module).forward in (RNN.forward, GRU.forward) and "forward" not in vars(module):
-                piece = walk.piece(node, mark.call, mark.base)
-                if piece is not None and inside <= piece.inside:
-                    return True
-    return False
+    given = {edge for slot in call.tensor_inputs for edge in (slot.edge, slot.base_edge)}
+    own, made, stack = set(map(id, call.module._parameters.values())), set(outputs), list(outputs)
+    while stack:
+        for edge in stack.pop().next_functions:
+            node = edge[0]
+            if node in walk.leaves and id(walk.leaves[node]) not in own and edge not in given:
+                return set()
+            if node is not None and node not in made and node not in walk.leaves and edge not in given:
+                made.add(node)
+                stack.append(node)
+    return made
 
 
-@reads("Stack")
-def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite | None:
-    """Read a layer of an RNN or a GRU in one direction, of which all states are stacked, or the last one alone.
+def _layers(walk: Walk) -> dict[Node, Layer]:
+    """Find the layers that torch itself has computed: tensors of a loop that is written out may have hooks, which act on the gradient.
 
     Args:
-        node: The node that stacks them, ``[T, R, H]`` or ``[1, R, H]``.
+        walk: The graph.
+
+    Returns:
+        The node of the state after the last step to the layer.
+    """
+    calls: dict[ModuleCall, list[Node]] = {}
+    for node, marks in walk.marks.items():
+        for call in {mark.call for mark in marks}:
+            module = call.module
+            if isinstance(module, RNNBase) and type(module).forward in (RNN.forward, GRU.forward) and "forward" not in vars(module):
+                calls.setdefault(call, []).append(node)
+    found = {}
+    for call, outputs in calls.items():
+        made = _made_by(call, outputs, walk)
+        products = [node for node in made if operation(node) in ("Addmm", "Mm")]
+        before = {upstream for node in products for upstream, _ in node.next_functions}
+        stacks = {node.next_functions: node for node in made if operation(node) == "Stack" and saved(node, "dim") == 0}
+        for node in made - before:
+            steps = _steps(node) if operation(node) in (("Add",) if isinstance(call.module, GRU) else ("Tanh", "Relu")) else []
+            states = tuple(step.state for step in steps)
+            reverse = states[::-1] in stacks
+            inside = {inner for step in steps for inner in (*step.nodes.values(), step.edges["given?"][0])} - {None}
+            if len(steps) > 1 and inside <= made:
+                found[node] = Layer(steps, inside, stacks.get(states[::-1] if reverse else states), reverse)
+    return found
+
+
+@reads("Tanh", "Relu", "Add")
+def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite | None:
+    """Read a layer of an RNN or a GRU in one direction.
+
+    Args:
+        node: The node of the state after the last step, ``[R, H]``; states after all steps may be used, too, where they are stacked, ``[T, R, H]``.
         states: Where the samples lie.
         walk: The graph.
 
     Returns:
         The composite; ``None`` if it is something else, the samples do not lie along ``R``, or a pass with ``create_graph=True`` needs every node.
     """
-    shape = shape_of((node, 0))
-    steps = None if walk.connected or saved(node, "dim") != 0 or len(shape) != 3 else _steps(node)  # noqa: PLR2004
-    found = None if steps is None else _given(steps)
-    if found is None:
+    if walk.recurrent is None:
+        walk.recurrent = {} if walk.connected else _layers(walk)
+    if node not in walk.recurrent:
         return None
-    (given, turned), reverse = found, node.next_functions[-1] != steps[-1].state
-    layout = Layout(1, (0,) * shape[1], 1) if states[0].samples == 1 else settle(states[0])  # of a single sample it may be any axis
-    inside = {inner for step in steps for inner in step.nodes.values()}
-    inside |= {step.edges["given?"][0] for step in steps} - {None}
-    if layout.axis != 1 or not _is_closed(node, steps, inside, walk) or not _is_out_of_reach(inside, walk):
+    steps, inside, stack, reverse = walk.recurrent[node]
+    rows = shape_of((node, 0))[0]
+    layout = Layout(0, (0,) * rows, 1) if states[0].samples == 1 else settle(states[0])  # of a single sample it may be any axis
+    if (found := _given(steps)) is None or layout.axis != 0 or not _is_closed(stack, steps, inside, walk):
         return None
-    products = steps[0].nodes["product"]
+    (given, turned), products, stacked = found, steps[0].nodes["product"], layout._replace(axis=1)
 
     def all_steps(read: Callable[[Step], Tensor]) -> Tensor:
         return torch.stack([read(step) for step in steps])
@@ -248,7 +289,7 @@ def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Compo
     like = torch.empty(len(steps), *shape_of((products, 0)), dtype=tensor_at((node, 0)).dtype, device="meta")
     weight = partial(_weight, steps)
     call = NodeCall(node, LINEAR, like, input0=partial(all_steps, Step.previous), weight=weight)
-    unit = unit_of(products, call, steps[0].factors, layout, walk, turned=True)
+    unit = unit_of(products, call, steps[0].factors, stacked, walk, turned=True)
     ways = [] if unit is None or unit.split else [_ways(step) for step in steps]
     if not ways or any([way[-1:] for way in some] != [way[-1:] for way in ways[0]] for some in ways):
         return None
@@ -256,15 +297,17 @@ def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Compo
 
     @torch.no_grad()  # what it computes is overwritten
     def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
-        outputs = columns[0].flip(1) if reverse else columns[0]
-        inner, outer, first = _slopes(steps, all_steps).pull_back(outputs, weight())
+        last, *others = columns
+        inner, outer, first = _slopes(steps, all_steps).pull_back(weight(), last, *(part.flip(1) if reverse else part for part in others))
         outer = outer.flip(1) if turned else outer
         return inner, [lambda part, value=value: value[part] for value, used in ((outer, given), (first, steps[0].before)) if used in needed]
 
-    below = [(given, layout), (steps[0].before, layout._replace(axis=0))]
+    below = [(given, stacked), (steps[0].before, layout)]
     below = [(edge, to) for edge, to in below if walk.reach.get(edge[0])]
     needed = [edge for edge, _ in below]
-    return Composite([unit], pull, below)
+    last = partial(torch.select, dim=1, index=0 if reverse else -1)
+    waiting = {} if stack is None else {stack: Waiting(stacked, (node, 0), layout, last)}
+    return Composite([unit], pull, below, [(node, 0), *((stack, 0) for stack in waiting)], waiting, inside)
 
 
 def _weight(steps: list[Step]) -> Tensor:

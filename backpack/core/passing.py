@@ -60,6 +60,7 @@ class Pass(Carry):
             products = any(unit.parameters or unit.split for unit in composite.parts)
             if not only_gradient or products or any(self._explicit(edge) for edge, _ in composite.below):
                 handles.append(node.register_prehook(self._hook(self._at_composite, node, composite)))
+                handles += [n.register_prehook(self._hook(self._at_waiting, n, waiting)) for n, waiting in composite.waiting.items()]
         for gap in self.crossed():
             handles.append(gap.node.register_prehook(self._hook(self._at_gap, gap.node, gap)))
         return handles

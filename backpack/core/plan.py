@@ -22,7 +22,7 @@ from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_as_loss
 from backpack.core.misplacing import refuse_misplaced
 from backpack.core.mixing import OfData, mixed_by, mixes, refuse_summed
-from backpack.core.node_calls import Composite, read
+from backpack.core.node_calls import Composite, Waiting, read
 from backpack.core.node_functions import is_known
 from backpack.core.refusals import (
     bare,
@@ -35,7 +35,7 @@ from backpack.core.refusals import (
     single,
     unrecorded,
 )
-from backpack.core.samples import Layout, Repeated, arrangement, plain_layout, settle
+from backpack.core.samples import Layout, Repeated, arrangement, plain_layout, settle, unite
 from backpack.core.slots import Slot
 from backpack.core.starts import refuse_curved
 from backpack.core.tracking import Tracking
@@ -51,7 +51,7 @@ class Plan(Tracking):
     Attributes:
         units: Node to the unit whose output it made.
         shared: Node to the unit whose output it made once for all samples, each of which has columns of its own there.
-        composites: Node to what it computes inside, for nodes that several rules stand for.
+        composites: Node to what it computes inside, for nodes that several rules stand for; ``waiting``: node to what waits there for one.
         gaps: Node to gap, for all gaps from which something needed is reached.
         loose: Parameters that are used outside of all units.
         concerned: Bit set of the parameters that it is about.
@@ -66,10 +66,10 @@ class Plan(Tracking):
         self.units: dict[Node, Unit] = {}
         self.shared: dict[Node, Unit] = {}
         self.composites: dict[Node, Composite] = {}
+        self.waiting: dict[Node, Waiting] = {}
         self.gaps: dict[Node, Gap] = {}
         self.loose: list[Parameter] = []
-        self._claimed: set[ModuleCall] = set()
-        self._passed: set[Node] = set()
+        self._claimed, self._passed = set[ModuleCall](), set[Node]()
         self.concerned = (1 << len(walk.parameters)) - 1
         if not walk.marks:
             raise unrecorded(self.walk, next(node for node in walk.order if walk.reach[node]))
@@ -309,7 +309,14 @@ class Plan(Tracking):
         if self._need is Need.MODULES or node in self._bare or not all(isinstance(state, Layout) for state in states.values()):
             return False
         found = read(node, states, self.walk)
-        if found is None or (isinstance(found, Composite) and self._need is not Need.COLUMNS):  # what lies between the products is curved
+        if isinstance(found, Composite):
+            stacks = [(self.gaps.get(stack), waiting.own) for stack, waiting in found.waiting.items()]
+            if self._need is not Need.COLUMNS or any(gap is None or unite(gap.states[0], own) is None for gap, own in stacks):
+                return False  # what lies between the products is curved, or samples lie along time
+            self.waiting |= found.waiting
+            self._covered |= found.covers
+            self.gaps = {n: gap for n, gap in self.gaps.items() if n not in found.waiting}
+        elif found is None:
             return False
         samples = self._samples_at[node]
         if samples > 1 and isinstance(found, Unit) and found.below is None:
@@ -346,14 +353,7 @@ class Plan(Tracking):
         return GENERIC if kept else None
 
     def _is_known(self, nodes: Iterable[Node]) -> bool:
-        """Say whether the graph tells the second derivative of a piece.
-
-        Args:
-            nodes: Its nodes.
-
-        Returns:
-            Whether it does.
-        """
+        # whether the graph tells the second derivative of a piece
         return all(is_known(node) or is_linear(node, self.walk.reach.get) for node in nodes)
 
     def _cross(self, node: Node, states: dict[int, State]) -> None:

@@ -143,7 +143,8 @@ class Weight:
         self.most = live = 0
         waiting: dict[Edge, int] = {}
         for node in plan.walk.order:
-            here = sum(waiting.pop((node, nr), 0) for nr in sorted(plan.states.get(node, ())))
+            given = plan.composites[node].given if node in plan.composites else [(node, nr) for nr in sorted(plan.states.get(node, ()))]
+            here = sum(waiting.pop(edge, 0) for edge in given)
             if not here and node not in plan.losses:
                 continue
             below = [edge for edge in edges_below(plan, node) if plan.walk.reach[edge[0]] & self._concerned]
@@ -154,6 +155,9 @@ class Weight:
             leaves = [edge for edge in arriving if edge[0] in plan.walk.leaves]  # read off at once
             live += held - here - sum(map(arriving.pop, leaves))
             waiting |= arriving
+            if node in plan.waiting:
+                waiting[node, 0] = here
+                live += here
 
     def _at(self, edge: Edge) -> int:
         like, split = tensor_at(edge), self._plan.states.get(edge[0], {}).get(edge[1]) is SPLIT or edge[0] in self._plan.walk.leaves

@@ -68,7 +68,9 @@ def edges_below(plan: Plan, node: Node) -> Iterator[Edge]:
         unit = plan.units.get(node) or plan.shared[node]
         yield from (edge for edge in (unit.below, *unit.split.values()) if edge is not None)
     elif node in plan.composites:
-        yield from (edge for edge, _ in plan.composites[node].below)
+        yield from plan.composites[node].upstream
+    elif node in plan.waiting:
+        yield from plan.waiting[node].upstream
     elif node in plan.gaps:
         yield from (n[:2] for n in plan.gaps[node].nexts if n is not None)
 

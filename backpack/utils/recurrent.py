@@ -36,26 +36,26 @@ class Steps(ABC):
             What arrives at the state before the step past the product; ``None`` if nothing does.
         """
 
-    def pull_back(self, outputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def pull_back(self, weight: Tensor, last: Tensor, states: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Carry columns from the states to the pre-activations and to the state before the first step.
 
         Args:
-            outputs: Columns at the states after all steps ``[V, T, R, H]``, or after the last one ``[V, 1, R, H]``.
             weight: ``[G H, H]``.
+            last: Columns at the state after the last step ``[V, R, H]``.
+            states: Columns at the states after all steps ``[V, T, R, H]``, of which the last ones are in ``last``, too; ``None`` for zeros.
 
         Returns:
             Columns at the products with the previous states and at the terms of the inputs ``[V, T, R, G H]``; at the first state ``[V, R, H]``.
         """
-        (V, given, R, H), T = outputs.shape, self.number
-        inner = outputs.new_empty(T, V, R, self.GATES, H)  # each step in one piece, as its product with the weight needs it
+        (V, R, H), T, state = last.shape, self.number, last
+        inner = last.new_empty(T, V, R, self.GATES, H)  # each step in one piece, as its product with the weight needs it
         outer = torch.empty_like(inner) if self.GATES > 1 else inner
-        state, states = outputs[:, -1], outputs.unbind(1)
         for t in reversed(range(T)):
             past = self.step(t, state, inner[t], outer[t])
             before = (inner[t].view(V * R, self.GATES * H) @ weight).view(V, R, H)
             if past is not None:
                 before += past
-            state = before.add_(states[t - 1]) if t and given > 1 else before
+            state = before if states is None or not t else before.add_(states[:, t - 1])
         return inner.flatten(3).movedim(0, 1), outer.flatten(3).movedim(0, 1), state
 
 
