@@ -1,4 +1,4 @@
-"""RNNs and GRUs, whose steps are several nodes of the graph each and are read together, against the oracle; and what is followed node by node."""
+"""RNNs, GRUs and LSTMs whose steps are several graph nodes and are read together, against the oracle; and what is followed node by node."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from table import classify, default_dtype
 from test_extensions import QUANTITIES, close, collect, run
 from test_lstm import NAMES
 from torch import Tensor, nn
-from torch.nn import GRU, RNN, Linear, Module
+from torch.nn import GRU, LSTM, RNN, Linear, Module
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -25,6 +25,12 @@ from backpack.core.walk import Walk
 from backpack.utils.errors import UnsupportedError
 
 Forward = Callable[[Net, Tensor], Tensor]
+
+
+def passed(net: Net, *given: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs and last states, without cells."""
+    out, hidden = net.own(*given)
+    return out, hidden[0] if isinstance(hidden, tuple) else hidden
 
 
 def outputs(net: Net, x: Tensor) -> Tensor:  # noqa: D103
@@ -44,25 +50,40 @@ def sequence_first(net: Net, x: Tensor) -> Tensor:  # noqa: D103
 
 
 def last_state(net: Net, x: Tensor) -> Tensor:  # noqa: D103
-    return net.b(net.own(net.a(x))[1][-1])
+    return net.b(passed(net, net.a(x))[1][-1])
 
 
 def last_states(net: Net, x: Tensor) -> Tensor:  # noqa: D103
-    return net.b(net.own(net.a(x))[1].transpose(0, 1).flatten(1))
+    return net.b(passed(net, net.a(x))[1].transpose(0, 1).flatten(1))
+
+
+def last_cell(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    out, (_, cell) = net.own(net.a(x))
+    return net.b(out[:, 0] + cell[0])
+
+
+def given_cell(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    h = net.a(x)
+    return net.b(net.own(h, (h.mean(1)[None], h.sin().sum(1)[None]))[0].sum(1))
+
+
+def state_and_cell(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    first = net.a(x).mean(1)[None]
+    return net.b(net.own(net.a(x), (first, first))[1][0][0])
 
 
 def both(net: Net, x: Tensor) -> Tensor:  # noqa: D103
-    out, hidden = net.own(net.a(x))
+    out, hidden = passed(net, net.a(x))
     return net.b(out[:, 0] + hidden[0].sin())
 
 
 def all_of_it(net: Net, x: Tensor) -> Tensor:  # noqa: D103
-    out, hidden = net.own(net.a(x))
+    out, hidden = passed(net, net.a(x))
     return net.b(out.mean(1) * hidden[-2:].transpose(0, 1).flatten(1).sin() + hidden[0].sum(1, keepdim=True))
 
 
 def queried(net: Net, x: Tensor) -> Tensor:  # noqa: D103
-    out, hidden = net.own(net.a(x))
+    out, hidden = passed(net, net.a(x))
     return net.b(((out @ hidden[-1].unsqueeze(2)).softmax(1) * out).sum(1))
 
 
@@ -195,7 +216,7 @@ def layer(cls: type[Module], inputs: int = 2, hidden: int = 2, change: Callable 
     return lambda: change(cls(inputs, hidden, **{"batch_first": True, **options}))
 
 
-rnn, relu, gru = partial(layer, RNN), partial(layer, RNN, nonlinearity="relu"), partial(layer, GRU)
+rnn, relu, gru, lstm = partial(layer, RNN), partial(layer, RNN, nonlinearity="relu"), partial(layer, GRU), partial(layer, LSTM)
 # how the layer is used, the layer, how many layers are read together
 NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "RNN": (outputs, rnn(), 1),
@@ -225,6 +246,27 @@ NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "GRU, both directions, outputs and last states": (all_of_it, gru(bidirectional=True), 2),
     "RNN of two layers, both directions, outputs and last states": (all_of_it, rnn(num_layers=2, bidirectional=True), 4),
     "GRU, last state as a query": (queried, gru(), 1),
+    "LSTM": (outputs, lstm(), 1),
+    "LSTM, more inputs than states": (outputs, lstm(2, 1), 1),
+    "LSTM of data": (of_data, lstm(3), 1),
+    "LSTM, one output": (one_output, lstm(), 1),
+    "LSTM, sequence first": (sequence_first, lstm(batch_first=False), 1),
+    "LSTM, last state": (last_state, lstm(), 1),
+    "LSTM without biases": (outputs, lstm(bias=False), 1),
+    "LSTM of two layers, last state": (last_state, lstm(num_layers=2), 2),
+    "LSTM of two layers, last states": (last_states, lstm(num_layers=2), 2),
+    "LSTM of two layers, both directions, outputs and last states": (all_of_it, lstm(num_layers=2, bidirectional=True), 4),
+    "LSTM, last state as a query": (queried, lstm(), 1),
+    "LSTM, last cell": (last_cell, lstm(), 0),
+    "LSTM, given cell": (given_cell, lstm(), 1),
+    "LSTM, the same for state and cell": (state_and_cell, lstm(), 1),
+    "LSTM called twice": (continued, lstm(), 1),
+    "LSTM, two rows a sample": (folded, lstm(), 1),
+    "LSTM, tied biases": (outputs, lstm(change=tied), 1),
+    "LSTM, terms of inputs frozen": (of_data, lstm(3, change=frozen("weight_ih_l0", "bias_ih_l0")), 1),
+    "LSTM, weight frozen": (outputs, lstm(change=frozen("weight_hh_l0")), 0),
+    "LSTM, projected": (outputs, lstm(2, 3, proj_size=2), 0),
+    "LSTM in a checkpoint": (in_a_checkpoint, lstm(), 0),
     "RNN, given state": (given_state, rnn(), 1),
     "GRU, given state": (given_state, gru(), 1),
     "RNN, learned state": (learned_state, rnn(), 1),
@@ -293,7 +335,8 @@ def planned(problem: Problem, connected: bool = False) -> Plan:
 def test_layers_are_read(name: str, N: int) -> None:
     plan = planned(build(name, N))
     assert len(plan.composites) == NETS[name][2]
-    assert NETS[name][2] == 0 or {"Tanh", "Relu", "Sub", "UnsafeSplit", "Sigmoid"}.isdisjoint(map(operation, plan.gaps))
+    steps = {"Tanh", "Relu", "Sub", "UnsafeSplit", "Sigmoid"}
+    assert NETS[name][2] == 0 or name == "LSTM called twice" or steps.isdisjoint(map(operation, plan.gaps))
     assert not planned(build(name, N), connected=True).composites
 
 
@@ -311,7 +354,9 @@ def test_against_oracle(extension: str, name: str, N: int) -> None:
 
 
 @pytest.mark.parametrize("T", [1, 2, 7])
-@pytest.mark.parametrize("name", ["RNN", "GRU", "GRU, last state", "GRU, both directions", "RNN of two layers", "RNN, outputs and last state"])
+@pytest.mark.parametrize(
+    "name", ["RNN", "GRU", "GRU, last state", "GRU, both directions", "RNN of two layers", "RNN, outputs and last state", "LSTM"]
+)
 def test_sequences_of_one_step_and_of_many(name: str, T: int) -> None:
     for extension in ("BatchL2Grad", "SumGradSquared", "DiagGGNExact", "KFLR"):
         problem, quantity = build(name, 3, T), QUANTITIES[extension]
@@ -320,7 +365,8 @@ def test_sequences_of_one_step_and_of_many(name: str, T: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["RNN", "GRU", "GRU, given state", "GRU, two rows a sample", "RNN, both directions", "GRU, both directions, outputs and last states"]
+    "name",
+    ["RNN", "GRU", "GRU, given state", "GRU, two rows a sample", "LSTM", "RNN, both directions", "GRU, both directions, outputs and last states"],
 )
 def test_layers_and_steps_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All quantities in one pass, at once and in blocks, also those that draw, are those that steps give."""
@@ -328,7 +374,7 @@ def test_layers_and_steps_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     found = []
     for memory, read in ((None, True), (500, True), (None, False)):
         if not read:
-            for state in ("Tanh", "Relu", "Add"):
+            for state in ("Tanh", "Relu", "Add", "Mul"):
                 monkeypatch.delitem(node_calls._READERS, state)
         problem = build(name, 3)
         run(problem, *(QUANTITIES[extension].make() for extension in names if "Hessian" not in extension), memory=memory)

@@ -332,7 +332,7 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
         bias = sum(saved(node, name) for name in biases) if saved(node, "has_biases") else None
         gates = F.linear(inputs(0), saved(node, "weight0"), bias)
         gates.flatten(0, 1).addmm_(inputs(1).flatten(0, 1), saved(node, "weight1").t())
-        inner, *first = LSTMSteps(gates, saved(node, "cx_"), saved(node, "weight1"), reverse).pull_back(*columns)
+        inner, *first = LSTMSteps.run(gates, saved(node, "cx_"), saved(node, "weight1"), reverse).pull_back(*columns)
 
         def send(number: int, part: slice) -> Tensor:
             if number:

@@ -1,4 +1,4 @@
-"""Layers of RNNs and GRUs, whose steps are several nodes of the graph each: they are read like a single one, with one product for all steps.
+"""Layers of RNNs, GRUs and LSTMs, whose steps are several nodes of the graph each: they are read like a single one, with one product for all steps.
 
 A step is recognized by its nodes; a layer by its steps, each of which starts from the state of another one, while nothing else is made of what lies
 between them, and nobody has seen it. Whatever looks different is followed node by node.
@@ -14,8 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import GRU, RNN, RNNBase
+from torch.nn import GRU, LSTM, RNN, RNNBase
 
+from backpack.core.batches import nested_in
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
@@ -23,7 +24,8 @@ from backpack.core.node_calls import LINEAR, Composite, NodeCall, Waiting, reads
 from backpack.core.samples import Layout, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
-from backpack.utils.recurrent import ElmanSteps, GRUSteps, Steps
+from backpack.utils.lstm import LSTMSteps
+from backpack.utils.recurrent import ElmanSteps, GRUSteps
 
 # name, operation, number of the output, and what it is made of: other nodes, or edges, by name; what ends in "?" may need no gradient
 _ELMAN = ("state", "Tanh Relu", 0, ("sum", "Add", 0, "product", "given?"))
@@ -31,6 +33,12 @@ _PRODUCTS, _TERMS = ([(name, "UnsafeSplit", gate, edge) for gate in range(3)] fo
 _RESET, _UPDATE = ((name, "Sigmoid", 0, (f"{name} sum", "Add", 0, _PRODUCTS[gate], _TERMS[gate])) for gate, name in enumerate(("reset", "update")))
 _NEW = ("new", "Tanh", 0, ("new sum", "Add", 0, _TERMS[2], ("reset product", "Mul", 0, _PRODUCTS[2], _RESET)))
 _GRU = ("state", "Add", 0, ("change", "Mul", 0, ("difference", "Sub", 0, "before?", _NEW), _UPDATE), _NEW)
+_PARTS = [("parts", "UnsafeSplit", gate, ("sum", "Add", 0, "product", "given?")) for gate in range(4)]
+_IN, _FORGET, _CELL, _OUT = ((name, "Tanh" if name == "new" else "Sigmoid", 0, _PARTS[i]) for i, name in enumerate(("in", "forget", "new", "out")))
+_KEPT_AND_ADDED = ("cell", "Add", 0, ("kept", "Mul", 0, _FORGET, "cell before?"), ("added", "Mul", 0, _IN, _CELL))
+_LSTM = ("state", "Mul", 0, _OUT, ("squashed", "Tanh", 0, _KEPT_AND_ADDED))
+_PATTERNS = {"Tanh": (1, _ELMAN), "Relu": (1, _ELMAN), "Add": (3, _GRU), "Mul": (4, _LSTM)}  # operation of a state to number of gates, and what it is
+_STATES = {RNN: ("Tanh", "Relu"), GRU: ("Add",), LSTM: ("Mul",)}
 
 
 class Step(NamedTuple):
@@ -38,7 +46,7 @@ class Step(NamedTuple):
 
     Attributes:
         nodes: Its nodes, by name.
-        edges: Edges from it to others: to the product with the state before, to the term of the input, if that needs a gradient.
+        edges: Edges from it to others: to the product with the state before, to the term of the input and the cell before, if they need a gradient.
     """
 
     nodes: dict[str, Node]
@@ -48,6 +56,16 @@ class Step(NamedTuple):
     def state(self) -> Edge:
         """Edge to the state after the step."""
         return self.nodes["state"], 0
+
+    @property
+    def cell(self) -> Edge:
+        """Edge to the cell after the step, to nobody if there is none."""
+        return self.nodes.get("cell"), 0
+
+    @property
+    def cell_before(self) -> Edge:
+        """Edge to the cell before the step, likewise."""
+        return self.edges.get("cell before?", (None, 0))
 
     @property
     def before(self) -> Edge:
@@ -119,13 +137,13 @@ def _matches(edge: Edge, pattern: tuple | str, step: Step) -> bool:
         return name.endswith("?") and name not in step.nodes and all(_matches(edge, part, step) for part in parts)
     if nr != number or operation(node) not in names.split() or step.nodes.setdefault(name, node) is not node:
         return False
-    if (names in ("Add", "Sub") and saved(node, "alpha") != 1) or (names == "UnsafeSplit" and not _is_in_thirds(node)):
+    if (names in ("Add", "Sub") and saved(node, "alpha") != 1) or (names == "UnsafeSplit" and not _is_even(node)):
         return False
     return len(parts) == len(node.next_functions) and all(map(partial(_matches, step=step), node.next_functions, parts))
 
 
-def _is_in_thirds(node: Node) -> bool:
-    return outputs_of(node) == 3 and saved(node, "dim") in (1, -1) and len({shape_of((node, nr)) for nr in range(3)}) == 1  # noqa: PLR2004
+def _is_even(node: Node) -> bool:
+    return saved(node, "dim") in (1, -1) and len({shape_of((node, nr)) for nr in range(outputs_of(node))}) == 1
 
 
 def _step(edge: Edge) -> Step | None:
@@ -138,10 +156,13 @@ def _step(edge: Edge) -> Step | None:
         The step; ``None`` if it is something else.
     """
     step = Step({}, {})
-    if edge[0] is None or not _matches(edge, _GRU if operation(edge[0]) == "Add" else _ELMAN, step):
+    gates, pattern = _PATTERNS.get(operation(edge[0]) if edge[0] is not None else "", (0, None))
+    if not gates or not _matches(edge, pattern, step):
         return None
     node, number = step.edges["product"]
     step.nodes["product"] = node
+    if shape_of((node, number))[-1:] != (gates * shape_of(edge)[-1],):
+        return None
     if number or operation(node) not in ("Addmm", "Mm") or (step.has_bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
         return None
     return step if step.edges.get("before?", step.before) == step.before else None
@@ -154,10 +175,12 @@ def _steps(node: Node) -> list[Step]:
         node: The node of the state.
 
     Returns:
-        The steps in the order in which they were computed.
+        The steps in the order in which they were computed; none if their cells belong to others.
     """
     found, edge = [], (node, 0)
     while (step := _step(edge)) is not None:
+        if found and found[0].cell_before != step.cell:
+            return []
         found.insert(0, step)
         edge = step.before
     return found
@@ -216,7 +239,7 @@ def _made_by(call: ModuleCall, outputs: list[Node], walk: Walk) -> set[Node]:
     Returns:
         The nodes; none if the call was connected to anything but its inputs and its own parameters.
     """
-    given = {edge for slot in call.tensor_inputs for edge in (slot.edge, slot.base_edge)}
+    given = {edge for slot in call.tensor_inputs for edge in (slot.edge, slot.base_edge)} | {(t.grad_fn, t.output_nr) for t in nested_in(call)}
     own, made, stack = set(map(id, call.module._parameters.values())), set(outputs), list(outputs)
     while stack:
         for edge in stack.pop().next_functions:
@@ -242,7 +265,7 @@ def _layers(walk: Walk) -> dict[Node, Layer]:
     for node, marks in walk.marks.items():
         for call in {mark.call for mark in marks}:
             module = call.module
-            if isinstance(module, RNNBase) and type(module).forward in (RNN.forward, GRU.forward) and "forward" not in vars(module):
+            if isinstance(module, RNNBase) and type(module).forward in [kind.forward for kind in _STATES] and "forward" not in vars(module):
                 calls.setdefault(call, []).append(node)
     found = {}
     for call, outputs in calls.items():
@@ -250,8 +273,9 @@ def _layers(walk: Walk) -> dict[Node, Layer]:
         products = [node for node in made if operation(node) in ("Addmm", "Mm")]
         before = {upstream for node in products for upstream, _ in node.next_functions}
         stacks = {node.next_functions: node for node in made if operation(node) == "Stack" and saved(node, "dim") == 0}
+        names = next(names for kind, names in _STATES.items() if isinstance(call.module, kind))
         for node in made - before:
-            steps = _steps(node) if operation(node) in (("Add",) if isinstance(call.module, GRU) else ("Tanh", "Relu")) else []
+            steps = _steps(node) if operation(node) in names else []
             states = tuple(step.state for step in steps)
             reverse = states[::-1] in stacks
             inside = {inner for step in steps for inner in (*step.nodes.values(), step.edges["given?"][0])} - {None}
@@ -260,9 +284,9 @@ def _layers(walk: Walk) -> dict[Node, Layer]:
     return found
 
 
-@reads("Tanh", "Relu", "Add")
+@reads("Tanh", "Relu", "Add", "Mul")
 def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite | None:
-    """Read a layer of an RNN or a GRU in one direction.
+    """Read a layer of an RNN, a GRU or an LSTM in one direction.
 
     Args:
         node: The node of the state after the last step, ``[R, H]``; states after all steps may be used, too, where they are stacked, ``[T, R, H]``.
@@ -283,12 +307,9 @@ def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Compo
         return None
     (given, turned), products, stacked = found, steps[0].nodes["product"], layout._replace(axis=1)
 
-    def all_steps(read: Callable[[Step], Tensor]) -> Tensor:
-        return torch.stack([read(step) for step in steps])
-
     like = torch.empty(len(steps), *shape_of((products, 0)), dtype=tensor_at((node, 0)).dtype, device="meta")
     weight = partial(_weight, steps)
-    call = NodeCall(node, LINEAR, like, input0=partial(all_steps, Step.previous), weight=weight)
+    call = NodeCall(node, LINEAR, like, input0=lambda: torch.stack([step.previous() for step in steps]), weight=weight)
     unit = unit_of(products, call, steps[0].factors, stacked, walk, turned=True)
     ways = [] if unit is None or unit.split else [_ways(step) for step in steps]
     if not ways or any([way[-1:] for way in some] != [way[-1:] for way in ways[0]] for some in ways):
@@ -297,17 +318,17 @@ def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Compo
 
     @torch.no_grad()  # what it computes is overwritten
     def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
-        last, *others = columns
-        inner, outer, first = _slopes(steps, all_steps).pull_back(weight(), last, *(part.flip(1) if reverse else part for part in others))
-        outer = outer.flip(1) if turned else outer
-        return inner, [lambda part, value=value: value[part] for value, used in ((outer, given), (first, steps[0].before)) if used in needed]
+        if stack is not None and reverse:
+            columns[-1] = columns[-1].flip(1)
+        inner, outer, *firsts = _pull_back(steps, weight(), *columns)
+        values = [outer.flip(1) if turned else outer, *firsts]
+        return inner, [lambda part, value=value: value[part] for value, (edge, _) in zip(values, ends, strict=True) if walk.reach.get(edge[0])]
 
-    below = [(given, stacked), (steps[0].before, layout)]
-    below = [(edge, to) for edge, to in below if walk.reach.get(edge[0])]
-    needed = [edge for edge, _ in below]
+    ends = [(given, stacked), (steps[0].before, layout), (steps[0].cell_before, layout)][: 2 if steps[0].cell[0] is None else 3]
+    below = [(edge, to) for edge, to in ends if walk.reach.get(edge[0])]
     last = partial(torch.select, dim=1, index=0 if reverse else -1)
     waiting = {} if stack is None else {stack: Waiting(stacked, (node, 0), layout, last)}
-    return Composite([unit], pull, below, [(node, 0), *((stack, 0) for stack in waiting)], waiting, inside)
+    return Composite([unit], pull, below, [(node, 0), *((other, 0) for other in waiting)], waiting, inside)
 
 
 def _weight(steps: list[Step]) -> Tensor:
@@ -327,8 +348,29 @@ def _ways(step: Step) -> list[list[Node]]:
     return [(way_to_leaf(edge, turned=name == "weight") or []) if edge[0] is not None else [] for name, edge in edges.items()]
 
 
-def _slopes(steps: list[Step], all_steps: Callable[[Callable[[Step], Tensor]], Tensor]) -> Steps:
-    if "reset" not in steps[0].nodes:
-        return ElmanSteps(all_steps(lambda step: step.saved("state")), operation(steps[0].nodes["state"]) == "Relu")
-    gates = [all_steps(lambda step, name=name: step.saved(name)) for name in ("reset", "update", "new")]
-    return GRUSteps(*gates, *(all_steps(lambda step, name=name: step.saved(name, "self")) for name in ("change", "reset product")))
+def _pull_back(steps: list[Step], weight: Tensor, last: Tensor, states: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Carry columns through the recursion.
+
+    Args:
+        steps: The steps.
+        weight: ``[G H, H]``.
+        last: At the state after the last step ``[V, R, H]``.
+        states: At the states after all steps ``[V, T, R, H]``, of which the last ones are in ``last``, too; ``None`` for zeros.
+
+    Returns:
+        Columns at the products with previous states and at the terms of the inputs ``[V, T, R, G H]``; at the first state, and cell, ``[V, R, H]``.
+    """
+
+    def read(*saved: tuple[str, str]) -> list[Tensor]:
+        return [torch.stack([step.saved(*one) for step in steps]) for one in saved]
+
+    if "cell" in steps[0].nodes:
+        gates = torch.stack(read(*((name, "result") for name in ("in", "forget", "new", "out"))), 2)
+        every, none = LSTMSteps(gates, *read(("kept", "other"), ("squashed", "result")), weight), last.new_zeros(())
+        states = none.expand(len(last), len(steps), *last.shape[1:]) if states is None else states
+        inner, *firsts = every.pull_back(states, last, none.expand_as(last), complete=True)
+        return inner, inner, *firsts
+    if "reset" in steps[0].nodes:
+        gates = read(("reset", "result"), ("update", "result"), ("new", "result"), ("change", "self"), ("reset product", "self"))
+        return GRUSteps(*gates).pull_back(weight, last, states)
+    return ElmanSteps(*read(("state", "result")), operation(steps[0].nodes["state"]) == "Relu").pull_back(weight, last, states)

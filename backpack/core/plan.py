@@ -315,7 +315,7 @@ class Plan(Tracking):
                 return False  # what lies between the products is curved, or samples lie along time
             self.waiting |= found.waiting
             self._covered |= found.covers
-            self.gaps = {n: gap for n, gap in self.gaps.items() if n not in found.waiting}
+            self.gaps = {n: gap for n, gap in self.gaps.items() if n not in found.covers | found.waiting.keys()}
         elif found is None:
             return False
         samples = self._samples_at[node]

@@ -7,6 +7,8 @@ pre-activations of all steps are two products with matrices, and only the cells 
 
 from __future__ import annotations
 
+from typing import Self
+
 import torch
 from torch import Tensor
 
@@ -28,26 +30,18 @@ def previous(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
 class LSTMSteps:
     """All steps of a layer in one direction, and their slopes."""
 
-    def __init__(self, gates: Tensor, first_cell: Tensor, weight_hh: Tensor, reverse: bool) -> None:
-        """Run the recursion of the cells.
+    def __init__(self, gates: Tensor, before: Tensor, squashed: Tensor, weight_hh: Tensor, reverse: bool = False) -> None:
+        """Compute the slopes.
 
         Args:
-            gates: Pre-activations ``[T, R, 4 H]``, which are overwritten.
-            first_cell: Cell before the first step ``[R, H]``.
+            gates: ``i, f, g, o`` of all steps ``[T, R, 4, H]``.
+            before: Cell before each step ``[T, R, H]``.
+            squashed: ``tanh(c_t)``, likewise.
             weight_hh: ``[4 H, H]``.
             reverse: Whether the last step comes first.
         """
-        self._weight = weight_hh
-        self._order = range(len(gates))[:: -1 if reverse else 1]
-        gates = gates.unflatten(2, (4, -1))
+        self._weight, self._order, slopes = weight_hh, range(len(gates))[:: -1 if reverse else 1], torch.empty_like(gates)
         i, f, g, o = gates.unbind(2)
-        gates[:, :, :2].sigmoid_()
-        g.tanh_()
-        o.sigmoid_()
-        cells, new, state = torch.empty_like(first_cell.expand_as(i)), i * g, first_cell
-        for t in self._order:
-            state = torch.addcmul(new[t], f[t], state, out=cells[t])
-        before, squashed, slopes = previous(cells, first_cell, reverse), cells.tanh(), torch.empty_like(gates)
         # autograd's kernels, one pass each: the slope of the sigmoid is f - f^2, of tanh 1 - g^2
         by_sigmoid, by_tanh = torch.ops.aten.sigmoid_backward, torch.ops.aten.tanh_backward
         for number, (factor, gate) in enumerate(((g, i), (before, f), (None, g), (squashed, o))):
@@ -58,13 +52,37 @@ class LSTMSteps:
         self._keeps, self._to_cell = f.unbind(), by_tanh(o, squashed).unbind()
         self._slopes = slopes.split((3, 1), 2)
 
-    def pull_back(self, outputs: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @classmethod
+    def run(cls, gates: Tensor, first_cell: Tensor, weight_hh: Tensor, reverse: bool) -> Self:
+        """Run the recursion of the cells.
+
+        Args:
+            gates: Pre-activations ``[T, R, 4 H]``, which are overwritten.
+            first_cell: Cell before the first step ``[R, H]``.
+            weight_hh: ``[4 H, H]``.
+            reverse: Whether the last step comes first.
+
+        Returns:
+            The steps.
+        """
+        gates = gates.unflatten(2, (4, -1))
+        i, f, g, o = gates.unbind(2)
+        gates[:, :, :2].sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        cells, new, state = torch.empty_like(first_cell.expand_as(i)), i * g, first_cell
+        for t in range(len(gates))[:: -1 if reverse else 1]:
+            state = torch.addcmul(new[t], f[t], state, out=cells[t])
+        return cls(gates, previous(cells, first_cell, reverse), cells.tanh(), weight_hh, reverse)
+
+    def pull_back(self, outputs: Tensor, hidden: Tensor, cell: Tensor, complete: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """Carry columns from the outputs to the pre-activations and to the states before the first step.
 
         Args:
             outputs: Columns at the outputs of all steps ``[V, T, R, H]``.
             hidden: At the state after the last step ``[V, R, H]``.
             cell: At the cell after the last step ``[V, R, H]``.
+            complete: Whether ``hidden`` includes what is in ``outputs``.
 
         Returns:
             Columns at the pre-activations ``[V, T, R, 4 H]``, at the first state and at the first cell ``[V, R, H]``.
@@ -73,7 +91,8 @@ class LSTMSteps:
         columns = outputs.new_empty(T, V, R, 4, H)  # each step in one piece, as its product with the weight needs it
         flat, (of_cell, of_hidden) = columns.view(T, V * R, 4 * H).unbind(), columns.split((3, 1), 3)
         for t in reversed(self._order):
-            hidden = hidden + steps[t]
+            hidden = hidden if complete else hidden + steps[t]
+            complete = False  # before the last step
             cell = torch.addcmul(cell, hidden, self._to_cell[t])
             torch.mul(cell.unsqueeze(2), self._slopes[0][t], out=of_cell[t])
             torch.mul(hidden.unsqueeze(2), self._slopes[1][t], out=of_hidden[t])
