@@ -19,7 +19,9 @@ from backpack.core.carry import Carry
 from backpack.core.connect import Connection
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import BatchFirst, Blocks, Columns, Flow, Reader, Use
+from backpack.core.graph import shape_of
 from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
@@ -122,9 +124,16 @@ class Pass(Carry):
         if not flow.crosses_gaps:
             self.deposit(flow, start.below, value, start.layout)
             return
-        for source, given in value.items():
-            columns = start.call.back(given) if isinstance(start.call, LossNode) else given
-            self._bear(flow, source, [(columns, lambda to, c: to.deposit(flow, start.below, c, start.layout))])
+
+        def back(columns: Tensor) -> Tensor:
+            return start.call.back(columns) if isinstance(start.call, LossNode) else columns
+
+        def place(to: Carry, columns: Columns) -> None:
+            to.deposit(flow, start.below, {source: back(c) for source, c in columns.items()}, start.layout)
+
+        for source, columns in value.items():
+            if not self._bear_at_layer(flow, source, columns, start.below, back):
+                self._bear(flow, source, [(columns, place)])
 
     def _bear_at_unit(self, flow: Flow, unit: Unit, use: Use) -> None:
         def back(columns: Tensor) -> Tensor:
@@ -177,7 +186,13 @@ class Pass(Carry):
         if not self._reader.at_diagonal(flow, use({0: diagonal[None]})):
             return False
         if unit.below is not None and self._wants(flow, unit.below):
-            self._bear(flow, source, [(columns, lambda to, c: to.to_input(flow, unit, to._through(flow, unit, use(c))))])
+            products, shape = None, shape_of(unit.below)
+            if type(unit.call.derivatives) is LinearDerivatives and shape[:-1] == shape_of(edge)[:-1] and not unit.call.moved:
+                products = columns.times(unit.call.weight.detach(), back, shape)
+            if products is not None:
+                self._bear(flow, source, [(products, lambda to, c: to.deposit(flow, unit.below, c, unit.arrives, own=True))])
+            else:
+                self._bear(flow, source, [(columns, lambda to, c: to.to_input(flow, unit, to._through(flow, unit, use(c))))])
         return True
 
     def _bear(self, flow: Flow, source: Hashable, parts: list[tuple[Tensor, Place]]) -> None:

@@ -256,6 +256,8 @@ class Collector(Reader):
                     continue
                 value = self.finishes[extension](state, parameter)  # noqa: PLW2901
             self._write(parameter, extension, value if kept is None else kept.add_(value))
+        for extension in [e for key, e in self._kept if key == id(parameter)]:  # all of it was read off without columns
+            self._write(parameter, extension, self._kept.pop((id(parameter), extension)))
         if waiting:
             # a hook of the tensor comes before all hooks of the node, which may change the gradient
             self.handles.append(parameter.register_hook(partial(self._at_gradient, parameter, waiting)))

@@ -11,8 +11,7 @@ from math import prod
 from operator import or_
 from typing import Any
 
-import torch
-from torch import Size, Tensor
+from torch import Tensor
 
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
@@ -29,9 +28,9 @@ from backpack.core.samples import Layout, add_rows, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
 from backpack.core.ways import SPLIT
-from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, repetitions, separate_rows
+from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, repetitions, scattered, separate_rows
 from backpack.extensions.loss_scale import position_weights
-from backpack.utils.columns import Entries, ScatteredColumns, unit_columns
+from backpack.utils.columns import ScatteredColumns, unit_columns
 from backpack.utils.eigen import signed_root
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.paired_columns import PairedColumns, PartOfPairs, signs_of_pairs
@@ -51,6 +50,10 @@ class SignedSqrtFlow(RootFlow):
 
     def start(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Columns:
         weights, loss = position_weights(call, grad), call.derivatives
+        scale = (lambda one: one) if weights is None else lambda one: one * weights.abs().sqrt() * weights.sign()
+        columns = self._in_blocks(call, layout, scale, signed=True)
+        if columns is not None:
+            return columns
         mat, signs = loss._least_sqrt_hessian(call, (grad,), signed=True) if self.least else loss._signed_sqrt_hessian(call, None, (grad,))
         if weights is not None:
             mat = mat * weights.abs().sqrt()
@@ -79,14 +82,14 @@ class SignedSqrtFlow(RootFlow):
             return None
         if rule.hessian_is_diagonal(call):
             residual = rule.hessian_diagonal(call, None, (grad,)).reshape(-1, 1)
-            mat, signs = _scattered(residual.abs().sqrt().unsqueeze(2), residual.sign(), grad.dtype, call.input0.shape, layout)
+            mat, signs = scattered(residual.abs().sqrt().unsqueeze(2), residual.sign(), grad.dtype, call.input0.shape, layout)
             mat.diagonal = residual.reshape(call.input0.shape)
         elif has_root(rule):
-            mat, signs = _scattered(*rule.residual_root(call, (grad,)), grad.dtype, call.input0.shape, layout, rule.axis_of_blocks(call))
+            mat, signs = scattered(*rule.residual_root(call, (grad,)), grad.dtype, call.input0.shape, layout, rule.axis_of_blocks(call))
         else:
             units = unit_columns(call.input0.shape, grad)
             root = signed_root(wide(rule._residual_mat_prod(call, None, (grad,), units)).flatten(2).movedim(0, 2))
-            mat, signs = _scattered(*root, grad.dtype, call.input0.shape, layout)
+            mat, signs = scattered(*root, grad.dtype, call.input0.shape, layout)
         return Source(call.order, signs), mat
 
     def at_gap(self, walk: Walk, concerned: int, gap: Gap, grad: Tensor) -> tuple[Source, list[Born]] | None:
@@ -149,34 +152,6 @@ class SignedSqrtFlow(RootFlow):
             "if it is a normalization, let its weight and bias follow it (`weight * F.layer_norm(x, shape) + bias`), ",
         )
         refuse_curved(plan, "The diagonal of the Hessian")
-
-
-def _scattered(
-    values: Tensor | Entries, signs: Tensor, dtype: torch.dtype, shape: Size, layout: Layout, axis: int = -1
-) -> tuple[ScatteredColumns, Tensor]:
-    """Give the blocks of one sample columns of their own.
-
-    Args:
-        values: Columns of each of the ``B`` blocks of which the ``R`` rows consist, ``[B, E, M]``.
-        signs: Of these columns ``[B, E]``.
-        dtype: Of the result.
-        shape: ``[R, *]``.
-        layout: Says to which of the ``N`` samples each row belongs.
-        axis: The axis along which the blocks lie, negative; they consist of consecutive entries if it is the last one.
-
-    Returns:
-        ``[V, R, *]`` and signs ``[V, N]``, where ``V`` counts the columns of the blocks of the sample that has most.
-    """
-    repeated, device = [0] * shape[0] if layout.plain else repetitions(layout.labels), signs.device
-    signs = signs.reshape(shape[0], -1, signs.shape[1]) if shape[0] else signs.new_zeros(0, 0, signs.shape[1])
-    each, most = signs.shape[1], (1 + max(repeated, default=0)) * signs.shape[1]
-    turns = torch.tensor(repeated, dtype=torch.int64, device=device).unsqueeze(1) * each + torch.arange(each, device=device)
-    spread = torch.zeros(most, layout.samples, signs.shape[2], dtype=dtype, device=device)
-    spread[turns, label_tensor(layout.labels, device).unsqueeze(1)] = signs.to(dtype)
-    moved = list(shape)
-    moved.append(moved.pop(axis))
-    columns = ScatteredColumns(values, turns.flatten(), most, lambda full: full.to(dtype).reshape(len(full), *moved).movedim(-1, axis))
-    return columns, spread.transpose(1, 2).flatten(0, 1)
 
 
 def _columns_of_an_entry(plan: Plan, unit: Unit) -> Fraction:

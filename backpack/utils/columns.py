@@ -50,6 +50,40 @@ class ScatteredColumns:
         full[places[block, number], block] = values
         return self._arrange(full)
 
+    def times(self, matrix: Tensor, back: Callable[[Tensor], Tensor], shape: Size) -> ScatteredColumns | None:
+        """Multiply columns that have a single entry each by a matrix, along the last axis: they become multiples of its rows.
+
+        Args:
+            matrix: ``[O, I]``.
+            back: Maps ``[V, *]`` to ``[V, *, O]``, by reshaping and permuting.
+            shape: Of the products, ``[*, I]``.
+
+        Returns:
+            The products; ``None`` if the columns are in another order than that of the entries, for which there is no block for each row.
+        """
+        size = len(matrix)
+        scales, turns = (back(part.reshape(1, *self.diagonal.shape)).reshape(-1, size) for part in (self._values, self._turns))
+        first = turns[:, 0] // size
+        if not torch.equal(turns, first.unsqueeze(1) * size + torch.arange(size, device=turns.device)):
+            return None
+        return ScatteredColumns(_Multiples(scales, matrix), first, self._most // size, lambda full: full.reshape(len(full), *shape))
+
+
+class _Multiples:
+    """Columns ``s_i w_i`` of blocks, formed where they are needed, ``[B, O, I]``."""
+
+    def __init__(self, scales: Tensor, rows: Tensor) -> None:
+        """Take note of what they are made of.
+
+        Args:
+            scales: ``s [B, O]``.
+            rows: ``w [O, I]``.
+        """
+        self._scales, self._rows, self.shape = scales, rows, Size([*scales.shape, rows.shape[1]])
+
+    def __getitem__(self, at: tuple[Tensor, Tensor]) -> Tensor:
+        return self._rows[at[1]] * self._scales[at].unsqueeze(1)
+
 
 class Entries(Protocol):
     """What is read like a tensor ``[B, E, M]``: ``entries[b, e]`` is ``[K, M]`` for ``K`` pairs of indices."""

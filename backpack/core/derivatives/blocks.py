@@ -1,4 +1,4 @@
-"""Curved modules whose residual consists of blocks, of which each has a root of its own: the whole matrix of a sample is never formed."""
+"""Curved modules, and losses, whose second derivative consists of blocks with a root each: the whole matrix of a sample is never formed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 from torch import Tensor
 from torch.nn import Module
 
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, Grads
 from backpack.utils.columns import Entries
 
 
@@ -45,6 +45,31 @@ class BlockCurvedDerivatives(BaseDerivatives):
             ``E / M``.
         """
         return Fraction(1)
+
+
+class BlockLossDerivatives(BaseLossDerivatives):
+    """The Hessian of a sample consists of blocks along one axis of the prediction."""
+
+    @abstractmethod
+    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor, Tensor | None]:
+        """Factorize the Hessian block by block, with few columns, as ``_least_sqrt_hessian`` does whole.
+
+        Args:
+            module: The loss with recorded inputs.
+            signed: Whether it may have negative eigenvalues.
+
+        Returns:
+            ``E`` columns of each of ``B`` blocks ``[B, E, M]``, and their signs ``[B, E]``, ``None`` if all count positive. Blocks are in the order
+                of the prediction ``[N, *, M]``, where the axis of the blocks was moved to the end.
+        """
+
+    def axis_of_blocks(self, module: Module) -> int:
+        """Axis of the prediction along which the blocks lie.
+
+        Returns:
+            The axis, negative.
+        """
+        return -1
 
 
 def has_root(rule: BaseDerivatives) -> bool:

@@ -18,6 +18,7 @@ from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss, Module
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.blocks import BlockLossDerivatives
 from backpack.core.derivatives.loss_generic import signs_of
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.core.derivatives.records import module_of
@@ -93,7 +94,7 @@ def _few_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
 
 
 @register(CrossEntropyLoss)
-class CrossEntropyLossDerivatives(NLLLossDerivatives):
+class CrossEntropyLossDerivatives(NLLLossDerivatives, BlockLossDerivatives):
     """Cross-entropy of logits ``[N, C, *]`` with class indices ``[N, *]`` or class probabilities ``[N, C, *]``.
 
     All options are exact: class weights, ignored targets, label smoothing, target probabilities that do not add up to one. If all
@@ -219,14 +220,35 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         Returns:
             ``[V, N, C, *]``.
         """
-        log_probs = self._log_probs(module, subsampling)
-        num_samples, _, num_positions = log_probs.shape
-        factor = make(log_probs, weight.reshape(num_samples, 1, num_positions) if isinstance(weight, Tensor) else weight).to(module.input0.dtype)
-        num_columns = len(factor) * num_positions
+        factor = self._of_positions(module, weight, subsampling, make)
+        columns, num_samples, _, num_positions = factor.shape
         if num_positions != 1:
             # Different positions share no entry of the Hessian: each has columns of its own.
             factor = factor.diag_embed(dim1=1, dim2=4)
-        return factor.reshape(num_columns, num_samples, *module.input0.shape[1:])
+        return factor.reshape(columns * num_positions, num_samples, *module.input0.shape[1:])
+
+    def _of_positions(self, module: Module, weight: Tensor | float, subsampling: Samples, make: Callable[[Tensor, Tensor | float], Tensor]) -> Tensor:
+        """Compute a factor at each position, see ``_factor``.
+
+        Returns:
+            ``E`` columns of each of ``L`` positions, ``[E, N, C, L]``.
+        """
+        log_probs = self._log_probs(module, subsampling)
+        samples, _, positions = log_probs.shape
+        return make(log_probs, weight.reshape(samples, 1, positions) if isinstance(weight, Tensor) else weight).to(module.input0.dtype)
+
+    def axis_of_blocks(self, module: Module) -> int:
+        return 1 - module.input0.dim()
+
+    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor, Tensor | None]:
+        self._verify_support(module)
+        shape = module.input0.shape
+        few = self.least_columns(shape) < shape[1:].numel()
+        weight, signs = self._signed_weight(module, shape[1] - few) if signed else (self._sqrt_weight(module, None), None)
+        values = self._of_positions(module, weight, None, _few_columns if few else _usual_columns)
+        if signs is not None:  # [V, N], the positions of a class side by side
+            signs = signs.reshape(len(values), values.shape[3], shape[0]).permute(2, 1, 0).flatten(0, 1)
+        return values.permute(1, 3, 0, 2).flatten(0, 1), signs
 
     def _log_probs(self, module: Module, subsampling: Samples = None) -> Tensor:
         """Compute the logarithm of the probabilities, all positions in one axis.

@@ -28,6 +28,7 @@ from torch.nn import (
 )
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.blocks import BlockLossDerivatives
 from backpack.core.derivatives.loss_generic import GenericLossDerivatives, hessian_products, non_negative, signs_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import square_root
@@ -37,7 +38,7 @@ from backpack.utils.subsampling import subsample
 
 
 @register(BCELoss)
-class ElementwiseLossDerivatives(GenericLossDerivatives):
+class ElementwiseLossDerivatives(GenericLossDerivatives, BlockLossDerivatives):
     """A loss each of whose terms depends on one entry of its input.
 
     The exact factor has one column an entry of a sample; the sampled one has random signs.
@@ -103,6 +104,13 @@ class ElementwiseLossDerivatives(GenericLossDerivatives):
         self._verify_support(module)
         diagonal = self._hessian_diagonal(module)
         return _spread(diagonal.abs().sqrt().to(module.input0.dtype)), signs_of(diagonal.reshape(len(diagonal), prod(diagonal.shape[1:])))
+
+    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor, Tensor | None]:
+        self._verify_support(module)
+        if not signed:
+            return self._root(module).reshape(-1, 1, 1), None
+        diagonal = self._hessian_diagonal(module).reshape(-1, 1)
+        return diagonal.abs().sqrt().to(module.input0.dtype).unsqueeze(2), diagonal.sign()
 
     def _root_mat_prod(self, module: Module, mat: Tensor, subsampling: Samples = None) -> Tensor:
         self._verify_support(module)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
+from torch import Tensor
+
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_per_sample
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.derivatives.normalization import ScaleShiftDerivatives
-from backpack.core.flow import Flow
+from backpack.core.flow import Flow, Use
+from backpack.core.samples import add_rows
 from backpack.extensions.backprop_extension import BackpropExtension, Excluded
+from backpack.extensions.combining import Sum
 from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.rules import affine_arguments, affine_squares_at_once, faster, finish_at_once, place_at_rows, sum_at_rows
 from backpack.extensions.secondorder.hbp_options import LossHessianStrategy
@@ -25,6 +29,33 @@ class SecondOrderBackpropExtension(BackpropExtension):
 
     def expects_backpropagation_quantities(self) -> bool:
         return True
+
+
+class OfDiagonals(BackpropExtension):
+    """A diagonal of a curvature matrix, to which a diagonal matrix at the output of an affine layer adds something that needs no columns."""
+
+    @property
+    def takes_diagonals(self) -> bool:
+        """Whether ``of_diagonal`` holds: unless a user reads the columns, or a subclass has made something else of its quantity."""
+        return self.adds_up and self.takes_any_root
+
+    def of_diagonal(self, use: Use, name: str) -> Tensor:
+        """Say what a diagonal matrix at the output of an affine layer adds at a parameter.
+
+        Args:
+            use: The use, with the diagonal for its column ``{0: [1, N, *output]}``.
+            name: Name of the parameter.
+
+        Returns:
+            The quantity.
+        """
+        chosen, summed = self.get_subsampling(), isinstance(self.combination, Sum)
+        result = use.call.derivatives.sum_at_diagonal(use.call, name, use.value[0], summed and chosen is None)
+        if summed and chosen is None:
+            return result
+        result = add_rows(result[None], use.layout)[0]
+        result = result if chosen is None else result[list(chosen)]
+        return result.sum(0) if summed else result
 
 
 class GGNExtension(SecondOrderBackpropExtension):

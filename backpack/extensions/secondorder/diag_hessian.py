@@ -5,43 +5,19 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.flow import Columns, Flow, Use
-from backpack.core.samples import add_rows
+from backpack.core.flow import Columns, Flow
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import PerSample, Sum
 from backpack.extensions.rules import signs_of, stack
-from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, squares_at_once
+from backpack.extensions.secondorder.base import OfDiagonals, SecondOrderBackpropExtension, squares_at_once
 from backpack.extensions.signed_flow import SignedSqrtFlow
 from backpack.utils.moment import sum_of_squared_columns
 
 
-class HessianExtension(SecondOrderBackpropExtension):
+class HessianExtension(OfDiagonals, SecondOrderBackpropExtension):
     """A quantity of the Hessian's diagonal blocks, read off signed square roots of its terms."""
 
     flow: Flow = SignedSqrtFlow()
-
-    @property
-    def takes_diagonals(self) -> bool:
-        """Whether ``of_diagonal`` holds: unless a user reads the columns, or a subclass has made something else of its quantity."""
-        return self.adds_up and self.takes_any_root
-
-    def of_diagonal(self, use: Use, name: str) -> Tensor:
-        """Say what a diagonal matrix at the output of an affine layer adds at a parameter.
-
-        Args:
-            use: The use, with the diagonal for its column ``{0: [1, N, *output]}``.
-            name: Name of the parameter.
-
-        Returns:
-            The quantity.
-        """
-        chosen, summed = self.get_subsampling(), isinstance(self, DiagHessian)
-        result = use.call.derivatives.sum_at_diagonal(use.call, name, use.value[0], summed and chosen is None)
-        if summed and chosen is None:
-            return result
-        result = add_rows(result[None], use.layout)[0]
-        result = result if chosen is None else result[list(chosen)]
-        return result.sum(0) if summed else result
 
 
 class DiagHessian(SubsamplingExtension, HessianExtension):

@@ -1,8 +1,9 @@
-"""Residuals that are factorized block by block: their columns, and the diagonal of the Hessian, in which they are carried."""
+"""Residuals, and Hessians of losses, that are factorized block by block: their columns, and the quantities for which they are carried."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,17 +11,21 @@ from cases_nets import Net
 from oracle import Oracle
 from table import classify, default_dtype
 from test_derivatives import LAYERS, Recorded, setup
-from test_extensions import close, run
+from test_extensions import QUANTITIES, check_each, close, run
 from torch import Tensor, nn, randn
 from torch.nn import LayerNorm, Linear, Module, Sequential
+from torch.utils._pytree import tree_leaves
 
-from backpack import extensions
+from backpack import backpack, extend, extensions, register
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads
 from backpack.core.derivatives.blocks import has_root
 from backpack.core.derivatives.generic import GenericDerivatives
+from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.core.derivatives.normalization import LayerNormDerivatives
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.core.derivatives.softmax import LogSoftmaxDerivatives, SoftminDerivatives
+from backpack.extensions import flows
+from backpack.utils.columns import ScatteredColumns
 
 ROOTS = [name for name, case in LAYERS.items() if has_root(derivatives_for(case.make()))]
 
@@ -126,3 +131,94 @@ def test_diagonal_of_the_hessian(name: str, samples: int, memory: int) -> None:
     run(problem, extensions.BatchDiagHessian(), memory=memory)
     for parameter, truth in zip(problem.model.parameters(), expected.values(), strict=True):
         close(parameter.diag_h_batch, truth)
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------------------------------
+
+LOSSES = [
+    *("MSE, mean", "MSE, 3-d, sum", "CE, mean", "CE, 3-d, sum", "CE, weights, 3-d, mean", "CE, ignored, 3-d, mean", "CE, probabilities, 3-d, sum"),
+    *("BCE, one output, mean", "BCE, 3-d, mean", "BCE, both weights, mean", "BCELoss, weight, 3-d, mean", "HuberLoss, mean"),
+    *("PoissonNLLLoss, mean", "SoftMarginLoss, sum", "2 * MSE", "weighted sum of MSE", "weighted sum of CE, 3-d", "weighted sum of BCE, pos_weight"),
+    *("negative MSE", "CE, negative weights", "negative CE, negative weights", "BCE, negative weights", "negative F.mse_loss", "own loss"),
+    *("two losses on one output", "two losses on two heads", "samples second", "samples folded", "log_softmax, classes last"),
+    *("NLLLoss of LogSoftmax, 3-d, mean", "folded F.cross_entropy, mean", "folded F.mse_loss", "F.mse_loss of softmax", "curved: samples folded"),
+    *("weighted sum of F.cross_entropy, weights, 3-d", "matrix on positions", "samples of different size", "residual", "derived loss, mean"),
+    *("F.mse_loss, broadcast", "NLLLoss, 3-d, ignored, mean"),
+]
+READERS = {name: QUANTITIES[name] for name in ("DiagGGNExact", "BatchDiagGGNExact", "KFLR", "DiagHessian", "BatchDiagHessian", "DiagGGNMC")}
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", LOSSES)
+def test_roots_of_losses_in_blocks(case: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flows, "FORMED", 1)
+    check_each(case, batch, READERS)
+
+
+@pytest.mark.parametrize("extension", ["DiagGGNExact", "KFLR", "DiagHessian"])
+@pytest.mark.parametrize("kind", ["MSE", "MSE, positions", "CE", "CE, function"])
+def test_roots_of_losses_are_never_formed_together(kind: str, extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    formed, take = [], ScatteredColumns.__getitem__
+
+    def took(columns: ScatteredColumns, part: slice) -> Tensor:
+        formed.append((len(columns), len(taken := take(columns, part))))
+        return taken
+
+    def results(memory: int, least: int) -> list[Tensor]:
+        monkeypatch.setattr(flows, "FORMED", least)
+        torch.manual_seed(3)
+        model, mse, ce = extend(Sequential(Linear(3, 6), nn.ReLU(), Linear(6, 5)).double()), extend(nn.MSELoss()), extend(nn.CrossEntropyLoss())
+        out, x = QUANTITIES[extension].make(), torch.rand(3, 2, 3).double()
+        with backpack(out, memory=memory):
+            if kind == "MSE":
+                loss = mse(model(x[:, 0]), torch.rand(3, 5).double())
+            elif kind == "MSE, positions":
+                loss = mse(model(x), torch.rand(3, 2, 5).double())
+            elif kind == "CE":
+                loss = ce(model(x).transpose(1, 2), torch.randint(5, (3, 2)))
+            else:
+                loss = nn.functional.nll_loss(model(x).log_softmax(2).transpose(1, 2), torch.randint(5, (3, 2)))
+            loss.backward()
+        return [value for p in model.parameters() for value in tree_leaves(getattr(p, out.savefield))]
+
+    expected = results(1 << 30, 1 << 20)
+    monkeypatch.setattr(ScatteredColumns, "__getitem__", took)
+    for value, truth in zip(results(400, 1), expected, strict=True):
+        close(value, truth, 1e-10)
+    columns = formed[0][0]
+    assert columns == {"MSE": 5, "MSE, positions": 10}.get(kind, 8)
+    assert sum(some for _, some in formed) == columns
+    assert max(some for _, some in formed) < columns
+
+
+class Halved(MSELossDerivatives):
+    """A rule of a user, with a root of its own."""
+
+    def _sqrt_hessian(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super()._sqrt_hessian(*args, **kwargs) / 2
+
+
+def test_rules_of_users_are_asked_for_their_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Loss(nn.MSELoss):
+        pass
+
+    register(Loss, Halved())
+    monkeypatch.setattr(flows, "FORMED", 1)
+    found = []
+    for cls in (nn.MSELoss, Loss):
+        torch.manual_seed(0)
+        model, lossfunc = extend(Linear(3, 4)), extend(cls())
+        with backpack(extensions.DiagGGNExact()):
+            lossfunc(model(torch.rand(2, 3)), torch.rand(2, 4)).backward()
+        found.append(model.weight.diag_ggn_exact)
+    torch.testing.assert_close(found[1], found[0] / 4)
+
+
+def test_columns_in_another_order_have_no_rows() -> None:
+    scales, matrix, shape = torch.rand(6).double() + 1, torch.rand(3, 2).double(), torch.Size([2, 3])
+    for turns, order in ((torch.arange(6) % 3, True), (torch.arange(6) // 2, False)):
+        columns = ScatteredColumns(scales.reshape(6, 1, 1), turns, 3, lambda full: full.reshape(len(full), *shape), scales.square().reshape(shape))
+        product = columns.times(matrix, lambda c: c, torch.Size([2, 2]))
+        assert (product is not None) == order
+        if product is not None:
+            close(product[:], columns[:] @ matrix)
