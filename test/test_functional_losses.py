@@ -481,6 +481,20 @@ def test_likelihoods_of_which_a_part_is_behind_no_softmax_are_refused(case: str,
     assert not any(vars(p) for p in model.parameters())
 
 
+@pytest.mark.parametrize("detached", [True, False])
+def test_gradients_that_are_handed_to_the_output_of_a_model(detached: bool) -> None:
+    model, lossfunc = extend(nn.Linear(3, C)), extend(nn.CrossEntropyLoss())
+    x, y = randn(N, 3), randint(C, (N,))
+    with backpack(extensions.BatchGrad()):
+        out = model(x)
+        copy = out.detach().requires_grad_() if detached else out
+        (grad,) = torch.autograd.grad(lossfunc(copy, y), copy)
+        out.backward(grad)
+    torch.testing.assert_close(model.weight.grad_batch.sum(0), model.weight.grad)
+    with backpack(extensions.DiagGGNExact()), pytest.raises(LossNotExtendedError, match=r"on the output of Linear itself.*which loss.*detached copy"):
+        model(x).backward(grad)
+
+
 class Inverse(nn.Module):
     """Divides by its input."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import nn
 from torch.autograd.graph import Node
@@ -127,12 +127,13 @@ def _swapped(call: ModuleCall) -> str | None:
     return f"{call.path}: its first argument, the prediction, depends on no parameter, but another one does. Write the prediction first"
 
 
-def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[ModuleCall]) -> None:
+def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[ModuleCall], ended: Collection[ModuleCall]) -> None:
     """Refuse a second-order quantity for want of a loss.
 
     Args:
         parameters: The parameters and their names.
         calls: All calls.
+        ended: Those that have made the tensor on which backward was called.
 
     Raises:
         LossNotExtendedError: Always.
@@ -142,7 +143,12 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
     for call in calls:
         if not call.root:
             continue
-        if call.is_loss and (swapped := _swapped(call)):
+        if call in ended and not (call.is_loss or call.recorder.bare or _makes_a_number(call)):
+            hint = (
+                f"it was called on the output of {call.path} itself. If a gradient was given there, it is not known which loss it belongs to: call "
+                f"backward on the loss, without a detached copy in between. That is, {write}"
+            )
+        elif call.is_loss and (swapped := _swapped(call)):
             hint = swapped
         elif (call.is_loss or (call.recorder.bare and _makes_a_number(call))) and call.inputs and not isinstance(call.inputs[0], Slot):
             hint = (

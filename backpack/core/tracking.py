@@ -386,4 +386,5 @@ class Tracking:
 
     def _refuse_uncovered(self, node: Node) -> None:
         if self._second_order and node in self._above:
-            refuse_without_loss(self.walk.named(self.walk.reach[node]), self.walk.calls)
+            ended = {mark.call for root in self.walk.roots for mark in self.walk.marks.get(root, ())}
+            refuse_without_loss(self.walk.named(self.walk.reach[node]), self.walk.calls, ended)
