@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases_nets import Net
-from oracle import Oracle
+from oracle import Oracle, Problem
 from table import classify, default_dtype
 from test_derivatives import LAYERS, Recorded, setup
 from test_extensions import QUANTITIES, check_each, close, run
@@ -17,6 +17,7 @@ from torch.nn import LayerNorm, Linear, Module, Sequential
 from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend, extensions, register
+from backpack.core import residuals
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads
 from backpack.core.derivatives.blocks import has_root
 from backpack.core.derivatives.generic import GenericDerivatives
@@ -222,3 +223,24 @@ def test_columns_in_another_order_have_no_rows() -> None:
         assert (product is not None) == order
         if product is not None:
             close(product[:], columns[:] @ matrix)
+
+
+@pytest.mark.parametrize("together", [1, 100])
+def test_rows_of_attention_are_computed_in_parts(together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def attended(net: Net, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unsqueeze(1) for layer in (net.q, net.k, net.v))
+        return net.out(nn.functional.scaled_dot_product_attention(q, k, v).squeeze(1)).mean(1)
+
+    def make() -> Problem:
+        with torch.random.fork_rng(), default_dtype(torch.float64):
+            torch.manual_seed(2)
+            layers = {name: Linear(3, 2) for name in ("q", "k", "v")}
+            return classify(Net(attended, **layers, out=Linear(2, 4)), randn(3, 4, 3))
+
+    monkeypatch.setattr(residuals, "_TOGETHER", together)
+    problem = make()
+    run(problem, extensions.BatchDiagHessian())
+    with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
+        expected = Oracle(make()).diag_h_batch
+    for parameter, truth in zip(problem.model.parameters(), expected.values(), strict=True):
+        close(parameter.diag_h_batch, truth)

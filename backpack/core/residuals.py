@@ -26,6 +26,9 @@ from backpack.utils.eigen import eigh
 from backpack.utils.paired_columns import PairedColumns, PartOfPairs, signs_of_pairs
 from backpack.utils.precision import wide
 
+_TOGETHER = 2**18
+"""Entries of rows of matrices that are computed together: one by one, those of attention take twice as long as their eigenvectors."""
+
 
 class Born(NamedTuple):
     """Columns of a node's second derivative on one of its inputs.
@@ -190,7 +193,11 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     multiply = vjp(gradient, *values)[1]
     units = torch.eye(size, dtype=grad.dtype, device=grad.device)
     units = units.reshape(size, count, *(n if axis in coupled else 1 for axis, n in enumerate(values[0].shape)))
-    rows = torch.stack([torch.stack(multiply(tuple(part.expand(values[0].shape) for part in unit))) for unit in units])
+
+    def row(unit: Tensor) -> Tensor:
+        return torch.stack(multiply(tuple(part.expand(values[0].shape) for part in unit)))
+
+    rows = vmap(row, chunk_size=max(1, _TOGETHER // values[0].numel()))(units) if parts is not None else torch.stack(list(map(row, units)))
     matrices = rows.movedim([2 + axis for axis in coupled], list(range(2, 2 + len(coupled)))).reshape(size, size, prod(kept)).movedim(2, 0)
 
     if (settled := settle(layout)).of_one:
