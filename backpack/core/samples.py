@@ -221,9 +221,9 @@ def unite(one: Layout, other: Layout) -> Layout | None:
         return one
     if one.axis != other.axis and one._replace(labels=one.labels + other.labels).of_one:
         return Layout(one.axis, (max(one.labels + other.labels, default=-1),) * len(one.labels), one.samples)
-    if (one.axis, one.samples) != (other.axis, other.samples) or any(
-        a != b and -1 not in (a, b) for a, b in zip(one.labels, other.labels, strict=True)
-    ):
+    if (one.axis, one.samples) != (other.axis, other.samples):
+        return None
+    if any(a != b and -1 not in (a, b) for a, b in set(zip(one.labels, other.labels, strict=True))):  # of many rows there are few pairs
         return None
     return Layout(one.axis, tuple(map(max, one.labels, other.labels)), one.samples)
 

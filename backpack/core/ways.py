@@ -35,7 +35,7 @@ _STACKED = frozenset(
     ScaledDotProductCudnnAttention""".split()
 )
 _PARTS = frozenset({"Split", "SplitWithSizes", "UnsafeSplit"})
-_SELECTS = frozenset({"Index", "IndexSelect", "Gather"})
+_SELECTS = frozenset({"Index", "IndexSelect", "Gather", "Slice"})
 _ADDS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce"})
 
 
@@ -241,6 +241,8 @@ def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) 
     if rows is None or layout.samples < 2 or not full or not full.numel():
         return None
     dim, index = rows[0] % len(full), rows[1]
+    if name == "Slice" and (layout.axis != dim or layout.of_one):
+        return None
     if name in _SELECTS and layout.axis != dim < len(full) - 1 and layout.of_one and not settle(layout).plain:
         layout = Layout(dim, (max(layout.labels),) * full[dim], layout.samples)  # of one sample: those that were not selected may be of others
     crossings: list[Crossing | None] = []
@@ -271,6 +273,9 @@ def _rows(node: Node) -> tuple[int, Tensor] | None:
         dims = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if index is not None]
         dim, index = dims[0]
         return (dim, index.nonzero()[:, 0] if index.dtype in (torch.bool, torch.uint8) else index) if len(dims) == 1 and index.dim() == 1 else None
+    if operation(node) == "Slice":
+        dim = saved(node, "dim")
+        return dim, torch.arange(saved(node, "self_sym_sizes")[dim])[saved(node, "start") : saved(node, "end") : saved(node, "step")]
     dim, index = saved(node, "dim"), saved(node, "index")
     if index is None:  # nothing was added but constants
         return None
