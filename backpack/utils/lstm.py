@@ -7,8 +7,6 @@ pre-activations of all steps are two products with matrices, and only the cells 
 
 from __future__ import annotations
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -53,7 +51,7 @@ class LSTMSteps:
         self._slopes = slopes.split((3, 1), 2)
 
     @classmethod
-    def run(cls, gates: Tensor, first_cell: Tensor, weight_hh: Tensor, reverse: bool) -> Self:
+    def run(cls, gates: Tensor, first_cell: Tensor, weight_hh: Tensor, reverse: bool) -> LSTMSteps:
         """Run the recursion of the cells.
 
         Args:
