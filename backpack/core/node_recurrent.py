@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import GRU, LSTM, RNN, RNNBase
+from torch.nn import GRU, LSTM, RNN
 
 from backpack.core.batches import nested_in
 from backpack.core.calls import ModuleCall
@@ -261,19 +261,15 @@ def _layers(walk: Walk) -> dict[Node, Layer]:
     Returns:
         The node of the state after the last step to the layer.
     """
-    calls: dict[ModuleCall, list[Node]] = {}
-    for node, marks in walk.marks.items():
-        for call in {mark.call for mark in marks}:
-            module = call.module
-            if isinstance(module, RNNBase) and type(module).forward in [kind.forward for kind in _STATES] and "forward" not in vars(module):
-                calls.setdefault(call, []).append(node)
     found = {}
-    for call, outputs in calls.items():
-        made = _made_by(call, outputs, walk)
+    for call in walk.calls:
+        names = next((names for kind, names in _STATES.items() if issubclass(call.kind, kind) and call.kind.forward is kind.forward), ())
+        if not names or "forward" in vars(call.module):
+            continue
+        made = _made_by(call, [node for node, marks in walk.marks.items() if any(mark.call is call for mark in marks)], walk)
         products = [node for node in made if operation(node) in ("Addmm", "Mm")]
         before = {upstream for node in products for upstream, _ in node.next_functions}
         stacks = {node.next_functions: node for node in made if operation(node) == "Stack" and saved(node, "dim") == 0}
-        names = next(names for kind, names in _STATES.items() if isinstance(call.module, kind))
         for node in made - before:
             steps = _steps(node) if operation(node) in names else []
             states = tuple(step.state for step in steps)
@@ -309,7 +305,7 @@ def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Compo
 
     like = torch.empty(len(steps), *shape_of((products, 0)), dtype=tensor_at((node, 0)).dtype, device="meta")
     weight = partial(_weight, steps)
-    call = NodeCall(node, LINEAR, like, input0=lambda: torch.stack([step.previous() for step in steps]), weight=weight)
+    call = NodeCall(products, LINEAR, like, input0=lambda: torch.stack([step.previous() for step in steps]), weight=weight)
     unit = unit_of(products, call, steps[0].factors, stacked, walk, turned=True)
     ways = [] if unit is None or unit.split else [_ways(step) for step in steps]
     if not ways or any([way[-1:] for way in some] != [way[-1:] for way in ways[0]] for some in ways):
