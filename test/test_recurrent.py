@@ -14,7 +14,7 @@ from test_extensions import QUANTITIES, close, collect, run
 from test_lstm import NAMES
 from torch import Tensor, nn
 from torch.nn import GRU, LSTM, RNN, Linear, Module
-from torch.nn.utils.rnn import pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 from backpack import backpack, extend, extensions
@@ -131,9 +131,55 @@ def in_a_checkpoint(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     return net.b(checkpoint(lambda h: net.own(h)[0].mean(1), net.a(x), use_reentrant=False))
 
 
+def packing(x: Tensor, lengths: tuple[int, ...] = (2, 3, 1)) -> PackedSequence:
+    """Pack sequences, of which the longest is as long as can be, in another order than the samples."""
+    chosen = torch.tensor(lengths[: len(x)])
+    return pack_padded_sequence(x, (chosen + x.shape[1] - chosen.max()).clamp(min=1), batch_first=True, enforce_sorted=False)
+
+
 def packed(net: Net, x: Tensor) -> Tensor:  # noqa: D103
-    lengths = torch.arange(x.shape[1], x.shape[1] - len(x), -1).clamp(min=1)
-    return net.b(net.own(pack_padded_sequence(net.a(x), lengths, batch_first=True))[1][-1])
+    return net.b(passed(net, packing(net.a(x)))[1][-1])
+
+
+def packed_outputs(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    out, lengths = pad_packed_sequence(passed(net, packing(net.a(x)))[0], batch_first=True)
+    return net.b(out.sum(1) / lengths[:, None])
+
+
+def packed_data(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    out, hidden = passed(net, packing(x, (3, 3, 2)))
+    return net.b(out.data[: len(x)][out.unsorted_indices] * hidden.transpose(0, 1).flatten(1))
+
+
+def packed_all_of_it(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    out, hidden = passed(net, packing(net.a(x), (3, 1, 1)))
+    out = pad_packed_sequence(out, batch_first=True)[0]
+    return net.b(out.sum(1) * hidden[-2:].transpose(0, 1).flatten(1).sin() + hidden[0].sum(1, keepdim=True))
+
+
+def packed_alike(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    out, hidden = passed(net, packing(net.a(x), (3, 3, 3)))
+    return net.b(pad_packed_sequence(out, batch_first=True)[0].sum(1) + hidden[-1].sin())
+
+
+def packed_with_states(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    h = net.a(x)
+    first = h.mean(1).repeat(1 + net.own.bidirectional, 1, 1)
+    return net.b(passed(net, packing(h), (first, first.sin()) if isinstance(net.own, LSTM) else first)[1].sum(0))
+
+
+def packed_with_cell(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    return net.b(net.own(packing(net.a(x)))[1][1][0])
+
+
+def packed_twice(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    out, states = net.own(packing(net.a(x)))
+    return net.b(passed(net, out, states)[1][0] if isinstance(states, Tensor) else passed(net, out)[1][0])
+
+
+def packed_rows(net: Net, x: Tensor) -> Tensor:
+    """Every sample has two sequences."""
+    return net.b(passed(net, packing(net.a(x).repeat_interleave(2, 0), (2, 3, 1, 1, 3, 2)))[1][0].reshape(len(x), 2, -1).sum(1))
 
 
 def some_states(net: Net, x: Tensor) -> Tensor:  # noqa: D103
@@ -285,7 +331,32 @@ NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "by hand": (by_hand, rnn(3), 0),
     "cells": (cells, rnn(3), 0),
     "in a checkpoint": (in_a_checkpoint, gru(), 0),
-    "packed": (packed, gru(), 0),
+    "RNN, packed": (packed, rnn(), 1),
+    "ReLU, packed": (packed, relu(), 1),
+    "GRU, packed": (packed, gru(), 1),
+    "LSTM, packed": (packed, lstm(), 1),
+    "GRU of two layers, both directions, packed": (packed, gru(num_layers=2, bidirectional=True), 4),
+    "RNN, packed, outputs": (packed_outputs, rnn(), 1),
+    "GRU without biases, packed, outputs": (packed_outputs, gru(bias=False), 1),
+    "LSTM of two layers, packed, outputs": (packed_outputs, lstm(num_layers=2), 2),
+    "RNN, both directions, packed, outputs": (packed_outputs, rnn(bidirectional=True), 2),
+    "RNN, packed data": (packed_data, rnn(3), 1),
+    "GRU, both directions, packed data": (packed_data, gru(3, bidirectional=True), 2),
+    "LSTM, packed data, terms of inputs frozen": (packed_data, lstm(3, change=frozen("weight_ih_l0", "bias_ih_l0")), 1),
+    "RNN, both directions, packed, outputs and last states": (packed_all_of_it, rnn(bidirectional=True), 2),
+    "GRU of two layers, both directions, packed, outputs and last states": (packed_all_of_it, gru(num_layers=2, bidirectional=True), 4),
+    "LSTM, both directions, packed, outputs and last states": (packed_all_of_it, lstm(bidirectional=True), 2),
+    "GRU, packed, as long as each other": (packed_alike, gru(), 1),
+    "LSTM, packed, as long as each other": (packed_alike, lstm(), 1),
+    "RNN, packed, given state": (packed_with_states, rnn(), 1),
+    "LSTM, packed, given state and cell": (packed_with_states, lstm(), 1),
+    "GRU, both directions, packed, given state": (packed_with_states, gru(bidirectional=True), 1),
+    "GRU called twice, packed": (packed_twice, gru(), 2),
+    "LSTM called twice, packed": (packed_twice, lstm(), 2),
+    "GRU, two packed rows a sample": (packed_rows, gru(), 1),
+    "RNN, packed, tied biases": (packed, rnn(change=tied), 1),
+    "LSTM, packed, last cell": (packed_with_cell, lstm(), 0),
+    "GRU, packed, weight frozen": (packed, gru(change=frozen("weight_hh_l0")), 0),
     "some states": (some_states, rnn(3), 0),
     "another weight": (another_weight, rnn(3), 0),
     "inputs in another order": (inputs_in_another_order, rnn(3), 0),
@@ -294,6 +365,7 @@ NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "used elsewhere": (used_elsewhere, rnn(3), 0),
     "other factors": (twice_the_sum, rnn(3), 0),
 }
+BUT_FOR_A_BEGINNING = ["GRU, both directions, packed, given state"]  # where sequences begin at different steps, from states that need a gradient
 WITHOUT_FACTORS = {"other factors": "own.weight_hh_l0", "the same term for all": "terms"}
 MORE: dict[Forward, dict[str, Callable[[], Module]]] = {
     learned_state: {"hidden": parameter(1, 1, 2)},
@@ -333,10 +405,10 @@ def planned(problem: Problem, connected: bool = False) -> Plan:
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("N", [1, 3])
 def test_layers_are_read(name: str, N: int) -> None:
-    plan = planned(build(name, N))
-    assert len(plan.composites) == NETS[name][2]
+    plan, layers = planned(build(name, N)), NETS[name][2] + (N == 1 and name in BUT_FOR_A_BEGINNING)
+    assert len(plan.composites) == layers
     steps = {"Tanh", "Relu", "Sub", "UnsafeSplit", "Sigmoid"}
-    assert NETS[name][2] == 0 or name == "LSTM called twice" or steps.isdisjoint(map(operation, plan.gaps))
+    assert layers == 0 or name in ("LSTM called twice", *BUT_FOR_A_BEGINNING) or steps.isdisjoint(map(operation, plan.gaps))
     assert not planned(build(name, N), connected=True).composites
 
 
@@ -355,7 +427,11 @@ def test_against_oracle(extension: str, name: str, N: int) -> None:
 
 @pytest.mark.parametrize("T", [1, 2, 7])
 @pytest.mark.parametrize(
-    "name", ["RNN", "GRU", "GRU, last state", "GRU, both directions", "RNN of two layers", "RNN, outputs and last state", "LSTM"]
+    "name",
+    [
+        *("RNN", "GRU", "GRU, last state", "GRU, both directions", "RNN of two layers", "RNN, outputs and last state", "LSTM"),
+        *("GRU, packed", "RNN, both directions, packed, outputs", "LSTM, both directions, packed, outputs and last states"),
+    ],
 )
 def test_sequences_of_one_step_and_of_many(name: str, T: int) -> None:
     for extension in ("BatchL2Grad", "SumGradSquared", "DiagGGNExact", "KFLR"):
@@ -366,7 +442,11 @@ def test_sequences_of_one_step_and_of_many(name: str, T: int) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["RNN", "GRU", "GRU, given state", "GRU, two rows a sample", "LSTM", "RNN, both directions", "GRU, both directions, outputs and last states"],
+    [
+        *("RNN", "GRU", "GRU, given state", "GRU, two rows a sample", "LSTM", "RNN, both directions"),
+        *("GRU, both directions, outputs and last states", "RNN, packed", "LSTM of two layers, packed, outputs"),
+        "GRU of two layers, both directions, packed, outputs and last states",
+    ],
 )
 def test_layers_and_steps_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All quantities in one pass, at once and in blocks, also those that draw, are those that steps give."""

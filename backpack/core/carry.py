@@ -216,10 +216,11 @@ class Carry:
             notes: dict[Hashable, Any] = {}  # the columns are the same for all parts
             for unit in composite.parts:
                 turn = unit.arrangement
-                columns = {source: turn.front(inner[place], 1) for source, place in value.items()}
+                columns = {source: inner[place] if turn is None else turn.front(inner[place], 1) for source, place in value.items()}
                 # the rule of a product does not read the gradient, which is carried for those only that ask for it
                 grad = columns[0][0] if flow.is_gradient else inner.new_full((), nan).expand(next(iter(columns.values())).shape[1:])
-                self._at_use(flow, unit, Use(BatchFirst(unit.call, turn), unit.parameters, columns, grad, unit.layout, notes))
+                call = unit.call if turn is None else BatchFirst(unit.call, turn)
+                self._at_use(flow, unit, Use(call, unit.parameters, columns, grad, unit.layout, notes))
             for (edge, layout), send in zip(composite.below, below, strict=True):
                 if self._wants(flow, edge):
                     self.deposit(flow, edge, {source: send(place) for source, place in value.items()}, layout)

@@ -29,6 +29,7 @@ from backpack.core.samples import Layout, arrangement, settle
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
+from backpack.core.ways import State
 from backpack.utils.lstm import LSTMSteps, previous
 
 _TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
@@ -141,7 +142,8 @@ class Composite(NamedTuple):
         return *self.pull(outputs), places
 
 
-Reader = Callable[[Node, dict[int, Layout], "Walk"], "Unit | Composite | None"]
+States = Mapping[Node, Mapping[int, State]]
+Reader = Callable[[Node, States, "Walk"], "Unit | Composite | None"]
 _READERS: dict[str, Reader] = {}
 
 
@@ -162,12 +164,12 @@ def reads(*operations: str) -> Callable[[Reader], Reader]:
     return decorator
 
 
-def read(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | Composite | None:
+def read(node: Node, states: States, walk: Walk) -> Unit | Composite | None:
     """Read a node like the call of a module, or of several.
 
     Args:
         node: The node.
-        states: Where the samples lie in its outputs.
+        states: Where the samples lie in its outputs, and in those of other nodes, as far as it is known.
         walk: The graph.
 
     Returns:
@@ -264,7 +266,7 @@ def _stays(node: Node) -> bool:
     return operation(node) == "Transpose" and (saved(node, "dim0") - saved(node, "dim1")) % 2 == 0
 
 
-def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias: bool = False) -> Unit | None:
+def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = False) -> Unit | None:
     """Read ``x @ W``, perhaps with a bias and for a stack of matrices, as a layer with input ``x [*, N, K]`` and weight ``W``.
 
     Args:
@@ -277,7 +279,7 @@ def _product(node: Node, states: dict[int, Layout], walk: Walk, first: str, bias
     Returns:
         The layer; ``None`` if the samples do not lie along the rows, or are in the weight, or if the left factor is sparse.
     """
-    layout, shape = states[0], shape_of((node, 0))
+    layout, shape = states[node][0], shape_of((node, 0))
     if layout.axis != len(shape) - 2 or (bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
         return None
     if bias and node.next_functions[0][0] is not None and shape_of(node.next_functions[0]) != shape[-1:]:
@@ -304,7 +306,7 @@ reads("Addmm")(partial(_product, first="mat1", bias=True))
 
 
 @reads("MkldnnRnnLayer")
-def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite | None:
+def _lstm_layer(node: Node, states: States, walk: Walk) -> Composite | None:
     """Read a layer of an LSTM in one direction: two Linear layers, of inputs and of previous states, whose sum passes the gates.
 
     Args:
@@ -317,8 +319,8 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
     """
     steps, rows, size = shape_of((node, 0))
     # of a single sample any axis may have been taken for that of samples
-    found = {(0,) * rows if s.samples == 1 else settle(s).labels if s.axis == int(nr == 0) else None for nr, s in states.items()}
-    labels, samples = found.pop(), next(iter(states.values())).samples
+    found = {(0,) * rows if s.samples == 1 else settle(s).labels if s.axis == int(nr == 0) else None for nr, s in states[node].items()}
+    labels, samples = found.pop(), next(iter(states[node].values())).samples
     if labels is None or found or saved(node, "mode") != _LSTM or saved(node, "batch_sizes") or tensor_at((node, 0)).dtype != torch.float32:
         return None
     layout, reverse = Layout(1, labels, samples), saved(node, "reverse")
@@ -332,7 +334,8 @@ def _lstm_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite 
         bias = sum(saved(node, name) for name in biases) if saved(node, "has_biases") else None
         gates = F.linear(inputs(0), saved(node, "weight0"), bias)
         gates.flatten(0, 1).addmm_(inputs(1).flatten(0, 1), saved(node, "weight1").t())
-        inner, *first = LSTMSteps.run(gates, saved(node, "cx_"), saved(node, "weight1"), reverse).pull_back(*columns)
+        outputs, *last = columns
+        inner, _, *first = LSTMSteps.run(gates, saved(node, "cx_"), reverse).pull_back(saved(node, "weight1"), last, outputs.unbind(1))
 
         def send(number: int, part: slice) -> Tensor:
             if number:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,11 @@ from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives, standardized
 from backpack.core.graph import saved, shape_of, tensor_at
-from backpack.core.node_calls import NodeCall, layer, reads
+from backpack.core.node_calls import NodeCall, States, layer, reads
 from backpack.core.samples import Layout
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
+from backpack.core.ways import State
 from backpack.utils.subsampling import subsample
 
 
@@ -63,7 +64,7 @@ def _saved_or_shape(node: Node, name: str, number: int) -> Callable[[], Tensor |
     return read
 
 
-def _single(states: dict[int, Layout]) -> Layout | None:
+def _single(states: Mapping[int, State]) -> Layout | None:
     return states[0] if set(states) == {0} else None
 
 
@@ -91,8 +92,8 @@ def _layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int
 
 
 @reads("Convolution")
-def _convolution(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
-    layout, axes, transposed = _single(states), len(shape_of((node, 0))) - 2, saved(node, "transposed")
+def _convolution(node: Node, states: States, walk: Walk) -> Unit | None:
+    layout, axes, transposed = _single(states[node]), len(shape_of((node, 0))) - 2, saved(node, "transposed")
     if layout is None or layout.axis != 0 or axes > 3:
         return None
     weight, groups, edge = _saved_or_shape(node, "weight", 1), saved(node, "groups"), node.next_functions[1]
@@ -115,8 +116,8 @@ def _convolution(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | No
 
 
 @reads("NativeLayerNorm")
-def _layer_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
-    layout, normalized = _single(states), torch.Size(saved(node, "normalized_shape"))
+def _layer_norm(node: Node, states: States, walk: Walk) -> Unit | None:
+    layout, normalized = _single(states[node]), torch.Size(saved(node, "normalized_shape"))
     if layout is None or layout.axis >= len(shape_of((node, 0))) - len(normalized):
         return None
     call = NodeCall(
@@ -159,20 +160,20 @@ def _norm_of_channels(node: Node, rule: BaseParameterDerivatives, layout: Layout
 
 
 @reads("NativeGroupNorm")
-def _group_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
-    return _norm_of_channels(node, _GROUP_NORM, _single(states), walk, num_groups="group", eps="eps")
+def _group_norm(node: Node, states: States, walk: Walk) -> Unit | None:
+    return _norm_of_channels(node, _GROUP_NORM, _single(states[node]), walk, num_groups="group", eps="eps")
 
 
 @reads("NativeBatchNorm")
-def _batch_norm(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
+def _batch_norm(node: Node, states: States, walk: Walk) -> Unit | None:
     if saved(node, "training") or saved(node, "running_mean") is None:
         return None
-    return _norm_of_channels(node, _BATCH_NORM, _single(states), walk, running_mean="running_mean", running_var="running_var", eps="eps")
+    return _norm_of_channels(node, _BATCH_NORM, _single(states[node]), walk, running_mean="running_mean", running_var="running_var", eps="eps")
 
 
 @reads("Embedding")
-def _embedding(node: Node, states: dict[int, Layout], walk: Walk) -> Unit | None:
-    layout = _single(states)
+def _embedding(node: Node, states: States, walk: Walk) -> Unit | None:
+    layout = _single(states[node])
     if layout is None or layout.axis >= len(shape_of((node, 0))) - 1 or saved(node, "scale_grad_by_freq"):
         return None
     padding = saved(node, "padding_idx")

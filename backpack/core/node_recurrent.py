@@ -1,7 +1,7 @@
 """Layers of RNNs, GRUs and LSTMs, whose steps are several nodes of the graph each: they are read like a single one, with one product for all steps.
 
-A step is recognized by its nodes; a layer by its steps, each of which starts from the state of another one, while nothing else is made of what lies
-between them, and nobody has seen it. Whatever looks different is followed node by node.
+A layer is recognized by its steps, each of which starts from the state of another one, while nothing else is made of what lies between them, and
+nobody has seen it. Whatever looks different is followed node by node.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -20,87 +21,15 @@ from backpack.core.batches import nested_in
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.node_calls import LINEAR, Composite, NodeCall, Waiting, reads, unit_of, way_to_leaf
+from backpack.core.node_calls import LINEAR, Composite, NodeCall, States, Waiting, reads, unit_of, way_to_leaf
+from backpack.core.recurrent_steps import Step, behind, is_slice, steps_to
 from backpack.core.samples import Layout, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.lstm import LSTMSteps
 from backpack.utils.recurrent import ElmanSteps, GRUSteps
 
-# name, operation, number of the output, and what it is made of: other nodes, or edges, by name; what ends in "?" may need no gradient
-_ELMAN = ("state", "Tanh Relu", 0, ("sum", "Add", 0, "product", "given?"))
-_PRODUCTS, _TERMS = ([(name, "UnsafeSplit", gate, edge) for gate in range(3)] for name, edge in (("products", "product"), ("terms?", "given?")))
-_RESET, _UPDATE = ((name, "Sigmoid", 0, (f"{name} sum", "Add", 0, _PRODUCTS[gate], _TERMS[gate])) for gate, name in enumerate(("reset", "update")))
-_NEW = ("new", "Tanh", 0, ("new sum", "Add", 0, _TERMS[2], ("reset product", "Mul", 0, _PRODUCTS[2], _RESET)))
-_GRU = ("state", "Add", 0, ("change", "Mul", 0, ("difference", "Sub", 0, "before?", _NEW), _UPDATE), _NEW)
-_PARTS = [("parts", "UnsafeSplit", gate, ("sum", "Add", 0, "product", "given?")) for gate in range(4)]
-_IN, _FORGET, _CELL, _OUT = ((name, "Tanh" if name == "new" else "Sigmoid", 0, _PARTS[i]) for i, name in enumerate(("in", "forget", "new", "out")))
-_KEPT_AND_ADDED = ("cell", "Add", 0, ("kept", "Mul", 0, _FORGET, "cell before?"), ("added", "Mul", 0, _IN, _CELL))
-_LSTM = ("state", "Mul", 0, _OUT, ("squashed", "Tanh", 0, _KEPT_AND_ADDED))
-_PATTERNS = {"Tanh": (1, _ELMAN), "Relu": (1, _ELMAN), "Add": (3, _GRU), "Mul": (4, _LSTM)}  # operation of a state to number of gates, and what it is
 _STATES = {RNN: ("Tanh", "Relu"), GRU: ("Add",), LSTM: ("Mul",)}
-
-
-class Step(NamedTuple):
-    """A step of a layer.
-
-    Attributes:
-        nodes: Its nodes, by name.
-        edges: Edges from it to others: to the product with the state before, to the term of the input and the cell before, if they need a gradient.
-    """
-
-    nodes: dict[str, Node]
-    edges: dict[str, Edge]
-
-    @property
-    def state(self) -> Edge:
-        """Edge to the state after the step."""
-        return self.nodes["state"], 0
-
-    @property
-    def cell(self) -> Edge:
-        """Edge to the cell after the step, to nobody if there is none."""
-        return self.nodes.get("cell"), 0
-
-    @property
-    def cell_before(self) -> Edge:
-        """Edge to the cell before the step, likewise."""
-        return self.edges.get("cell before?", (None, 0))
-
-    @property
-    def before(self) -> Edge:
-        """Edge to the state before the step."""
-        return self.nodes["product"].next_functions[int(self.has_bias)]
-
-    @property
-    def has_bias(self) -> bool:
-        """Whether something is added to the product."""
-        return operation(self.nodes["product"]) == "Addmm"
-
-    @property
-    def factors(self) -> dict[str, int]:
-        """Weight and bias of the product, and which of its next edges is theirs."""
-        return {"weight": 2, "bias": 0} if self.has_bias else {"weight": 1}
-
-    def saved(self, node: str, name: str = "result") -> Tensor:
-        """Read what a node has saved.
-
-        Args:
-            node: Name of the node.
-            name: Name of the tensor.
-
-        Returns:
-            The tensor.
-        """
-        return saved(self.nodes[node], name)
-
-    def previous(self) -> Tensor:
-        """Read the state before the step.
-
-        Returns:
-            ``[R, H]``.
-        """
-        return self.saved("product", "mat1" if self.has_bias else "self")
 
 
 class Layer(NamedTuple):
@@ -109,123 +38,134 @@ class Layer(NamedTuple):
     Attributes:
         steps: Its steps, in the order in which they were computed.
         inside: Their nodes.
-        stack: The node that stacks the states after all steps, if one does.
+        states: The node that joins the states after all steps, if one does: ``[T, R, H]``.
         reverse: Whether the last step comes first there.
+        packed: Whether sequences end at different steps, or might: then it joins ``[S, H]``, the rows of one step after those of the other.
+        ends: Then, the node that joins the states after the last step of each sequence ``[N, H]``, if some end early, and one does.
     """
 
     steps: list[Step]
     inside: set[Node]
-    stack: Node | None
+    states: Node | None
     reverse: bool
+    packed: bool
+    ends: Node | None
+
+    @property
+    def last(self) -> Node:
+        """The node of the state after the last step ``[R, H]``."""
+        return self.steps[-1].nodes["state"]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each step."""
+        return [shape_of(step.state)[0] for step in self.steps]
+
+    def join(self, read: Callable[[Step], Tensor]) -> Tensor:
+        """Join tensors of all steps.
+
+        Args:
+            read: What to take of a step ``[R, ...]``.
+
+        Returns:
+            ``[T, R, ...]``, or ``[S, ...]`` if sequences are packed.
+        """
+        return (torch.cat if self.packed else torch.stack)(list(map(read, self.steps)))
+
+    def turn(self, columns: Tensor, turned: bool) -> Tensor:
+        """Put the last step first, or back in its place.
+
+        Args:
+            columns: ``[V, T, R, ...]`` or ``[V, S, ...]``.
+            turned: Whether the last step comes first there.
+
+        Returns:
+            Likewise, the other way round.
+        """
+        return torch.cat(columns.split(self.sizes[:: -1 if turned else 1], 1)[::-1], 1) if self.packed else columns.flip(1)
+
+    def layout(self, rows: Layout, turned: bool = False) -> Layout:
+        """Say where the samples lie in tensors of all steps.
+
+        Args:
+            rows: Where they lie in those of one step, in which all sequences have begun, and none has ended.
+            turned: Whether the last step comes first.
+
+        Returns:
+            The layout.
+        """
+        parts = [rows.labels[:size] for size in (self.sizes[::-1] if turned else self.sizes)] if self.packed else [rows.labels]
+        return Layout(int(not self.packed), sum(parts, ()), rows.samples)
+
+    def rows(self, states: States) -> Layout | None:
+        """Find out where the samples lie in tensors of one step.
+
+        Args:
+            states: Where they lie in the outputs of nodes.
+
+        Returns:
+            The layout; ``None`` if they lie elsewhere.
+        """
+        own, sizes = states[self.last][0], self.sizes
+        if own.samples == 1:  # it may be any axis
+            return Layout(0, (0,) * max(sizes), 1)
+        parts = [(own, sizes[-1:])]
+        if self.packed:  # of what waits at them, too
+            joined = [(self.states, sizes[::-1] if self.reverse else sizes), (self.ends, [max(sizes)])]
+            parts += [(states.get(node, {}).get(0), cuts) for node, cuts in joined if node is not None]
+        labels = [-1] * max(sizes)
+        for layout, cuts in parts:
+            if not isinstance(layout, Layout) or layout.axis != 0:
+                return None
+            for start, stop in pairwise(accumulate(cuts, initial=0)):
+                labels[: stop - start] = map(max, labels, layout.labels[start:stop])
+        return settle(Layout(0, tuple(labels), own.samples))
 
 
-def _matches(edge: Edge, pattern: tuple | str, step: Step) -> bool:
-    """Compare a part of the graph with a pattern.
-
-    Args:
-        edge: Edge to the part.
-        pattern: The pattern.
-        step: Takes the nodes and edges that are found.
-
-    Returns:
-        Whether they agree.
-    """
-    if isinstance(pattern, str):
-        return (edge[0] is not None or pattern.endswith("?")) and step.edges.setdefault(pattern, edge) == edge
-    (name, names, number, *parts), (node, nr) = pattern, edge
-    if node is None:  # what is made of it needs no gradient either
-        return name.endswith("?") and name not in step.nodes and all(_matches(edge, part, step) for part in parts)
-    if nr != number or operation(node) not in names.split() or step.nodes.setdefault(name, node) is not node:
-        return False
-    if (names in ("Add", "Sub") and saved(node, "alpha") != 1) or (names == "UnsafeSplit" and not _is_even(node)):
-        return False
-    return len(parts) == len(node.next_functions) and all(map(partial(_matches, step=step), node.next_functions, parts))
-
-
-def _is_even(node: Node) -> bool:
-    return saved(node, "dim") in (1, -1) and len({shape_of((node, nr)) for nr in range(outputs_of(node))}) == 1
-
-
-def _step(edge: Edge) -> Step | None:
-    """Read a step.
-
-    Args:
-        edge: Edge to the state after it.
-
-    Returns:
-        The step; ``None`` if it is something else.
-    """
-    step = Step({}, {})
-    gates, pattern = _PATTERNS.get(operation(edge[0]) if edge[0] is not None else "", (0, None))
-    if not gates or not _matches(edge, pattern, step):
-        return None
-    node, number = step.edges["product"]
-    step.nodes["product"] = node
-    if shape_of((node, number))[-1:] != (gates * shape_of(edge)[-1],):
-        return None
-    if number or operation(node) not in ("Addmm", "Mm") or (step.has_bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
-        return None
-    return step if step.edges.get("before?", step.before) == step.before else None
-
-
-def _steps(node: Node) -> list[Step]:
-    """Read the steps that lead to a state.
-
-    Args:
-        node: The node of the state.
-
-    Returns:
-        The steps in the order in which they were computed; none if their cells belong to others.
-    """
-    found, edge = [], (node, 0)
-    while (step := _step(edge)) is not None:
-        if found and found[0].cell_before != step.cell:
-            return []
-        found.insert(0, step)
-        edge = step.before
-    return found
-
-
-def _given(steps: list[Step]) -> tuple[Edge, bool] | None:
+def _given(layer: Layer) -> tuple[Edge, bool] | None:
     """Find out where the terms of the inputs come from.
 
     Args:
-        steps: The steps, in the order in which they were computed.
+        layer: The layer.
 
     Returns:
-        Edge to the terms of all steps ``[T, R, G H]``, to nobody if they need no gradient; whether the last step comes first there. ``None`` if they
-            are not stacked.
+        Edge to the terms of all steps, joined, to nobody if they need no gradient; whether the last step comes first there. ``None`` if they are not
+            joined.
     """
-    edges = [step.edges["given?"] for step in steps]
+    edges, sizes = [step.edges["given?"] for step in layer.steps], layer.sizes
     node = edges[0][0]
     if node is None:
         return ((None, 0), False) if all(other is None for other, _ in edges) else None
-    if operation(node) != "Unbind" or saved(node, "dim") != 0 or outputs_of(node) != len(steps):
+    source, order = node.next_functions[0], list(range(len(edges)))
+    if operation(node) == "Unbind" and saved(node, "dim") == 0 and outputs_of(node) == len(edges):
+        numbers = [nr for other, nr in edges if other is node]
+        return (source, numbers != order) if numbers in (order, order[::-1]) else None
+    if None in (upstream for upstream, _ in edges) or any(upstream.next_functions != (source,) for upstream, _ in edges):
         return None
-    numbers = [nr for other, nr in edges if other is node]
-    order = list(range(len(steps)))
-    return (node.next_functions[0], numbers != order) if numbers in (order, order[::-1]) else None
+    for turned in (False, True):
+        starts = accumulate(sizes[::-1] if turned else sizes, initial=0)
+        if all(is_slice(upstream, start) for (upstream, _), start in zip(edges[::-1] if turned else edges, starts, strict=False)):
+            return (source, turned) if shape_of(source)[0] == sum(sizes) else None
+    return None
 
 
-def _is_closed(stack: Node | None, steps: list[Step], inside: set[Node], walk: Walk) -> bool:
+def _is_closed(layer: Layer, walk: Walk) -> bool:
     """Say whether nothing else is made of what lies inside, and all that is read was saved, in the precision of the result.
 
     Args:
-        stack: The node that stacks the states, if one does.
-        steps: The steps, of which the last one may be used in any way.
-        inside: Their nodes.
+        layer: The layer, of whose last state anything may be made.
         walk: The graph.
 
     Returns:
         Whether it is so.
     """
-    users, last = inside if stack is None else {stack, *inside}, steps[-1].nodes["state"]
-    edges = Counter(upstream for user in users for upstream, _ in user.next_functions)
+    steps, inside = layer.steps, layer.inside
+    edges = Counter(upstream for user in {layer.states, layer.ends, *inside} - {None} for upstream, _ in user.next_functions)
     types = {tensor_at(edge).dtype for edge in ((steps[0].nodes["product"], 0), steps[0].state, steps[-1].state)}
     weights = [step.nodes["product"].next_functions[step.factors["weight"]][0] for step in steps]
     if not types <= {torch.float32, torch.float64} or len(types) > 1 or None in weights or any(map(checkpointed, inside)):
         return False
-    return all(walk.consumers[inner] == edges[inner] for inner in inside if inner is not last)
+    return all(walk.consumers[inner] == edges[inner] for inner in inside if inner is not layer.last)
 
 
 def _made_by(call: ModuleCall, outputs: list[Node], walk: Walk) -> set[Node]:
@@ -268,24 +208,51 @@ def _layers(walk: Walk) -> dict[Node, Layer]:
             continue
         made = _made_by(call, [node for node, marks in walk.marks.items() if any(mark.call is call for mark in marks)], walk)
         products = [node for node in made if operation(node) in ("Addmm", "Mm")]
-        before = {upstream for node in products for upstream, _ in node.next_functions}
-        stacks = {node.next_functions: node for node in made if operation(node) == "Stack" and saved(node, "dim") == 0}
+        before = {behind(edge)[0] for node in products for edge in node.next_functions}
+        joins = {node.next_functions: node for node in made if operation(node) in ("Stack", "Cat") and saved(node, "dim") == 0}
         for node in made - before:
-            steps = _steps(node) if operation(node) in names else []
-            states = tuple(step.state for step in steps)
-            reverse = states[::-1] in stacks
-            inside = {inner for step in steps for inner in (*step.nodes.values(), step.edges["given?"][0])} - {None}
-            if len(steps) > 1 and inside <= made:
-                found[node] = Layer(steps, inside, stacks.get(states[::-1] if reverse else states), reverse)
+            steps = steps_to(node) if operation(node) in names else []
+            if len(steps) > 1 and (layer := _layer(steps, joins)).inside <= made:
+                found[node] = layer
     return found
 
 
+def _layer(steps: list[Step], joins: dict[tuple[Edge, ...], Node]) -> Layer:
+    """Make a layer of steps.
+
+    Args:
+        steps: The steps.
+        joins: Edges to nodes that join what lies there.
+
+    Returns:
+        The layer.
+    """
+    states, sizes = tuple(step.state for step in steps), [shape_of(step.state)[0] for step in steps]
+    reverse = states[::-1] in joins
+    joined, parts = joins.get(states[::-1] if reverse else states), [edge[0] for step in steps for edge in step.edges.values()]
+    packed = len({*sizes}) > 1 or any(node is not None and operation(node) in ("Slice", "Cat") for node in (joined, *parts))
+    ended = [(state, after) for state, (size, after) in zip(states, pairwise(sizes), strict=False) if size > after][::-1]
+    ends = next((join for edges, join in joins.items() if packed and ended and _are_ends(edges, states[-1], ended)), None)
+    inside = {inner for step in steps for inner in step.nodes.values()} | {step.edges["given?"][0] for step in steps}
+    between = [edge[0] for step in steps[1:] for edge in (step.before, step.cell_before)] if packed else []
+    return Layer(steps, {*inside, *between, *(edge[0] for edge in (ends.next_functions if ends else ()))} - {None}, joined, reverse, packed, ends)
+
+
+def _are_ends(edges: tuple[Edge, ...], last: Edge, ended: list[tuple[Edge, int]]) -> bool:
+    # whether they lead to the last state, and to the rows of the others of which there are more than in the next one, last ones first
+    (first, *others), (states, starts) = edges, zip(*ended, strict=True)
+    if first != last or len(others) != len(ended):
+        return False
+    return all(is_slice(node, start) and node.next_functions == (state,) for (node, _), state, start in zip(others, states, starts, strict=True))
+
+
 @reads("Tanh", "Relu", "Add", "Mul")
-def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Composite | None:
+def _recurrent_layer(node: Node, states: States, walk: Walk) -> Composite | None:
     """Read a layer of an RNN, a GRU or an LSTM in one direction.
 
     Args:
-        node: The node of the state after the last step, ``[R, H]``; states after all steps may be used, too, where they are stacked, ``[T, R, H]``.
+        node: The node of the state after the last step, ``[R, H]``; states after all steps, and the last ones of sequences that end before, may be
+            used, too, where they are joined.
         states: Where the samples lie.
         walk: The graph.
 
@@ -296,35 +263,38 @@ def _recurrent_layer(node: Node, states: dict[int, Layout], walk: Walk) -> Compo
         walk.recurrent = {} if walk.connected else _layers(walk)
     if node not in walk.recurrent:
         return None
-    steps, inside, stack, reverse = walk.recurrent[node]
-    rows = shape_of((node, 0))[0]
-    layout = Layout(0, (0,) * rows, 1) if states[0].samples == 1 else settle(states[0])  # of a single sample it may be any axis
-    if (found := _given(steps)) is None or layout.axis != 0 or not _is_closed(stack, steps, inside, walk):
+    layer = walk.recurrent[node]
+    steps, sizes, found, layout = layer.steps, layer.sizes, _given(layer), layer.rows(states)
+    if found is None or layout is None or not _is_closed(layer, walk):
         return None
-    (given, turned), products, stacked = found, steps[0].nodes["product"], layout._replace(axis=1)
+    (given, turned), products, joined, size = found, steps[0].nodes["product"], layer.layout(layout), sizes[-1]
 
-    like = torch.empty(len(steps), *shape_of((products, 0)), dtype=tensor_at((node, 0)).dtype, device="meta")
-    weight = partial(_weight, steps)
-    call = NodeCall(products, LINEAR, like, input0=lambda: torch.stack([step.previous() for step in steps]), weight=weight)
-    unit = unit_of(products, call, steps[0].factors, stacked, walk, turned=True)
+    rows = (sum(sizes),) if layer.packed else (len(steps), size)
+    like = torch.empty(*rows, shape_of((products, 0))[-1], dtype=tensor_at((node, 0)).dtype, device="meta")
+    call = NodeCall(products, LINEAR, like, input0=partial(layer.join, Step.previous), weight=partial(_weight, steps))
+    unit = unit_of(products, call, steps[0].factors, joined, walk, turned=True)
     ways = [] if unit is None or unit.split else [_ways(step) for step in steps]
     if not ways or any([way[-1:] for way in some] != [way[-1:] for way in ways[0]] for some in ways):
         return None
-    unit.inside |= inside.union(*(way for some in ways for way in some))
+    unit.inside |= layer.inside.union(*(way for some in ways for way in some))
 
     @torch.no_grad()  # what it computes is overwritten
     def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
-        if stack is not None and reverse:
-            columns[-1] = columns[-1].flip(1)
-        inner, outer, *firsts = _pull_back(steps, weight(), *columns)
-        values = [outer.flip(1) if turned else outer, *firsts]
+        inner, outer, *firsts = _pull_back(layer, *columns)
+        values = [layer.turn(outer, False) if turned else outer, *firsts]
         return inner, [lambda part, value=value: value[part] for value, (edge, _) in zip(values, ends, strict=True) if walk.reach.get(edge[0])]
 
-    ends = [(given, stacked), (steps[0].before, layout), (steps[0].cell_before, layout)][: 2 if steps[0].cell[0] is None else 3]
+    first = layout._replace(labels=layout.labels[: sizes[0]])
+    ends = [(given, layer.layout(layout, turned)), (steps[0].before, first), (steps[0].cell_before, first)][: 2 if steps[0].cell[0] is None else 3]
     below = [(edge, to) for edge, to in ends if walk.reach.get(edge[0])]
-    last = partial(torch.select, dim=1, index=0 if reverse else -1)
-    waiting = {} if stack is None else {stack: Waiting(stacked, (node, 0), layout, last)}
-    return Composite([unit], pull, below, [(node, 0), *((other, 0) for other in waiting)], waiting, inside)
+    own, waiting = layout._replace(labels=layout.labels[:size]), {}
+    if layer.states is not None:
+        start = 0 if layer.reverse else sum(sizes[:-1]) if layer.packed else len(steps) - 1
+        take = partial(torch.narrow, dim=1, start=start, length=size) if layer.packed else partial(torch.select, dim=1, index=start)
+        waiting[layer.states] = Waiting(layer.layout(layout, layer.reverse), (node, 0), own, take)
+    if layer.ends is not None:
+        waiting[layer.ends] = Waiting(layout, (node, 0), own, partial(torch.narrow, dim=1, start=0, length=size))
+    return Composite([unit], pull, below, [(node, 0), *((other, 0) for other in waiting)], waiting, layer.inside)
 
 
 def _weight(steps: list[Step]) -> Tensor:
@@ -344,29 +314,37 @@ def _ways(step: Step) -> list[list[Node]]:
     return [(way_to_leaf(edge, turned=name == "weight") or []) if edge[0] is not None else [] for name, edge in edges.items()]
 
 
-def _pull_back(steps: list[Step], weight: Tensor, last: Tensor, states: Tensor | None = None) -> tuple[Tensor, ...]:
+def _pull_back(layer: Layer, last: Tensor, *waiting: Tensor) -> tuple[Tensor, ...]:
     """Carry columns through the recursion.
 
     Args:
-        steps: The steps.
-        weight: ``[G H, H]``.
+        layer: The layer.
         last: At the state after the last step ``[V, R, H]``.
-        states: At the states after all steps ``[V, T, R, H]``, of which the last ones are in ``last``, too; ``None`` for zeros.
+        *waiting: At the states after all steps, and those after the last step of each sequence ``[V, N, H]``, where they are joined; the last ones of
+            the first are in ``last``, too, and so are the first ones of the others.
 
     Returns:
-        Columns at the products with previous states and at the terms of the inputs ``[V, T, R, G H]``; at the first state, and cell, ``[V, R, H]``.
+        Columns at the products with previous states and at the terms of the inputs, of all steps; at the first state, and cell, ``[V, R, H]``.
     """
+    sizes, states, size = layer.sizes, None, last.shape[1]
+    if layer.states is not None:
+        columns = layer.turn(waiting[0], True) if layer.reverse else waiting[0]
+        states = [*(columns.split(sizes, 1) if layer.packed else columns.unbind(1))[:-1], None]
+    if layer.ends is not None:
+        last = torch.cat([last, waiting[-1][:, size:]], 1)
+    elif max(sizes) > size:
+        last = torch.cat([last, last.new_zeros(()).expand(len(last), max(sizes) - size, last.shape[2])], 1)
 
-    def read(*saved: tuple[str, str]) -> list[Tensor]:
-        return [torch.stack([step.saved(*one) for step in steps]) for one in saved]
+    def read(*names: tuple[str, str]) -> list[Tensor]:
+        return [torch.cat([step.saved(*name) for step in layer.steps]) for name in names]
 
-    if "cell" in steps[0].nodes:
-        gates = torch.stack(read(*((name, "result") for name in ("in", "forget", "new", "out"))), 2)
-        every, none = LSTMSteps(gates, *read(("kept", "other"), ("squashed", "result")), weight), last.new_zeros(())
-        states = none.expand(len(last), len(steps), *last.shape[1:]) if states is None else states
-        inner, *firsts = every.pull_back(states, last, none.expand_as(last), complete=True)
-        return inner, inner, *firsts
-    if "reset" in steps[0].nodes:
-        gates = read(("reset", "result"), ("update", "result"), ("new", "result"), ("change", "self"), ("reset product", "self"))
-        return GRUSteps(*gates).pull_back(weight, last, states)
-    return ElmanSteps(*read(("state", "result")), operation(steps[0].nodes["state"]) == "Relu").pull_back(weight, last, states)
+    if "cell" in layer.steps[0].nodes:
+        gates = torch.stack(read(*((name, "result") for name in ("in", "forget", "new", "out"))), 1)
+        every, ends = LSTMSteps(sizes, gates, *read(("kept", "other"), ("squashed", "result"))), [last, last.new_zeros(()).expand_as(last)]
+    elif "reset" in layer.steps[0].nodes:
+        every = GRUSteps(sizes, *read(("reset", "result"), ("update", "result"), ("new", "result"), ("change", "self"), ("reset product", "self")))
+        ends = [last]
+    else:
+        every, ends = ElmanSteps(sizes, *read(("state", "result")), operation(layer.last) == "Relu"), [last]
+    inner, outer, *firsts = every.pull_back(_weight(layer.steps), ends, states)
+    return (inner.flatten(1, -2), outer.flatten(1, -2), *firsts) if layer.packed else (inner, outer, *firsts)

@@ -287,7 +287,7 @@ class Plan(Tracking):
         if not shape or operation(node) == "Bmm":  # its matrices may belong to an axis each
             return None
         axis = max(len(shape) - 2, 0)
-        unit = read(node, {0: Layout(axis, (0,) * shape[axis], 1)}, self.walk)
+        unit = read(node, {node: {0: Layout(axis, (0,) * shape[axis], 1)}}, self.walk)
         if not isinstance(unit, Unit) or unit.split or not unit.parameters or not unit.call.derivatives.any_batch_axis or not self._carries(unit):
             return None
         self._pass(unit)
@@ -308,7 +308,7 @@ class Plan(Tracking):
         """
         if self._need is Need.MODULES or node in self._bare or not all(isinstance(state, Layout) for state in states.values()):
             return False
-        found = read(node, states, self.walk)
+        found = read(node, self.states, self.walk)
         if isinstance(found, Composite):
             stacks = [(self.gaps.get(stack), waiting.own) for stack, waiting in found.waiting.items()]
             if self._need is not Need.COLUMNS or any(gap is None or unite(gap.states[0], own) is None for gap, own in stacks):
