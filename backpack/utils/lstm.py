@@ -82,6 +82,7 @@ class LSTMSteps(Steps):
     def step(self, t: int, carried: Sequence[Tensor], inner: Tensor, outer: Tensor) -> list[Tensor | None]:
         state, cell = carried
         cell = torch.addcmul(cell, state, self._to_cell[t])
-        torch.mul(cell.unsqueeze(2), self._of_cell[t], out=inner[:, :, :3])
-        torch.mul(state.unsqueeze(2), self._of_state[t], out=inner[:, :, 3:])
+        by_cell, by_state = inner.split((3, 1), 2)
+        torch.mul(cell.unsqueeze(2), self._of_cell[t], out=by_cell)
+        torch.mul(state.unsqueeze(2), self._of_state[t], out=by_state)
         return [None, cell * self._keeps[t]]

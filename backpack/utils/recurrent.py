@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ class Steps(ABC):
         SUMMED: Whether the terms of inputs and of states are added to each other, so that the same columns arrive at both.
         sizes: Number of rows of each step, as they lie in memory.
         order: Numbers of the steps in the order in which they were computed.
+        are_equal: Whether all steps have as many rows.
     """
 
     GATES: int
@@ -33,7 +35,7 @@ class Steps(ABC):
             sizes: Number of rows of each step.
             reverse: Whether the last step comes first.
         """
-        self.sizes, self.order = sizes, range(len(sizes))[:: -1 if reverse else 1]
+        self.sizes, self.order, self.are_equal = sizes, range(len(sizes))[:: -1 if reverse else 1], len({*sizes}) == 1
 
     def split(self, *slopes: Tensor) -> tuple[Sequence[Tensor], ...]:
         """Cut slopes of all steps.
@@ -72,25 +74,40 @@ class Steps(ABC):
             Columns at the products with the previous states and at the terms of the inputs ``[V, S, G H]``, ``[V, T, R, G H]`` if all steps have as
                 many rows; at what was handed to the first step ``[V, R, H]``.
         """
-        (V, _, H), G, carried = last[0].shape, self.GATES, list(last)
+        (V, rows, H), G, carried = last[0].shape, self.GATES, list(last)
         blocks = [last[0].new_empty(V * sum(self.sizes) * G * H) for _ in range(2 - self.SUMMED)]
-        # each step in one piece, as its product with the weight needs it
-        cut = [[part.view(V, -1 if len(part) else 0, G, H) for part in block.split([V * size * G * H for size in self.sizes])] for block in blocks]
-        inner, outer = cut[0], cut[-1]
+        inner, outer = self._parts(blocks[0], V, G, H), self._parts(blocks[-1], V, G, H)
+        flat = self._parts(blocks[0], V, G * H)  # each step in one piece, as its product with the weight needs it
         for t in reversed(self.order):
-            carried = [_with_rows(columns, self.sizes[t], end) for columns, end in zip(carried, last, strict=True)]
+            if self.sizes[t] != rows:
+                rows = self.sizes[t]
+                carried = [_with_rows(columns, rows, end) for columns, end in zip(carried, last, strict=True)]
             if states is not None and (given := states[t]) is not None:
                 carried[0] = carried[0] + given
             carried = self.step(t, carried, inner[t], outer[t])
-            before = (inner[t].flatten(2).flatten(0, 1) @ weight).view(V, self.sizes[t], H)
+            before = (flat[t].flatten(0, 1) @ weight).view(V, rows, H)
             carried[0] = before if carried[0] is None else before.add_(carried[0])
-        found = [self._joined(block, parts) for block, parts in zip(blocks, cut, strict=True)]
+        if self.are_equal:
+            found = [block.view(len(flat), *flat[0].shape).movedim(0, 1) for block in blocks]
+        else:
+            found = [torch.cat(self._parts(block, V, G * H), 1) for block in blocks]
         return found[0], found[-1], *carried
 
-    def _joined(self, block: Tensor, parts: list[Tensor]) -> Tensor:
-        if len({*self.sizes}) == 1:
-            return block.view(len(parts), *parts[0].shape).flatten(3).movedim(0, 1)
-        return torch.cat(parts, 1).flatten(2)
+    def _parts(self, block: Tensor, V: int, *entry: int) -> Sequence[Tensor]:
+        """View a block of columns as those of the steps.
+
+        Args:
+            block: ``[V S G H]``, step by step.
+            V: Number of columns.
+            *entry: Shape of what a row has.
+
+        Returns:
+            For each step ``[V, R, *entry]``.
+        """
+        if self.are_equal:
+            return block.view(len(self.sizes), V, self.sizes[0], *entry).unbind()
+        parts = block.split([V * size * prod(entry) for size in self.sizes])
+        return [part.view(V, size, *entry) for part, size in zip(parts, self.sizes, strict=True)]
 
 
 def _with_rows(columns: Tensor, rows: int, end: Tensor) -> Tensor:
