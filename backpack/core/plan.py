@@ -383,7 +383,7 @@ class Plan(Tracking):
                 continue
             if crossing.way is Way.MASKED and samples > 1 and mixes(self.walk, node, upstream[0], samples):
                 self._note(mixing(self.walk, upstream[0], mixed_by(self.walk, node, states, upstream), node))
-            self._arrive(upstream[:2], crossing.arrives or SPLIT, node, samples)
+            self._arrive(upstream[:2], crossing.arrives or SPLIT, node, samples, self._elsewhere(node, states, upstream[2]))
 
     def _use_at_leaf(self, node: Node) -> None:
         """Count the uses of a parameter, whose leaf this is, outside all units, and refuse those that cannot be attributed."""

@@ -27,6 +27,10 @@ from backpack.core.slots import Edge, Slot
 from backpack.core.walk import Walk
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
+_TEMPORAL = frozenset(("CtcLoss", "CudnnCtcLoss"))
+_TIME_FIRST = 3
+"""Axes of ``[T, N, C]``."""
+
 
 class Start(NamedTuple):
     """A loss.
@@ -170,6 +174,21 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     call = LossNode(node, below, axes)
     has_samples(call, True)
     return Start(call, 0, below, layout, inside, sure)
+
+
+def start_at_time(walk: Walk, node: Node) -> tuple[Edge, Layout] | None:
+    """Let samples start at the input ``[T, N, C]`` of a connectionist temporal classification, which has them on axis 1.
+
+    Args:
+        walk: The graph.
+        node: A node.
+
+    Returns:
+        Edge to the input, and where the samples lie there; ``None`` if the node is something else.
+    """
+    below = node.next_functions[0] if operation(node) in _TEMPORAL else (None, 0)
+    shape = shape_of(below) if walk.reach.get(below[0]) else ()
+    return (below, plain_layout(shape[1], 1)) if len(shape) == _TIME_FIRST else None
 
 
 def start_at_output(walk: Walk, node: Node, mark: Mark, known: bool) -> Layout | None:

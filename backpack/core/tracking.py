@@ -24,16 +24,12 @@ from backpack.core.misplacing import factors_agree, refuse_misplaced
 from backpack.core.mixing import is_same_for_all
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
-from backpack.core.samples import Layout, plain_layout, settle, unite
+from backpack.core.samples import Layout, settle, unite
 from backpack.core.slots import Edge
-from backpack.core.starts import Start, start_at, start_at_output
+from backpack.core.starts import Start, start_at, start_at_output, start_at_time
 from backpack.core.walk import Walk
-from backpack.core.ways import SPLIT, State
+from backpack.core.ways import SPLIT, State, axis_kept, united
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
-
-_TEMPORAL = frozenset(("CtcLoss", "CudnnCtcLoss"))
-_TIME_FIRST = 3
-"""Axes of ``[T, N, C]``."""
 
 
 class Tracking:
@@ -56,6 +52,7 @@ class Tracking:
         self.arrivals: dict[Edge, int] = {}
         self.batches: dict[Parameter, int] = {}
         self._samples_at: dict[Node, int] = {}
+        self._others: dict[Edge, Layout] = {}  # where samples lie as well, if it is more than one axis
         self._above: set[Node] = set()
         self._bare: dict[Node, set[int]] = {}  # numbers of its outputs
         self._curved: dict[Node, Node] = {}
@@ -91,7 +88,10 @@ class Tracking:
             if operation(node) in LINEAR_IN_LOG_PROBABILITIES and all(mark.call.recorder.bare for mark in marks):
                 # a cross-entropy that was told other things than its class says: it is one of the softmax below
                 self.walk.to_loss.discard(node)
-            return not self._second_order and self._start_at_time(node)
+            temporal = None if self._second_order else start_at_time(self.walk, node)
+            if temporal is not None:
+                self._arrive(*temporal, None, temporal[1].samples)
+            return temporal is not None
         self.losses[node] = start
         self._covered |= start.inside
         self._guessed[start.below[0]] = frozenset((start.below[0],))
@@ -110,22 +110,6 @@ class Tracking:
     def _is_open(self) -> bool:
         # whether a model that returns its loss may have been given as many samples as one argument has rows, or as another: labels, say
         return self.walk.returns_loss and len(self.walk.batches - {0}) > 1
-
-    def _start_at_time(self, node: Node) -> bool:
-        """Let samples start at the input ``[T, N, C]`` of a connectionist temporal classification, which has them on axis 1.
-
-        Args:
-            node: A node.
-
-        Returns:
-            Whether it is one.
-        """
-        below = node.next_functions[0] if operation(node) in _TEMPORAL else (None, 0)
-        shape = shape_of(below) if self.walk.reach.get(below[0]) else ()
-        if len(shape) != _TIME_FIRST:
-            return False
-        self._arrive(below, plain_layout(shape[1], 1), None, shape[1])
-        return True
 
     def _start_at_output(self, node: Node, mark: Mark) -> None:
         """Let samples start at the output of a call, if it tells where they lie.
@@ -323,7 +307,7 @@ class Tracking:
             )
         return node
 
-    def _arrive(self, edge: Edge, state: State, consumer: Node | None, samples: int) -> None:
+    def _arrive(self, edge: Edge, state: State, consumer: Node | None, samples: int, other: Layout | None = None) -> None:
         """Note the state of an edge, seen from one of its consumers; refuse what lies there if two consumers see the samples differently.
 
         Args:
@@ -331,6 +315,7 @@ class Tracking:
             state: State of the columns that arrive there.
             consumer: The consumer; ``None`` for a loss.
             samples: Size of the mini-batch.
+            other: Where they lie as well, if it is more than one axis.
         """
         node, nr = edge
         if self._samples_at.setdefault(node, samples) != samples:
@@ -341,18 +326,38 @@ class Tracking:
                 group.add(node)
         if consumer in self._guessed and self._guessed.setdefault(node, self._guessed[consumer]) is not self._guessed[consumer]:
             self._guessed[node] |= self._guessed[consumer]
-        states = self.states.setdefault(node, {})
-        known = states.setdefault(nr, state)
-        if known is SPLIT or state is SPLIT:
-            states[nr] = SPLIT
+        states, before = self.states.setdefault(node, {}), self._others.pop(edge, None)
+        if nr not in states:
+            states[nr], found = state, [None, other]
+        elif (known := states[nr]) is SPLIT or state is SPLIT:
+            states[nr], found = SPLIT, []
             layout = state if known is SPLIT else known
             if layout is not SPLIT and layout.samples > 1 and not is_same_for_all(self.walk, node, layout.samples):
                 how = f"a tensor of shape {list(shape_of(edge))} that has samples is summed over them, and used with them, too"
                 self._note(mixing(self.walk, node, how))
-        elif known is not state:
-            states[nr] = unite(known, state) or SPLIT  # what is made of parameters alone may be used by each sample in another way
-            if states[nr] is SPLIT and not (is_of_parameter(self.walk, node) or self._is_of_nodes(node, samples)):
+        else:
+            found = [known, before] if known is state and other is None else united((known, before), (state, other))
+            states[nr] = found[0] if found else SPLIT  # what is made of parameters alone may be used by each sample in another way
+            if not found and not (is_of_parameter(self.walk, node) or self._is_of_nodes(node, samples)):
                 self._note(ambiguous(self.walk, edge, known, state))
+        if found[1:] and found[1] is not None:
+            self._others[edge] = found[1]
+
+    def _elsewhere(self, node: Node, states: dict[int, State], shape: Size) -> Layout | None:
+        """Say where the samples lie as well that a node hands on.
+
+        Args:
+            node: The node.
+            states: Where they lie in its outputs.
+            shape: Shape of its input.
+
+        Returns:
+            The layout; ``None`` if it is one axis alone, as far as is known.
+        """
+        layout = self._others.get((node, 0))
+        if layout is None and operation(node) == "Select" and (own := states[0]) is not SPLIT and own.samples > 1 and not own.plain and own.of_one:
+            layout = own
+        return None if layout is None else axis_kept(node, layout, shape)
 
     def _is_of_nodes(self, node: Node, samples: int) -> bool:
         # whether layers made it of constants, as of the nodes of a graph that all samples use; functions may have multiplied it with data

@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.graph import has_saved, operation, saved, shape_of
 from backpack.core.linear import LINEAR, SAME_ENTRIES
-from backpack.core.samples import Layout, after_sum, along, arrangement, label_tensor, layout_of, settle
+from backpack.core.samples import Layout, after_sum, along, arrangement, label_tensor, layout_of, settle, unite
 
 STATIC = LINEAR - frozenset(
     """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect MaskedScatter Scatter ScatterAdd Where
@@ -294,6 +294,44 @@ def _labels_of_selected(labels: Tensor, index: Tensor, rows: int, samples: int) 
         labels.new_full((rows,), start).scatter_reduce(0, index[known], labels[known], how) for start, how in ((samples, "amin"), (-1, "amax"))
     )
     return None if ((low != high) & (high >= 0)).any() else tuple(high.tolist())
+
+
+def united(ones: Iterable[Layout | None], others: Iterable[Layout | None]) -> list[Layout]:
+    """Put together what two consumers of a tensor know of its samples, who may see them on more than one axis.
+
+    Args:
+        ones: Where one sees them.
+        others: Where the other one does.
+
+    Returns:
+        All that both know, first what they see on the same axis; nothing if they contradict each other.
+    """
+    pairs = [(one, other) for one in ones for other in others if one is not None and other is not None]
+    pairs.sort(key=lambda pair: pair[0].axis != pair[1].axis)
+    return [*dict.fromkeys(both for pair in pairs if (both := unite(*pair)) is not None)]
+
+
+def axis_kept(node: Node, layout: Layout, shape: torch.Size) -> Layout | None:
+    """Say where the samples lie in the input of a node if they do along the axis that the output has them on.
+
+    Of a single sample it may be another one, as well: ``x[:1, t]`` takes a row, and a step.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+        shape: Shape of the input.
+
+    Returns:
+        The layout; ``None`` if the operation does not tell.
+    """
+    name = operation(node)
+    if not shape_of((node, 0)):
+        return None
+    if name == "Slice" and layout.axis == (rows := _rows(node))[0] % len(shape):
+        labels = torch.full((shape[layout.axis],), -1).index_copy(0, rows[1], torch.tensor(layout.labels))
+        return layout._replace(labels=tuple(labels.tolist()))
+    axis = layout.axis if name in ELEMENTWISE else _AXES[name](node, layout.axis, len(shape)) if name in _AXES else None
+    return None if axis is None or shape[axis] != len(layout.labels) else layout._replace(axis=axis)
 
 
 def summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
