@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.graph import call_node, operation, outputs_of, settings_of, tensor_at
-from backpack.core.linear import LINEAR
-from backpack.core.samples import Layout, decode, probe, split, sum_to
+from backpack.core.graph import call_node, operation, outputs_of, settings_of, shape_of, tensor_at
+from backpack.core.linear import LINEAR, ON_A_PART
+from backpack.core.samples import Layout, along, decode, label_tensor, layout_of, probe, split, sum_to
 from backpack.core.ways import SPLIT, STATIC, Crossing, State, Way, known_crossings, summed
 from backpack.utils.columns import blocks
 
 _MASKED = 2**24
 """Entries of columns that are masked at once."""
+_TENSOR_AND_PART = 2
+"""Inputs of an assignment."""
 
 
 class Gap:
@@ -122,6 +124,48 @@ def _hides_places(node: Node, shapes: tuple[torch.Size | None, ...]) -> bool:
     return (operation(node) == "Cat" and shapes.count(None) > 1) or (operation(node) == "MaskedFill" and shapes[1:].count(None) < len(shapes) - 1)
 
 
+def _assigned(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how an assignment to a part of a tensor carries the samples: entries stay in place, but for those of the part, which are moved.
+
+    One column, with a random number for each sample, shows where they go, and that no entry is made of several.
+
+    Args:
+        node: The node of an operation in place on a part of a tensor.
+        layout: Where the samples lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it does something else, or numbers are too coarse.
+    """
+    slot, full = tensor_at((node, 0)), shape_of((node, 0))
+    codes = (torch.rand(layout.samples, generator=torch.Generator().manual_seed(0)) + 0.5).to(slot.device, slot.dtype)
+    values, order = codes.sort()
+    if len(shapes) > _TENSOR_AND_PART or layout.of_one or not full.numel() or values.diff().eq(0).any():
+        return None
+    labels = label_tensor(layout.labels, slot.device)
+    column = along(torch.where(labels < 0, 0, codes[labels]), layout.axis, len(full)).expand(full).contiguous()
+    with torch.no_grad():
+        returned = call_node(node, [column[None]], probing=True)
+    crossings: list[Crossing | None] = []
+    for number, (shape, sent) in enumerate(zip(shapes, returned, strict=True)):
+        if shape is None or sent is None:
+            crossings.append(None)
+            continue
+        found, known = sent[0], sent[0].ne(0)
+        if found.shape != shape:
+            return None
+        if number:
+            places = order[torch.searchsorted(values, found).clamp(max=layout.samples - 1)]
+            same, there = codes[places] == found, layout_of(places, known, layout.samples, layout.axis)
+        else:
+            alive = known.movedim(layout.axis, 0).flatten(1).any(1)
+            same, there = column == found, layout._replace(labels=tuple(torch.where(alive, labels, -1).tolist()))
+        if there is None or not (same | ~known).all():
+            return None
+        crossings.append(Crossing(Way.DATA, there, there))
+    return crossings
+
+
 _CROSSINGS: dict[Any, list[Crossing | None]] = {}
 
 
@@ -137,6 +181,8 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         The crossing of each needed input.
     """
     known = known_crossings(node, states, shapes)
+    if known is None and node.name() == ON_A_PART and not tensor_at((node, 0)).dtype.is_complex:
+        known = _assigned(node, states[0], shapes)
     if known is not None:
         return known
     tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None

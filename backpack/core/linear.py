@@ -38,7 +38,7 @@ _OF_COMPLEX = frozenset("ViewAsReal ViewAsComplex Conj ConjPhysical FftR2C FftC2
 """Operations that are linear in real and imaginary parts."""
 _LINEAR_IN_THE_FIRST = {"Div": 1, "Ldexp": 1, "GridSampler2D": 1, "GridSampler3D": 1, "Lerp": 2}
 """Operations that are linear in so many of their arguments, the first ones, where nothing else varies."""
-_ON_A_PART = "torch::autograd::CopySlices"
+ON_A_PART = "torch::autograd::CopySlices"
 """Any operation in place on a part of a tensor."""
 _ASSIGNMENT = "backpack.assignment"
 """Key in the metadata of such a node that says whether it is an assignment."""
@@ -61,7 +61,7 @@ def is_linear(node: Node, varies: Callable[[Node], Any]) -> bool:
     name = operation(node)
     if name in LINEAR or name in _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
         return True
-    if node.name() == _ON_A_PART:
+    if node.name() == ON_A_PART:
         if _ASSIGNMENT not in node.metadata:
             node.metadata[_ASSIGNMENT] = _is_assignment(node)
         return node.metadata[_ASSIGNMENT]
