@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core.arrangements import Arrangement, Ragged, Repeated, ragged
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
+from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.records import number_of
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born
-from backpack.core.samples import Arrangement, Layout, Repeated, add_rows
+from backpack.core.samples import Layout, add_rows, plain_layout
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
 
@@ -173,7 +175,7 @@ class Use:
         sums: Name to what all samples contribute to the gradient of a parameter, from those who form it for each; ``None`` if it is not wanted.
     """
 
-    __slots__ = ("call", "grad", "layout", "notes", "parameters", "sums", "value")
+    __slots__ = ("_even", "call", "grad", "layout", "notes", "parameters", "sums", "value")
 
     def __init__(
         self, call: ModuleCall, parameters: dict[str, Parameter], value: Any, grad: Tensor, layout: Layout, notes: dict[Hashable, Any] | None = None
@@ -181,6 +183,20 @@ class Use:
         self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
         self.notes = {} if notes is None else notes
         self.sums: dict[str, Tensor] | None = None
+        self._even: Use | None = None
+
+    @property
+    def even(self) -> Use:
+        """The use with an axis of rows for each sample, where a sum over these is cheaper than a result for each; else itself."""
+        rule = self.call.derivatives
+        if self.layout.plain or not isinstance(rule, AffineDerivatives) or not rule.any_batch_axis or (turn := ragged(self.layout)) is None:
+            return self
+        if self._even is None:
+            value = {source: turn.front(columns, 1) for source, columns in self.value.items()}
+            layout = plain_layout(self.layout.samples)
+            self._even = Use(BatchFirst(self.call, turn), self.parameters, value, turn.front(self.grad), layout)
+            self._even.sums = self.sums
+        return self._even
 
     def per_sample(self, name: str, shape: torch.Size) -> Columns:
         """Return the columns of each sample at a factor that is computed from parameters.
@@ -192,9 +208,9 @@ class Use:
         Returns:
             ``{source: [V, N, *shape]}``.
         """
-        rule = self.call.derivatives
-        columns = {s: rule._param_mjp(name, self.call, None, (self.grad,), c, sum_batch=False) for s, c in self.value.items()}
-        return {s: add_rows(c, self.layout).reshape(*c.shape[:1], self.layout.samples, *shape) for s, c in columns.items()}
+        rule, use = self.call.derivatives, self.even
+        columns = {s: rule._param_mjp(name, use.call, None, (use.grad,), c, sum_batch=False) for s, c in use.value.items()}
+        return {s: add_rows(c, use.layout).reshape(*c.shape[:1], use.layout.samples, *shape) for s, c in columns.items()}
 
     def keep_sum(self, name: str, contributions: Columns) -> None:
         """Keep what all samples contribute to the gradient of a parameter, if it is wanted and has not been kept.
@@ -294,7 +310,7 @@ class Blocks(ABC):
 class BatchFirst:
     """A call with the samples, of inputs and output, turned to the front, which are read once."""
 
-    def __init__(self, call: ModuleCall, arrangement: Arrangement | Repeated) -> None:
+    def __init__(self, call: ModuleCall, arrangement: Arrangement | Ragged | Repeated) -> None:
         self._call, self._arrangement = call, arrangement
 
     def __getattr__(self, name: str) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional as F
 
+from backpack.core.arrangements import arrangement
 from backpack.core.calls import Mark
 from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
@@ -25,7 +26,7 @@ from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import multiplies_data
-from backpack.core.samples import Layout, arrangement, settle
+from backpack.core.samples import Layout, settle
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
 from backpack.core.walk import Walk

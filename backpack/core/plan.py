@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from backpack.core.arrangements import Repeated, arrangement
 from backpack.core.batches import batch_of, known_axis, lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import Gap
@@ -24,18 +25,8 @@ from backpack.core.misplacing import refuse_misplaced
 from backpack.core.mixing import OfData, mixed_by, mixes, refuse_summed
 from backpack.core.node_calls import Composite, Waiting, read
 from backpack.core.node_functions import is_known
-from backpack.core.refusals import (
-    bare,
-    mixing,
-    nowhere,
-    refuse_compiled,
-    refuse_one_row,
-    refuse_other_rows,
-    refuse_second_order,
-    single,
-    unrecorded,
-)
-from backpack.core.samples import Layout, Repeated, arrangement, plain_layout, settle, unite
+from backpack.core.refusals import bare, mixing, nowhere, refuse_compiled, refuse_one_row, refuse_other_rows, refuse_second_order, single, unrecorded
+from backpack.core.samples import Layout, plain_layout, settle, unite
 from backpack.core.slots import Slot
 from backpack.core.starts import refuse_curved
 from backpack.core.tracking import Tracking

@@ -179,7 +179,7 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
         if (low[alive] == high[alive]).all():
             layout = Layout(axis, tuple(high.tolist()), samples)
             alone = low.amin() == high.amax()  # rows of a single sample, of which some features were cut out, say
-            usual = alone and (axis < len(shape) - 1 or shape[axis] == samples) and settle(layout).labels in _patterns(shape[axis], samples)
+            usual = alone and (axis < len(shape) - 1 or shape[axis] == samples) and settle(layout).labels in patterns(shape[axis], samples)
             likely = not alone or axis == prefer or alive.sum() == 1 or usual
             if likely and (seen.all(1) == alive).all():  # nothing has to be guessed along this axis
                 return layout
@@ -200,7 +200,7 @@ def settle(layout: Layout) -> Layout:
     axis, labels, samples = layout
     if -1 not in labels:
         return layout
-    for pattern in _patterns(len(labels), samples):
+    for pattern in patterns(len(labels), samples):
         if all(label in (-1, guess) for label, guess in zip(labels, pattern, strict=True)):
             return Layout(axis, pattern, samples)
     return Layout(axis, tuple(max(label, 0) for label in labels), samples)
@@ -229,7 +229,7 @@ def unite(one: Layout, other: Layout) -> Layout | None:
 
 
 @lru_cache(maxsize=64)
-def _patterns(length: int, samples: int) -> tuple[tuple[int, ...], ...]:
+def patterns(length: int, samples: int) -> tuple[tuple[int, ...], ...]:
     """Return the usual ways in which samples lie along an axis.
 
     Args:
@@ -245,89 +245,6 @@ def _patterns(length: int, samples: int) -> tuple[tuple[int, ...], ...]:
         return ()
     rows = length // samples
     return tuple(i // rows for i in range(length)), tuple(i % samples for i in range(length))
-
-
-class Arrangement(NamedTuple):
-    """How a tensor is turned so that its samples come first, and back.
-
-    Attributes:
-        axis: The axis along which samples lie.
-        parts: Lengths into which the axis is cut; its own length alone if it holds every sample once.
-        place: Which of the parts counts samples.
-    """
-
-    axis: int
-    parts: tuple[int, ...]
-    place: int
-
-    def front(self, tensor: Tensor, lead: int = 0) -> Tensor:
-        """Turn the samples to the front.
-
-        Args:
-            tensor: ``[*lead axes, *shape]``.
-            lead: Number of leading axes that are none of the tensor's.
-
-        Returns:
-            ``[*lead axes, N, *rest]``; positions of one sample stay where the samples were.
-        """
-        at = lead + self.axis
-        return (tensor if len(self.parts) == 1 else tensor.unflatten(at, self.parts)).movedim(at + self.place, lead)
-
-    def back(self, tensor: Tensor, lead: int = 0) -> Tensor:
-        """Undo ``front``.
-
-        Args:
-            tensor: ``[*lead axes, N, *rest]``.
-            lead: Number of leading axes that are none of the tensor's.
-
-        Returns:
-            ``[*lead axes, *shape]``.
-        """
-        at = lead + self.axis
-        tensor = tensor.movedim(lead, at + self.place)
-        return tensor if len(self.parts) == 1 else tensor.flatten(at, at + 1)
-
-
-class Repeated(NamedTuple):
-    """What stands for each sample alike is there once: it is repeated, so that samples come first.
-
-    Attributes:
-        samples: Their number.
-    """
-
-    samples: int
-
-    def front(self, tensor: Tensor, lead: int = 0) -> Tensor:
-        """Put the samples to the front.
-
-        Args:
-            tensor: ``[*lead axes, *shape]``.
-            lead: Number of leading axes that are none of the tensor's.
-
-        Returns:
-            View ``[*lead axes, N, *shape]``.
-        """
-        return tensor.unsqueeze(lead).expand(*tensor.shape[:lead], self.samples, *tensor.shape[lead:])
-
-
-def arrangement(layout: Layout) -> tuple[Arrangement | None, Layout]:
-    """Find out how to turn the samples to the front.
-
-    Args:
-        layout: Where they lie.
-
-    Returns:
-        The arrangement, ``None`` if there is nothing to do; and the layout afterwards.
-    """
-    layout = settle(layout)
-    axis, labels, samples = layout
-    if layout.plain:
-        return (Arrangement(axis, (samples,), 0), plain_layout(samples)) if axis else (None, layout)
-    rows = len(labels) // samples if samples else 0
-    for place, pattern in enumerate(_patterns(len(labels), samples)):
-        if labels == pattern:
-            return Arrangement(axis, (samples, rows) if place == 0 else (rows, samples), place), plain_layout(samples)
-    return (Arrangement(axis, (len(labels),), 0) if axis else None), Layout(0, labels, samples)
 
 
 def split(columns: Tensor, layout: Layout, block: slice = slice(None)) -> Tensor:

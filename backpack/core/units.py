@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from backpack.core.arrangements import Arrangement, Repeated
 from backpack.core.calls import Mark
 from backpack.core.graph import call_node, outputs_of, shape_of
-from backpack.core.samples import Arrangement, Layout, Repeated
+from backpack.core.samples import Layout
 from backpack.core.slots import Edge
 
 

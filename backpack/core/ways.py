@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from backpack.core.arrangements import arrangement
 from backpack.core.graph import has_saved, operation, saved, shape_of
 from backpack.core.linear import LINEAR, SAME_ENTRIES
-from backpack.core.samples import Layout, after_sum, along, arrangement, label_tensor, layout_of, settle, unite
+from backpack.core.samples import Layout, after_sum, along, label_tensor, layout_of, settle, unite
 
 STATIC = LINEAR - frozenset(
     """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect MaskedScatter Scatter ScatterAdd Where

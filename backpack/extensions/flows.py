@@ -5,7 +5,6 @@ A flow is a value: extensions that need the same one share a single propagation 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from torch import Size, Tensor
 from torch.nn import Parameter
 
+from backpack.core.arrangements import repetitions
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.blocks import BlockLossDerivatives
 from backpack.core.derivatives.linearity import is_linear_in
@@ -243,23 +243,6 @@ def carried_for(flow: Flow | None, readers: Iterable[Any], plan: Plan) -> Flow |
             if long := entries >= LONG:
                 break
     return replace(flow, least=True) if long and all(reader.takes_any_root for reader in readers) else flow
-
-
-def repetitions(indices: tuple[int, ...]) -> list[int]:
-    """Count how often each index occurred before.
-
-    Args:
-        indices: Sample indices.
-
-    Returns:
-        One number an index.
-    """
-    seen: Counter[int] = Counter()
-    result = []
-    for index in indices:
-        result.append(seen[index])
-        seen[index] += 1
-    return result
 
 
 def separate_rows(mat: Tensor, signs: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:

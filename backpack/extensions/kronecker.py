@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, einsum
 from torch.nn import Parameter
 
+from backpack.core.arrangements import repetitions
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.samples import Layout, add_rows
-from backpack.extensions.flows import apply_to_all, repetitions
+from backpack.extensions.flows import apply_to_all
 from backpack.extensions.rules import Rule, stack
 from backpack.utils.moment import second_moment
 from backpack.utils.pages import copied
@@ -72,6 +73,8 @@ class KroneckerState:
 
 class KroneckerRule(Rule):
     """Input-side factor ``1/N sum_n sum_l x x^T`` and, for each sample, columns at the output summed over positions (Grosse & Martens 2016)."""
+
+    takes_rows = True
 
     def __init__(self, mean_input: bool, reads_input: bool = True) -> None:
         """Choose the input-side factor.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core.arrangements import repetitions
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_at_output, sum_of_squares
@@ -21,7 +22,7 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import add_at, place_at
 from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.samples import add_rows
-from backpack.extensions.flows import SqrtFlow, apply_to_all, repetitions
+from backpack.extensions.flows import SqrtFlow, apply_to_all
 from backpack.extensions.signed_flow import SignedSqrtFlow
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.moment import sum_of_squared_columns
@@ -30,7 +31,13 @@ Subsampling = tuple[int, ...] | None
 
 
 class Rule(ABC):
-    """The linear part of reading a quantity off."""
+    """The linear part of reading a quantity off.
+
+    Attributes:
+        takes_rows: Whether it is given the rows of a layer as they come, also where samples have several and could have an axis of them.
+    """
+
+    takes_rows: ClassVar[bool] = False
 
     @abstractmethod
     def at_call(self, use: Use, name: str) -> Any:

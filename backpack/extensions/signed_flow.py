@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
+from backpack.core.arrangements import repetitions
 from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import is_bilinear
@@ -28,7 +29,7 @@ from backpack.core.samples import Layout, add_rows, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
 from backpack.core.ways import SPLIT
-from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, repetitions, scattered, separate_rows
+from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, scattered, separate_rows
 from backpack.extensions.loss_scale import position_weights
 from backpack.utils.columns import ScatteredColumns, unit_columns
 from backpack.utils.eigen import signed_root

@@ -1,0 +1,148 @@
+"""Samples that have other numbers of rows: nodes of graphs, sets, bags of instances. Rules that sum over rows see as many of each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from cases_nets import Net
+from oracle import Oracle, Problem, Term
+from table import default_dtype
+from test_extensions import QUANTITIES, close, collect, run
+from test_lstm import NAMES
+from torch import Tensor, nn
+from torch.nn import Linear
+
+from backpack import backpack, extend, extensions
+from backpack.core import arrangements
+from backpack.core.samples import Layout
+from backpack.utils.errors import UnsupportedError
+
+# to which sample each row belongs: rows of one sample need not stand side by side, and there may be one, or none
+OWNERS = {
+    "one after the other": [0, 0, 0, 1, 2, 2],
+    "mixed up": [2, 0, 2, 1, 0, 2, 2],
+    "a sample without rows": [2, 0, 0, 2, 2],
+    "in another order": [2, 0, 1],
+    "as many, mixed up": [0, 1, 1, 2, 0, 2],
+    "one sample": [0, 0, 0],
+    "little else than zeros": [*range(5), *[5] * 20],
+}
+
+
+def pooled(net: Net, x: Tensor, owners: Tensor) -> Tensor:  # noqa: D103
+    h = net.b(net.act(net.a(x)))
+    return net.d(h.new_zeros(int(owners.max()) + 1, h.shape[1]).index_add(0, owners, h).tanh())
+
+
+def of_positions(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """Every row has positions, too."""
+    h = net.b(net.act(net.a(x[:, None] * torch.tensor([[1.0], [-2.0]]))))
+    return net.d(h.new_zeros(int(owners.max()) + 1, *h.shape[1:]).index_add(0, owners, h).tanh().sum(1))
+
+
+def behind_positions(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """Rows lie on axis 1."""
+    h = net.b(net.act(net.a(x * torch.tensor([[[1.0]], [[-2.0]]]))))
+    return net.d(h.new_zeros(2, int(owners.max()) + 1, h.shape[2]).index_add(1, owners, h).tanh().sum(0))
+
+
+def as_functions(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """Products are read off the graph; one weight is computed from others, and has no Kronecker factors."""
+    h = (net.act(x @ net.a.weight.mT + net.a.bias)) @ (net.b.weight * net.b.bias.exp()[:, None]).mT
+    return net.d(h.new_zeros(int(owners.max()) + 1, h.shape[1]).index_add(0, owners, h).tanh())
+
+
+def twice(net: Net, x: Tensor, owners: Tensor) -> Tensor:  # noqa: D103
+    h = net.b(net.act(net.b(net.act(net.a(x)))))
+    return net.d(h.new_zeros(int(owners.max()) + 1, h.shape[1]).index_add(0, owners, h).tanh())
+
+
+def normalized(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """Rows of zeros have no standard deviation."""
+    h = net.b(net.norm(net.a(x)))
+    return net.d(h.new_zeros(int(owners.max()) + 1, 3).index_add(0, owners, h))
+
+
+FORWARDS = [pooled, of_positions, behind_positions, as_functions, twice, normalized]
+
+
+def build(forward: Callable[..., Tensor], owners: list[int]) -> Problem:
+    with torch.random.fork_rng(), default_dtype(torch.float64):
+        torch.manual_seed(1)
+        parts = {"a": Linear(3, 3), "act": nn.Tanh(), "b": Linear(3, 3), "d": Linear(3, 4)}
+        if forward is normalized:
+            parts["norm"] = nn.LayerNorm(3, eps=0.0)
+        net = Net(partial(call, forward, torch.tensor(owners)), **parts)
+        target = torch.arange(max(owners) + 1) % 4
+        return Problem(net, torch.randn(len(owners), 3), [Term(nn.CrossEntropyLoss(), target)])
+
+
+def call(forward: Callable[..., Tensor], owners: Tensor, net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    return forward(net, x, owners)
+
+
+@pytest.mark.parametrize("extension", [*NAMES, "DiagHessian", "BatchDiagHessian"])
+@pytest.mark.parametrize("forward", FORWARDS)
+@pytest.mark.parametrize("owners", OWNERS)
+def test_against_oracle(extension: str, forward: Callable[..., Tensor], owners: str) -> None:
+    problem, quantity = build(forward, OWNERS[owners]), QUANTITIES[extension]
+    if forward is as_functions and quantity.field in ("kflr", "kfac"):
+        with pytest.raises(UnsupportedError, match="b.weight of shape"):
+            run(problem, quantity.make())
+        return
+    run(problem, quantity.make())
+    quantity.check(Oracle(build(forward, OWNERS[owners])), collect(problem, quantity.field))
+
+
+@pytest.mark.parametrize("forward", FORWARDS)
+def test_with_zeros_and_without(forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["BatchGrad", "BatchL2Grad", "Variance", "SumGradSquared", "DiagGGNExact", "SqrtGGNMC", "BatchDiagGGNExact"]
+    found = []
+    for most in (4, 0):
+        monkeypatch.setattr(arrangements, "_MOST_PADDING", most)
+        arrangements.ragged.cache_clear()
+        problem = build(forward, OWNERS["mixed up"])
+        run(problem, *(QUANTITIES[name].make() for name in names), memory=None if most else 500)
+        found.append([collect(problem, QUANTITIES[name].field) for name in names])
+    arrangements.ragged.cache_clear()
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("index", [[2, 0], [1, 1, 2]], ids=str)
+def test_subsampling(index: list[int]) -> None:
+    problem, oracle = build(pooled, OWNERS["mixed up"]), Oracle(build(pooled, OWNERS["mixed up"]))
+    run(problem, extensions.BatchGrad(subsampling=index), extensions.BatchDiagGGNExact(subsampling=index), extensions.BatchL2Grad(subsampling=index))
+    expected = oracle.diag_ggn_batch(oracle.hessian_exact)
+    for name, param in problem.model.named_parameters():
+        close(param.grad_batch, oracle.grad_batch[name][index])
+        close(param.batch_l2, oracle.grad_batch[name][index].flatten(1).square().sum(1))
+        close(param.diag_ggn_exact_batch, expected[name][index])
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_results_with_a_graph() -> None:
+    problem, oracle = build(pooled, OWNERS["mixed up"]), Oracle(build(pooled, OWNERS["mixed up"]))
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    with backpack(extensions.BatchGrad()):
+        problem.loss(problem.outputs()).backward(create_graph=True)
+    weight = problem.model.a.weight
+    close(weight.grad_batch.detach(), oracle.grad_batch["a.weight"])
+    (found,) = torch.autograd.grad(weight.grad_batch.square().sum(), weight)
+    out = pooled(problem.model, problem.x, torch.tensor(OWNERS["mixed up"]))
+    losses = nn.functional.cross_entropy(out, problem.terms[0].target, reduction="none") / len(out)
+    grads = [torch.autograd.grad(loss, weight, create_graph=True)[0] for loss in losses]
+    (expected,) = torch.autograd.grad(sum(grad.square().sum() for grad in grads), weight)
+    close(found, expected)
+
+
+def test_places() -> None:
+    turn = arrangements.ragged(Layout(0, (1, 0, 1), 2))
+    assert turn.front(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [[[2.0], [0.0]], [[1.0], [3.0]]]
+    assert turn.front(torch.tensor([[[1.0], [2.0], [3.0]]]), 1).tolist() == [[[[2.0], [0.0]], [[1.0], [3.0]]]]
+    assert arrangements.ragged(Layout(0, (0, 1, 2, *[3] * 20), 4)) is not None
+    assert arrangements.ragged(Layout(0, (*range(30), *[30] * 20), 31)) is None
