@@ -66,7 +66,34 @@ def normalized(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     return net.d(h.new_zeros(int(owners.max()) + 1, 3).index_add(0, owners, h))
 
 
-FORWARDS = [pooled, of_positions, behind_positions, as_functions, twice, normalized]
+def masked(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """Rows of others are multiplied by zero."""
+    h = net.b(net.act(net.a(x)))
+    return net.d(torch.stack([(h * (owners == n)[:, None]).sum(0) for n in range(int(owners.max()) + 1)]).tanh())
+
+
+def masked_behind_a_layer(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """The layer is called for each sample, with the rows of all."""
+    h = net.act(net.a(x))
+    return net.d(torch.cat([(net.b(h) * 2 * (owners == n).to(h)[:, None]).sum(0, keepdim=True) for n in range(int(owners.max()) + 1)]).tanh())
+
+
+def masked_products(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """The same, of products that are read off the graph; masks stand in front."""
+    h = net.act(net.a(x))
+    masks = [(owners == n).to(h)[:, None] for n in range(int(owners.max()) + 1)]
+    return net.d(torch.stack([(mask * (h @ net.b.weight.mT + net.b.bias)).sin().sum(0) for mask in masks]))
+
+
+def chosen(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """Constants are put in the place of rows of others."""
+    h = net.b(net.act(net.a(x)))
+    sums = [torch.where((owners == n)[:, None], h, 0.0).sum(0) for n in range(int(owners.max()) + 1)]
+    largest = [h.masked_fill((owners != n)[:, None], -9.0).logsumexp(0) for n in range(int(owners.max()) + 1)]
+    return net.d(torch.stack(sums).tanh() + torch.stack(largest).sin())
+
+
+FORWARDS = [pooled, of_positions, behind_positions, as_functions, twice, normalized, masked, masked_behind_a_layer, masked_products, chosen]
 
 
 def build(forward: Callable[..., Tensor], owners: list[int]) -> Problem:

@@ -27,7 +27,7 @@ from backpack.core.node_calls import Composite, Waiting, read
 from backpack.core.node_functions import is_known
 from backpack.core.refusals import bare, mixing, nowhere, refuse_compiled, refuse_one_row, refuse_other_rows, refuse_second_order, single, unrecorded
 from backpack.core.samples import Layout, plain_layout, settle, unite
-from backpack.core.slots import Slot
+from backpack.core.slots import Edge, Slot
 from backpack.core.starts import refuse_curved
 from backpack.core.tracking import Tracking
 from backpack.core.units import Unit
@@ -208,7 +208,7 @@ class Plan(Tracking):
                 if unit.arrives is None or (rule is RANDOM and not piece.is_chain):
                     continue
                 unit.couples = couples
-                self._arrive(unit.below, unit.arrives, node, layout.samples)
+                self._arrive(unit.below, unit.arrives, node, layout.samples, self._rows_of((node, mark.nr), layout, unit.arrives))
             call.derivatives = rule
             self._claimed.add(call)
             self._covered |= piece.inside
@@ -315,12 +315,17 @@ class Plan(Tracking):
         units, below = (found.parts, found.below) if isinstance(found, Composite) else ([found], [(found.below, found.arrives)])
         for edge, state in (*below, *((edge, SPLIT) for unit in units for edge in unit.split.values())):
             if edge is not None:
-                self._arrive(edge, state, node, samples)
+                self._arrive(edge, state, node, samples, self._rows_of((node, 0), states.get(0), state) if isinstance(found, Unit) else None)
         for unit in units:
             self._pass(unit)
             self._count_uses(node, unit)
         (self.composites if isinstance(found, Composite) else self.units)[node] = found
         return True
+
+    def _rows_of(self, edge: Edge, layout: State | None, arrives: State) -> Layout | None:
+        # to whom rows belong in front of a layer, if not all behind it have a gradient
+        other = self._others.get(edge)
+        return other if other is not None and arrives == layout and other.axis == layout.axis else None
 
     def _pass(self, unit: Unit) -> None:
         self._passed.update(unit.inside)

@@ -28,7 +28,7 @@ from backpack.core.samples import Layout, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output, start_at_time
 from backpack.core.walk import Walk
-from backpack.core.ways import SPLIT, State, axis_kept, united
+from backpack.core.ways import OF_ONE, SPLIT, State, axis_kept, united, unmasked
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
 
@@ -354,10 +354,15 @@ class Tracking:
         Returns:
             The layout; ``None`` if it is one axis alone, as far as is known.
         """
-        layout = self._others.get((node, 0))
-        if layout is None and operation(node) == "Select" and (own := states[0]) is not SPLIT and own.samples > 1 and not own.plain and own.of_one:
-            layout = own
-        return None if layout is None else axis_kept(node, layout, shape)
+        layout, own = self._others.get((node, 0)), states.get(0, SPLIT)
+        if layout is not None:
+            return axis_kept(node, layout, shape)
+        if operation(node) not in OF_ONE or own is SPLIT or own.samples <= 1 or own.plain or not own.of_one:
+            return None
+        if operation(node) == "Select":
+            return axis_kept(node, own, shape)
+        needed = [number for number, (upstream, _) in enumerate(node.next_functions) if self.walk.reach.get(upstream)]
+        return unmasked(node, own, *needed, shape) if len(needed) == 1 else None
 
     def _is_of_nodes(self, node: Node, samples: int) -> bool:
         # whether layers made it of constants, as of the nodes of a graph that all samples use; functions may have multiplied it with data

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.arrangements import arrangement
-from backpack.core.graph import has_saved, operation, saved, shape_of
+from backpack.core.graph import call_node, has_saved, operation, saved, shape_of, tensor_at
 from backpack.core.linear import LINEAR, SAME_ENTRIES
 from backpack.core.samples import Layout, after_sum, along, label_tensor, layout_of, settle, unite
 
@@ -37,6 +37,8 @@ _STACKED = frozenset(
 )
 _PARTS = frozenset({"Split", "SplitWithSizes", "UnsafeSplit"})
 _SELECTS = frozenset({"Index", "IndexSelect", "Gather", "Slice"})
+OF_ONE = frozenset({"Select", "Mul", "Where", "MaskedFill"})
+"""Operations that may take what belongs to one sample out of a tensor of all."""
 _ADDS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce"})
 
 
@@ -325,14 +327,36 @@ def axis_kept(node: Node, layout: Layout, shape: torch.Size) -> Layout | None:
     Returns:
         The layout; ``None`` if the operation does not tell.
     """
-    name = operation(node)
-    if not shape_of((node, 0)):
+    name, full = operation(node), shape_of((node, 0))
+    if not full:
         return None
     if name == "Slice" and layout.axis == (rows := _rows(node))[0] % len(shape):
         labels = torch.full((shape[layout.axis],), -1).index_copy(0, rows[1], torch.tensor(layout.labels))
         return layout._replace(labels=tuple(labels.tolist()))
-    axis = layout.axis if name in ELEMENTWISE else _AXES[name](node, layout.axis, len(shape)) if name in _AXES else None
+    stays = name in ELEMENTWISE or (name in _BROADCASTING and shape == full)
+    axis = layout.axis if stays else _AXES[name](node, layout.axis, len(shape)) if name in _AXES else None
     return None if axis is None or shape[axis] != len(layout.labels) else layout._replace(axis=axis)
+
+
+def unmasked(node: Node, layout: Layout, number: int, shape: torch.Size) -> Layout | None:
+    """Say where the samples lie in the input of a node, if that multiplies some rows by zero, or puts something else in their place.
+
+    Args:
+        node: The node.
+        layout: Where they lie in its output.
+        number: Number of the input, the only one that is needed.
+        shape: Its shape.
+
+    Returns:
+        The layout, with label -1 for such rows; ``None`` if there are none.
+    """
+    slot = tensor_at((node, 0))
+    if not shape or shape_of((node, 0)) != shape:
+        return None
+    with torch.no_grad():
+        sent = call_node(node, [torch.ones(1, *shape, dtype=slot.dtype, device=slot.device)], probing=True)[number]
+    alive = sent[0].ne(0).movedim(layout.axis, 0).flatten(1).any(1)
+    return None if alive.all() else layout._replace(labels=tuple(torch.where(alive, label_tensor(layout.labels, alive.device), -1).tolist()))
 
 
 def summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
