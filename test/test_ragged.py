@@ -85,6 +85,13 @@ def masked_products(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     return net.d(torch.stack([(mask * (h @ net.b.weight.mT + net.b.bias)).sin().sum(0) for mask in masks]))
 
 
+def one_by_one(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """A layer is called with the rows of one sample, and another one with those of two."""
+    h, N = net.act(net.a(x)), int(owners.max()) + 1
+    pairs = [net.d(net.b(h[(owners == n) | (owners == n + 1)]).sin())[owners[(owners == n) | (owners == n + 1)] == n].sum(0) for n in range(N)]
+    return net.d(torch.stack([net.b(h[owners == n]).tanh().sum(0) for n in range(N)])) + torch.stack(pairs)
+
+
 def chosen(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     """Constants are put in the place of rows of others."""
     h = net.b(net.act(net.a(x)))
@@ -93,7 +100,8 @@ def chosen(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     return net.d(torch.stack(sums).tanh() + torch.stack(largest).sin())
 
 
-FORWARDS = [pooled, of_positions, behind_positions, as_functions, twice, normalized, masked, masked_behind_a_layer, masked_products, chosen]
+FORWARDS = [pooled, of_positions, behind_positions, as_functions, twice, normalized]
+FORWARDS += [masked, masked_behind_a_layer, masked_products, one_by_one, chosen]
 
 
 def build(forward: Callable[..., Tensor], owners: list[int]) -> Problem:
@@ -171,5 +179,5 @@ def test_places() -> None:
     turn = arrangements.ragged(Layout(0, (1, 0, 1), 2))
     assert turn.front(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [[[2.0], [0.0]], [[1.0], [3.0]]]
     assert turn.front(torch.tensor([[[1.0], [2.0], [3.0]]]), 1).tolist() == [[[[2.0], [0.0]], [[1.0], [3.0]]]]
-    assert arrangements.ragged(Layout(0, (0, 1, 2, *[3] * 20), 4)) is not None
-    assert arrangements.ragged(Layout(0, (*range(30), *[30] * 20), 31)) is None
+    assert arrangements.ragged(Layout(0, (*range(5), *[5] * 20), 6)) is None
+    assert arrangements.ragged(Layout(0, (2, 0), 30)) is None
