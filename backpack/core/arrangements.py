@@ -80,6 +80,8 @@ class Repeated(NamedTuple):
 class Ragged(NamedTuple):
     """Samples have rows of other numbers, in any order: zeros give all as many.
 
+    They become the last of the positions of a layer, as axes further in front may be told apart: each matrix of a stack has one of its own.
+
     Attributes:
         samples: Their number.
         length: How many rows each gets.
@@ -94,14 +96,15 @@ class Ragged(NamedTuple):
         """Give each sample an axis of rows.
 
         Args:
-            tensor: ``[*lead axes, R, *rest]``.
+            tensor: ``[*lead axes, R, *positions, D]``.
             lead: Number of leading axes that are none of the tensor's.
 
         Returns:
-            ``[*lead axes, N, length, *rest]``, with zeros.
+            ``[*lead axes, N, *positions, length, D]``, with zeros.
         """
         full = tensor.new_zeros(*tensor.shape[:lead], self.samples * self.length, *tensor.shape[lead + 1 :])
-        return full.index_copy(lead, label_tensor(self.places, tensor.device), tensor).unflatten(lead, (self.samples, self.length))
+        placed = full.index_copy(lead, label_tensor(self.places, tensor.device), tensor)
+        return placed.unflatten(lead, (self.samples, self.length)).movedim(lead + 1, -2)
 
 
 def repetitions(indices: tuple[int, ...]) -> list[int]:
