@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases_nets import Net
+from cases_nets import Net, parameter
 from oracle import Oracle, Problem, Term
 from table import default_dtype
 from test_extensions import QUANTITIES, close, collect, run
@@ -47,6 +47,13 @@ def behind_positions(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     """Rows lie on axis 1."""
     h = net.b(net.act(net.a(x * torch.tensor([[[1.0]], [[-2.0]]]))))
     return net.d(h.new_zeros(2, int(owners.max()) + 1, h.shape[2]).index_add(1, owners, h).tanh().sum(0))
+
+
+def stacked(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """A stack of matrices, which are groups, and no positions."""
+    h = net.act(net.a(x))
+    h = torch.bmm(h.expand(2, -1, -1), net.stack).sin().sum(0)
+    return net.d(h.new_zeros(int(owners.max()) + 1, h.shape[1]).index_add(0, owners, h).tanh())
 
 
 def as_functions(net: Net, x: Tensor, owners: Tensor) -> Tensor:
@@ -100,7 +107,7 @@ def chosen(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     return net.d(torch.stack(sums).tanh() + torch.stack(largest).sin())
 
 
-FORWARDS = [pooled, of_positions, behind_positions, as_functions, twice, normalized]
+FORWARDS = [pooled, of_positions, behind_positions, stacked, as_functions, twice, normalized]
 FORWARDS += [masked, masked_behind_a_layer, masked_products, one_by_one, chosen]
 
 
@@ -108,6 +115,8 @@ def build(forward: Callable[..., Tensor], owners: list[int]) -> Problem:
     with torch.random.fork_rng(), default_dtype(torch.float64):
         torch.manual_seed(1)
         parts = {"a": Linear(3, 3), "act": nn.Tanh(), "b": Linear(3, 3), "d": Linear(3, 4)}
+        if forward is stacked:
+            parts["stack"] = parameter(2, 3, 3)()
         if forward is normalized:
             parts["norm"] = nn.LayerNorm(3, eps=0.0)
         net = Net(partial(call, forward, torch.tensor(owners)), **parts)
@@ -179,5 +188,7 @@ def test_places() -> None:
     turn = arrangements.ragged(Layout(0, (1, 0, 1), 2))
     assert turn.front(torch.tensor([[1.0], [2.0], [3.0]])).tolist() == [[[2.0], [0.0]], [[1.0], [3.0]]]
     assert turn.front(torch.tensor([[[1.0], [2.0], [3.0]]]), 1).tolist() == [[[[2.0], [0.0]], [[1.0], [3.0]]]]
+    positions = turn.front(torch.tensor([[[1.0], [4.0]], [[2.0], [5.0]], [[3.0], [6.0]]]))
+    assert positions.tolist() == [[[[2.0], [0.0]], [[5.0], [0.0]]], [[[1.0], [3.0]], [[4.0], [6.0]]]]
     assert arrangements.ragged(Layout(0, (*range(5), *[5] * 20), 6)) is None
     assert arrangements.ragged(Layout(0, (2, 0), 30)) is None

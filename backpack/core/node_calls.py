@@ -281,6 +281,8 @@ def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = Fa
         The layer; ``None`` if the samples do not lie along the rows, or are in the weight, or if the left factor is sparse.
     """
     layout, shape = states[node][0], shape_of((node, 0))
+    if layout.samples == 1:  # of a single sample it may be any axis
+        layout = Layout(len(shape) - 2, (0,) * shape[-2], 1)
     if layout.axis != len(shape) - 2 or (bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
         return None
     if bias and node.next_functions[0][0] is not None and shape_of(node.next_functions[0]) != shape[-1:]:
