@@ -188,6 +188,51 @@ def test_samples_with_rows_of_their_own() -> None:
         torch.testing.assert_close(model.get_parameter(name).grad_batch, expected[name])
 
 
+class Images(Module):
+    """Is given a list of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(2, 4, 2), Linear(4, 3)
+
+    def forward(self, images: list[Tensor]) -> Tensor:
+        pooled = [self.first(image).sin().mean((-2, -1)) for image in images]
+        return self.last(torch.cat(pooled) if images[0].dim() > 3 else torch.stack(pooled))
+
+
+@pytest.mark.parametrize("one", [True, False], ids=["mini-batches of one", "without a batch axis"])
+@pytest.mark.parametrize("N", [1, 3, 4])
+def test_lists_of_samples_of_other_sizes(N: int, one: bool) -> None:
+    """All entries differ in their shapes; the sizes of images and the number of samples may be the same."""
+    images = [torch.randn(2, i + 4, 5, dtype=torch.float64) for i in range(N)]
+    images = [image[None] for image in images] if one else images
+    expected = rows_of(model := Images().double(), F.cross_entropy(model(images), torch.arange(N) % 3, reduction="none") / N)
+    extend(model)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        F.cross_entropy(model(images), torch.arange(N) % 3).backward()
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad_batch, expected[name])
+    whole = [param.diag_ggn_exact for param in model.parameters()]
+    parts = [torch.zeros_like(param) for param in whole]
+    for n, image in enumerate(images):
+        with backpack(DiagGGNExact()):
+            (F.cross_entropy(model([image]), torch.tensor([n % 3])) / N).backward()
+        parts = [part + param.diag_ggn_exact for part, param in zip(parts, model.parameters(), strict=True)]
+    torch.testing.assert_close(whole, parts)
+
+
+def test_arguments_in_a_list_that_are_stacked() -> None:
+    """As many arguments of all samples as there are rows in front of these."""
+    model = make(lambda net, x: torch.stack([net.first(x[0]), net.last(net.trunk(x[0]) + x[1][:, :1])]))
+    x = [torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)]
+    expected = rows_of(model, model(x).square().mean((0, 2)))
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x).square().mean((0, 2)).sum().backward()
+    for name in ("first.weight", "trunk.weight", "last.bias"):
+        torch.testing.assert_close(model.get_parameter(name).grad_batch, expected[name])
+
+
 @pytest.mark.parametrize("N", [3, 4])
 @pytest.mark.parametrize("module", [True, False])
 @pytest.mark.parametrize("change", [lambda tokens: tokens, lambda tokens: tokens + 1])

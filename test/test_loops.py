@@ -11,8 +11,14 @@ from cases_nets import Net
 from oracle import Oracle, Problem
 from table import classify, default_dtype
 from test_extensions import QUANTITIES, collect, run
+from test_lstm import agree
 from torch import Tensor, nn
-from torch.nn import Linear
+from torch.nn import GRU, LSTM, RNN, Linear
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+
+from backpack import extend
+from backpack.core.plan import Plan
+from backpack.core.walk import Walk
 
 Read = Callable[[Tensor, int, int], Tensor]
 # a step of a sample ``[1, D]``, cut out of ``[N, T, D]``
@@ -95,3 +101,87 @@ def test_mini_batch_that_gets_smaller(lengths: list[int], first: str, ended: str
 @pytest.mark.parametrize("lengths", [*LENGTHS, [3]], ids=str)
 def test_samples_one_by_one(lengths: list[int], read: str, joined: str) -> None:
     check(partial(build, one_by_one, lengths, READS[read], joined))
+
+
+Sequence = Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]
+
+
+def batched(own: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs ``[T, D]`` of a sequence, and last states ``[D, H]``."""
+    out, states = own(x[None] if own.batch_first else x[:, None])
+    return out.squeeze(0 if own.batch_first else 1), (states[0] if isinstance(own, LSTM) else states).squeeze(1)
+
+
+def without_batch(own: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D103
+    out, states = own(x)
+    return out, states[0] if isinstance(own, LSTM) else states
+
+
+def packed(own: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D103
+    axis = int(not own.batch_first)
+    out, states = own(pack_padded_sequence(x.unsqueeze(axis), torch.tensor([len(x)]), batch_first=own.batch_first))
+    return pad_packed_sequence(out, batch_first=own.batch_first)[0].squeeze(axis), (states[0] if isinstance(own, LSTM) else states).squeeze(1)
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "last step": lambda out, states: out[-1],
+    "first step": lambda out, states: out[0],
+    "all steps": lambda out, states: out.tanh().mean(0),
+    "last state": lambda out, states: states[-1].repeat(2),
+    "first and last state": lambda out, states: states[0].sin().repeat(2) + states[-1].repeat(2),
+    "last state as a query": lambda out, states: (torch.softmax(out @ out[-1], 0)[:, None] * out).sum(0),
+}
+
+
+def sequences(net: Net, x: Tensor, lengths: list[int], ways: tuple[Sequence, str, str]) -> Tensor:
+    """Run sequences of unequal length through a recurrent layer, one after the other."""
+    (through, use, joined), z = ways, net.a(x)
+    last = [USES[use](*through(net.own, z[n, :length])) for n, length in enumerate(lengths)]
+    return net.b(torch.stack(last) if joined == "stack" else torch.cat([h[None] for h in last]))
+
+
+def recurrent(own: Callable[[], nn.Module], lengths: list[int], dtype: torch.dtype, *ways: object) -> Problem:
+    with torch.random.fork_rng(), default_dtype(torch.float32):
+        torch.manual_seed(1)
+        forward = partial(sequences, lengths=lengths, ways=ways)
+        problem = classify(Net(forward, a=Linear(3, 2), own=own(), b=Linear(4, 4)), torch.randn(len(lengths), max(lengths), 3))
+    problem.model.to(dtype)
+    problem.x = problem.x.to(dtype)
+    gradients = torch.autograd.grad(problem.loss(problem.outputs()), list(problem.model.parameters()), allow_unused=True)
+    for param, gradient in zip(problem.model.parameters(), gradients, strict=True):
+        param.requires_grad_(gradient is not None)
+    return problem
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
+    "RNN": (lambda: RNN(2, 2, 2, bidirectional=True), torch.float64),
+    "GRU": (lambda: GRU(2, 2, bidirectional=True, batch_first=True), torch.float64),
+    "LSTM": (lambda: LSTM(2, 2, 2, bidirectional=True, batch_first=True), torch.float64),
+    "LSTM of single nodes": (lambda: LSTM(2, 2, 2, bidirectional=True), torch.float32),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("through", [batched, without_batch, packed])
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("lengths", [[3, 2, 4, 2], [4]], ids=str)
+def test_sequences_one_by_one(lengths: list[int], layer: str, through: Sequence, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (own, dtype), joined = LAYERS[layer], "stack" if through is without_batch else "cat"
+    for name in ("BatchGrad", "BatchDiagGGNExact", "KFLR"):
+        quantity = QUANTITIES[name]
+        problem, truth = (recurrent(own, lengths, kind, through, use, joined) for kind in (dtype, torch.float64))
+        if dtype == torch.float32:
+            agree(monkeypatch, quantity, problem, truth)
+        else:
+            run(problem, quantity.make())
+            quantity.check(Oracle(truth), collect(problem, quantity.field))
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_layers_that_see_one_sequence_are_read(layer: str) -> None:
+    """As they are where they see a mini-batch."""
+    problem = recurrent(LAYERS[layer][0], [3, 2, 4], LAYERS[layer][1], batched, "last step", "stack")
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    plan = Plan(Walk([problem.loss(problem.outputs()).grad_fn], True))
+    assert len(plan.composites) == 3 * problem.model.own.num_layers * 2

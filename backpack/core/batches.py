@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from inspect import getattr_static
 from typing import Any
@@ -254,20 +254,28 @@ def mini_batches(calls: Iterable[ModuleCall], samples: int) -> Iterator[tuple[Te
 
 
 def lists_samples(call: ModuleCall) -> bool:
-    """Say whether a module may have been called with a list of samples: with a list of one, or one in which entries are alike.
+    """Say whether a module may have been called with a list of samples.
 
     Args:
         call: Its call.
 
     Returns:
-        Whether it may. Two tensors of different shapes or types are arguments, of all samples each.
+        Whether it may: with a list of one, one in which entries are alike, or one with an entry for each row of the first output, in which only sizes
+        differ. Else two tensors of different shapes or types are arguments, of all samples each.
     """
-    lists = [[_kind(entry) for entry in value] for given in call.inputs for value in lists_in(opened(given)) if tensors_in(value)]
-    return any(len(set(kinds)) < max(2, len(kinds)) for kinds in lists)
+    lists = [value for given in call.inputs for value in lists_in(opened(given)) if tensors_in(value)]
+    shape = call.outputs[0].shape if call.outputs else torch.Size()
+    return any(len({_kind(entry) for entry in value}) < max(2, len(value)) or _is_listed(value, shape) for value in lists)
 
 
 def _kind(entry: Any) -> Any:
     return tuple((tensor.dtype, tensor.dim(), tensor.shape[1:]) for tensor in tensors_in(entry) if not tensor.is_nested)
+
+
+def _is_listed(entries: Sequence[Any], shape: torch.Size) -> bool:
+    # whether they are alike but for their sizes, with a row of the output for each, and no arguments of all samples, which have an axis of these
+    kinds, lengths = {tuple(kind[:2] for kind in _kind(entry)) for entry in entries}, {t.shape[0] for t in tensors_in(entries) if t.shape}
+    return shape[:1] == (len(entries),) and len(kinds) == 1 and lengths.isdisjoint(shape[1:] if len(lengths - {1}) > 1 else shape)
 
 
 def holds_samples(tensor: Tensor, calls: Iterable[ModuleCall], samples: int) -> bool:

@@ -7,7 +7,7 @@ several such products inside, with something else in between (a layer of an LSTM
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import multiplies_data
-from backpack.core.samples import Layout, settle
+from backpack.core.samples import Layout, rows_along, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
@@ -280,14 +280,13 @@ def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = Fa
     Returns:
         The layer; ``None`` if the samples do not lie along the rows, or are in the weight, or if the left factor is sparse.
     """
-    layout, shape = states[node][0], shape_of((node, 0))
-    if layout.samples == 1:  # of a single sample it may be any axis
-        layout = Layout(len(shape) - 2, (0,) * shape[-2], 1)
-    if layout.axis != len(shape) - 2 or (bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
+    shape = shape_of((node, 0))
+    layout = rows_along(len(shape) - 2, shape[-2], states[node][0])
+    if layout is None or (bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
         return None
     if bias and node.next_functions[0][0] is not None and shape_of(node.next_functions[0]) != shape[-1:]:
         return None
-    source, weight = node.next_functions[int(bias) : int(bias) + 2]
+    layout, (source, weight) = layout._replace(axis=len(shape) - 2), node.next_functions[int(bias) : int(bias) + 2]
     if source[0] is None or not checkpointed(node):  # there, it would have to be computed again
         given = saved(node, first)
         if given is not None and given.layout != torch.strided:
@@ -321,12 +320,11 @@ def _lstm_layer(node: Node, states: States, walk: Walk) -> Composite | None:
         The composite; ``None`` if the samples do not lie along ``R``, or are in a weight.
     """
     steps, rows, size = shape_of((node, 0))
-    # of a single sample any axis may have been taken for that of samples
-    found = {(0,) * rows if s.samples == 1 else settle(s).labels if s.axis == int(nr == 0) else None for nr, s in states[node].items()}
-    labels, samples = found.pop(), next(iter(states[node].values())).samples
-    if labels is None or found or saved(node, "mode") != _LSTM or saved(node, "batch_sizes") or tensor_at((node, 0)).dtype != torch.float32:
+    found = [rows_along(int(nr == 0), rows, state) for nr, state in states[node].items()]
+    own = reduce(lambda one, other: one and other and unite(one, other), found)
+    if own is None or saved(node, "mode") != _LSTM or saved(node, "batch_sizes") or tensor_at((node, 0)).dtype != torch.float32:
         return None
-    layout, reverse = Layout(1, labels, samples), saved(node, "reverse")
+    layout, reverse = own._replace(axis=1), saved(node, "reverse")
     weights, biases, products = ("weight0", "weight1"), ("weight2", "weight3"), torch.empty(steps, rows, 4 * size, device="meta")
 
     def inputs(part: int) -> Tensor:

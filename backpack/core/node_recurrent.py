@@ -23,7 +23,7 @@ from backpack.core.checkpoints import checkpointed
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.node_calls import LINEAR, Composite, NodeCall, States, Waiting, reads, unit_of, way_to_leaf
 from backpack.core.recurrent_steps import Step, behind, is_slice, steps_to
-from backpack.core.samples import Layout, settle
+from backpack.core.samples import Layout, rows_along
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.lstm import LSTMSteps
@@ -106,20 +106,17 @@ class Layer(NamedTuple):
         Returns:
             The layout; ``None`` if they lie elsewhere.
         """
-        own, sizes = states[self.last][0], self.sizes
-        if own.samples == 1:  # it may be any axis
-            return Layout(0, (0,) * max(sizes), 1)
-        parts = [(own, sizes[-1:])]
-        if self.packed:  # of what waits at them, too
-            joined = [(self.states, sizes[::-1] if self.reverse else sizes), (self.ends, [max(sizes)])]
-            parts += [(states.get(node, {}).get(0), cuts) for node, cuts in joined if node is not None]
-        labels = [-1] * max(sizes)
-        for layout, cuts in parts:
-            if not isinstance(layout, Layout) or layout.axis != 0:
+        sizes, labels = self.sizes, [-1] * max(self.sizes)
+        steps = (sizes[::-1] if self.reverse else sizes) if self.packed else sizes[:1]
+        places = [(self.last, 0, sizes[-1:]), (self.states, int(not self.packed), steps), (self.ends, 0, [max(sizes)])]
+        for node, axis, parts in places:
+            state = None if node is None else states.get(node, {}).get(0)
+            layout = rows_along(axis, sum(parts), state) if isinstance(state, Layout) else None
+            if node is not None and layout is None:
                 return None
-            for start, stop in pairwise(accumulate(cuts, initial=0)):
+            for start, stop in pairwise(accumulate(parts, initial=0)) if layout else ():
                 labels[: stop - start] = map(max, labels, layout.labels[start:stop])
-        return settle(Layout(0, tuple(labels), own.samples))
+        return Layout(0, tuple(labels), states[self.last][0].samples)
 
 
 def _given(layer: Layer) -> tuple[Edge, bool] | None:

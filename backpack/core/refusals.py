@@ -166,7 +166,7 @@ def nowhere(walk: Walk, node: Node) -> UnattributedError:
 
 
 def other_rows(walk: Walk, node: Node, what: str, samples: int, axis: int | None = None) -> UnsupportedError:
-    """Refuse a model that returns its loss, where rows of a module inside could be taken for samples, but are, or may be, something else.
+    """Refuse a model that returns its loss, or no rows that can be told, where rows of a module inside may be something else than samples.
 
     Args:
         walk: The graph.
@@ -183,8 +183,13 @@ def other_rows(walk: Walk, node: Node, what: str, samples: int, axis: int | None
         if axis is None
         else f"{what} was called, and the {samples} samples would lie on its axis {axis}, but the model's input says otherwise"
     )
+    shape, way = next((slot.shape for call in walk.outermost for slot in call.outputs), torch.Size()), ""
+    returned = "its loss"
+    if shape.numel() > 1:
+        returned = f"a tensor of shape {list(shape)}, of which no axis is known to be that of the samples that it was given"
+        way = "Use a mini-batch of another size, if another axis is as long. "
     return UnsupportedError(
-        f"The model returns its loss, so that samples can only be told from the modules inside: {why}. {_RETURN}", walk.named(walk.reach[node])
+        f"The model returns {returned}, so that samples can only be told from the modules inside: {why}. {way}{_RETURN}", walk.named(walk.reach[node])
     )
 
 

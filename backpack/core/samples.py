@@ -188,6 +188,23 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
     return found
 
 
+def rows_along(axis: int, rows: int, layout: Layout) -> Layout | None:
+    """Say to which samples the rows along an axis belong.
+
+    Args:
+        axis: The axis.
+        rows: Its length.
+        layout: Where the samples lie; of a single sample, or row, and where nothing but zeros arrives, any axis may have been taken.
+
+    Returns:
+        The layout of the rows, on axis 0; ``None`` if the samples lie elsewhere.
+    """
+    if layout.axis == axis and len(layout.labels) == rows:
+        return layout._replace(axis=0)
+    label = max(layout.labels, default=-1)
+    return Layout(0, (label,) * rows, layout.samples) if layout.samples == 1 or label < 0 or (rows == 1 and layout.of_one) else None
+
+
 def settle(layout: Layout) -> Layout:
     """Give rows whose sample is not known, because nothing arrives there, to the sample that a usual pattern suggests, for rules that need some.
 
