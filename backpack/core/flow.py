@@ -178,20 +178,29 @@ class Use:
     __slots__ = ("_even", "call", "grad", "layout", "notes", "parameters", "sums", "value")
 
     def __init__(
-        self, call: ModuleCall, parameters: dict[str, Parameter], value: Any, grad: Tensor, layout: Layout, notes: dict[Hashable, Any] | None = None
+        self,
+        call: ModuleCall,
+        parameters: dict[str, Parameter],
+        value: Any,
+        grad: Tensor,
+        layout: Layout,
+        notes: dict[Hashable, Any] | None = None,
+        even: Use | None = None,
     ) -> None:
         self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
         self.notes = {} if notes is None else notes
         self.sums: dict[str, Tensor] | None = None
-        self._even: Use | None = None
+        self._even = even
 
     @property
     def even(self) -> Use:
         """The use with an axis of rows for each sample, where a sum over these is cheaper than a result for each; else itself."""
-        rule = self.call.derivatives
-        if self.layout.plain or not isinstance(rule, AffineDerivatives) or not rule.any_batch_axis or (turn := ragged(self.layout)) is None:
-            return self
         if self._even is None:
+            rule, turn = self.call.derivatives, None
+            if not self.layout.plain and isinstance(rule, AffineDerivatives) and rule.any_batch_axis:
+                turn = ragged(self.layout)
+            if turn is None:
+                return self
             value = {source: turn.front(columns, 1) for source, columns in self.value.items()}
             layout = plain_layout(self.layout.samples)
             self._even = Use(BatchFirst(self.call, turn), self.parameters, value, turn.front(self.grad), layout)

@@ -176,7 +176,7 @@ class Collector(Reader):
             readers, uses = self._readers(flow, parameter), self._plan.uses[parameter]
             if not readers:
                 continue
-            if uses > 1 and use.layout.plain and joins(use, self._plan, parameter):
+            if uses > 1 and joins(use, self._plan, parameter):
                 self._parts.setdefault((id(parameter), flow), []).append(Contribution.of(use, name))
             else:
                 self._read(flow, readers, use, name, parameter, uses == 1)

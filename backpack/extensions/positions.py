@@ -1,5 +1,7 @@
 """Several uses of a parameter by affine layers are one use with more positions, so that what is fast for one use is fast for many.
 
+Where uses see some of the samples each, as in a loop over samples, they are one use with more rows.
+
 So are lookups in the weight of such a layer, whose gradient ``sum_e onehot_e d_e^T`` is that of a layer with the gradients ``d_e`` in place of its
 inputs, and one-hot vectors in place of the gradients of its outputs.
 """
@@ -14,12 +16,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core.arrangements import ragged
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Samples
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.plan import Plan
+from backpack.core.samples import Layout, plain_layout
 from backpack.utils.subsampling import subsample
 
 _LINEAR = LinearDerivatives()
@@ -75,18 +79,42 @@ class Contribution(NamedTuple):
     @property
     def kind(self) -> tuple:
         """What parts that go together have in common."""
-        inputs = () if self.columns is None else self.columns.shape[:3]
-        return (self.rule.weight_layout, tuple(inputs), tuple(self.some.shape[1:4]))
+        first = int(not self.use.layout.plain)  # else the number of rows need not be the same
+        inputs = () if self.columns is None else self.columns.shape[first:3]
+        return (self.rule.weight_layout, tuple(inputs), tuple(self.some.shape[1 + first : 4]), first)
+
+    def as_rows(self) -> Contribution:
+        """Take each position for a row of its own.
+
+        Returns:
+            The contribution, with a single position.
+        """
+        columns = None if self.columns is None else _as_rows(self.columns)
+        return self._replace(columns=columns, rows={source: _as_rows(mat) for source, mat in self.rows.items()})
+
+    def joined(self, columns: Tensor | None, rows: Columns, layout: Layout, even: Use | None = None) -> Use:
+        """Return a use like this one of other views.
+
+        Args:
+            columns: View of the input; ``None`` for a bias.
+            rows: View of the columns at the output.
+            layout: Says to which sample each row belongs.
+            even: The use with positions for rows, if it is cheaper.
+
+        Returns:
+            The use.
+        """
+        some = next(iter(rows.values()))
+        grad = rows[0][0] if 0 in rows else some.new_full((), nan).expand(some.shape[1:])  # affine rules do not read it
+        return Use(Positions(self, columns), self.use.parameters, rows, grad, layout, even=even)
 
 
 class Positions:
-    """A call that stands for all uses: what its rule reads are the views, side by side along the positions."""
+    """A call that stands for all uses: what its rule reads are the views, side by side along the positions, or one below the other."""
 
-    def __init__(self, parts: list[Contribution]) -> None:
-        self.call = parts[0].use.call
-        self.derivatives = PositionDerivatives(parts[0].rule, parts[0].some.shape[2])
-        self.weight = parts[0].weight
-        self.columns = None if parts[0].columns is None else _along_positions([part.columns for part in parts])
+    def __init__(self, part: Contribution, columns: Tensor | None) -> None:
+        self.call, self.weight, self.columns = part.use.call, part.weight, columns
+        self.derivatives = PositionDerivatives(part.rule, part.some.shape[2])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.call, name)
@@ -137,6 +165,8 @@ def joins(use: Use, plan: Plan, parameter: Parameter) -> bool:
         Whether it can.
     """
     rule = use.call.derivatives
+    if not use.layout.plain:  # others unfold inputs, which are as long as many samples then
+        return isinstance(rule, AffineDerivatives) and rule.any_batch_axis
     if not isinstance(rule, EmbeddingDerivatives):
         return isinstance(rule, AffineDerivatives)
     if sum(map(len, use.value.values())) != 1:  # what is carried to lookups takes the place of inputs, of which there is one for all columns
@@ -159,26 +189,51 @@ def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
         groups.setdefault(part.kind, []).append(part)
     joint = []
     for group in groups.values():
-        use = group[0].use
-        value = {source: _side_by_side(group, source) for source in dict.fromkeys(source for part in group for source in part.rows)}
-        some = next(iter(value.values()))
-        grad = value[0][0] if 0 in value else some.new_full((), nan).expand(some.shape[1:])  # affine rules do not read it
-        joint.append((Use(Positions(group), use.parameters, value, grad, use.layout), len(group)))
+        if not group[0].use.layout.plain:
+            joint += _below_each_other(group)
+            continue
+        columns = None if group[0].columns is None else _along_positions([part.columns for part in group])
+        rows = {source: _along_positions(_of_source(group, source)) for source in _sources(group)}
+        joint.append((group[0].joined(columns, rows, group[0].use.layout), len(group)))
     return joint
 
 
-def _side_by_side(parts: list[Contribution], source: Hashable) -> Tensor:
-    """Put the rows of one source side by side, with zeros where it has not been.
+def _below_each_other(parts: list[Contribution]) -> list[tuple[Use, int]]:
+    """Join uses that see some of the samples each.
 
     Args:
         parts: The uses.
-        source: The source.
 
     Returns:
-        ``[V, N, G, O, L]``.
+        The joint use, and how many it stands for; each use alone where most of what is made of all would be zeros.
     """
+    labels = [label for part in parts for label in part.use.layout.labels for _ in range(part.some.shape[-1])]
+    layout = parts[0].use.layout._replace(labels=tuple(labels))
+    turn, even = None if layout.plain else ragged(layout), None
+    if turn is None and not layout.plain and len(parts) > 1:
+        return [use for part in parts for use in _below_each_other([part])]
+    parts = [part.as_rows() for part in parts]
+    columns = None if parts[0].columns is None else torch.cat([part.columns for part in parts])
+    rows = {source: torch.cat(_of_source(parts, source), 1) for source in _sources(parts)}
+    if turn is not None:
+        positions = {source: turn.front(mat, 1).squeeze(-1) for source, mat in rows.items()}
+        even = parts[0].joined(None if columns is None else turn.front(columns).squeeze(-1), positions, plain_layout(layout.samples))
+    return [(parts[0].joined(columns, rows, layout, even), len(parts))]
+
+
+def _sources(parts: list[Contribution]) -> dict[Hashable, None]:
+    return dict.fromkeys(source for part in parts for source in part.rows)
+
+
+def _of_source(parts: list[Contribution], source: Hashable) -> list[Tensor]:
+    # rows of one source ``[V, R, G, O, L]``, zeros where it has not been
     width = next(len(part.rows[source]) for part in parts if source in part.rows)
-    return _along_positions([part.rows.get(source, part.some.new_zeros(()).expand(width, *part.some.shape[1:])) for part in parts])
+    return [part.rows.get(source, part.some.new_zeros(()).expand(width, *part.some.shape[1:])) for part in parts]
+
+
+def _as_rows(view: Tensor) -> Tensor:
+    # ``[..., R, G, K, L]`` to ``[..., R * L, G, K, 1]``
+    return view.movedim(-1, -3).flatten(-4, -3).unsqueeze(-1)
 
 
 def _along_positions(parts: list[Tensor]) -> Tensor:
