@@ -719,9 +719,8 @@ class Oracle:
             lookups = [(x.flatten(0, -2), z) for x, weight, z in mode.lookups if weight is param]
             if lookups:
                 tracked = jacobian(flat, [z for _, z in lookups])
-                T = sum(
-                    (jac.reshape(*jac.shape[:2], *x.shape[:1], -1) * x.sum(1)[:, None]).sum(2) for jac, (x, _) in zip(tracked, lookups, strict=True)
-                )
+                places = zip(tracked, lookups, strict=True)
+                T = sum((jac.reshape(*jac.shape[:2], len(x), z.shape[-1]) * x.sum(1)[:, None]).sum(2) for jac, (x, z) in places)
                 inputs = torch.cat([x * self._times(jac) for (x, _), jac in zip(lookups, tracked, strict=True)])
                 factors[name] = [inputs.square().sum(0) / self.N, torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
         return factors

@@ -107,8 +107,33 @@ def chosen(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     return net.d(torch.stack(sums).tanh() + torch.stack(largest).sin())
 
 
+def types(x: Tensor) -> Tensor:
+    """Integers, from 0 to 3, that tell what kind of thing a row is."""
+    return (x[:, :3] > 0).sum(1)
+
+
+def looked_up(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """Rows are looked up; those of the first type are constant."""
+    h = net.act(net.table(types(x)) + net.other(types(-x)[:, None].expand(-1, 2)).sin().sum(1))
+    return net.d(h.new_zeros(int(owners.max()) + 1, h.shape[1]).index_add(0, owners, h).tanh())
+
+
+def looked_up_one_by_one(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """Tables are used for each sample alone, with an axis of samples, and without one."""
+    samples = [types(x[owners == n]) for n in range(int(owners.max()) + 1)]
+    rows = [net.table(t).sin() + net.table(t.flip(0)[None])[0] * net.other(t) for t in samples if len(t) or not net.skips]
+    return net.d(torch.stack([x.new_zeros(3) if net.skips and not len(t) else rows.pop(0).sum(0) for t in samples]))
+
+
+def looked_up_and_multiplied(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """A table is the weight of a layer, too."""
+    h = net.act(net.table(types(x)) * net.other(types(-x))) @ net.table.weight.mT
+    return net.d(h.new_zeros(int(owners.max()) + 1, h.shape[1]).index_add(0, owners, h).tanh())
+
+
 FORWARDS = [pooled, of_positions, behind_positions, stacked, as_functions, twice, normalized]
-FORWARDS += [masked, masked_behind_a_layer, masked_products, one_by_one, chosen]
+FORWARDS += [masked, masked_behind_a_layer, masked_products, one_by_one, chosen, looked_up, looked_up_one_by_one, looked_up_and_multiplied]
+WITHOUT_FACTORS = {as_functions: "b.weight of shape", looked_up_and_multiplied: "table.weight: used in two ways"}
 
 
 def build(forward: Callable[..., Tensor], owners: list[int]) -> Problem:
@@ -117,9 +142,13 @@ def build(forward: Callable[..., Tensor], owners: list[int]) -> Problem:
         parts = {"a": Linear(3, 3), "act": nn.Tanh(), "b": Linear(3, 3), "d": Linear(3, 4)}
         if forward is stacked:
             parts["stack"] = parameter(2, 3, 3)()
+        if "looked" in forward.__name__:
+            features = 4 if forward is looked_up_and_multiplied else 3
+            parts = {"table": nn.Embedding(4, 3, padding_idx=0), "other": nn.Embedding(4, 3), "act": nn.Tanh(), "d": Linear(features, 4)}
         if forward is normalized:
             parts["norm"] = nn.LayerNorm(3, eps=0.0)
         net = Net(partial(call, forward, torch.tensor(owners)), **parts)
+        net.skips = True  # torch cannot differentiate twice where nothing is looked up
         target = torch.arange(max(owners) + 1) % 4
         return Problem(net, torch.randn(len(owners), 3), [Term(nn.CrossEntropyLoss(), target)])
 
@@ -133,12 +162,20 @@ def call(forward: Callable[..., Tensor], owners: Tensor, net: Net, x: Tensor) ->
 @pytest.mark.parametrize("owners", OWNERS)
 def test_against_oracle(extension: str, forward: Callable[..., Tensor], owners: str) -> None:
     problem, quantity = build(forward, OWNERS[owners]), QUANTITIES[extension]
-    if forward is as_functions and quantity.field in ("kflr", "kfac"):
-        with pytest.raises(UnsupportedError, match="b.weight of shape"):
+    if forward in WITHOUT_FACTORS and quantity.field in ("kflr", "kfac"):
+        with pytest.raises(UnsupportedError, match=WITHOUT_FACTORS[forward]):
             run(problem, quantity.make())
         return
     run(problem, quantity.make())
     quantity.check(Oracle(build(forward, OWNERS[owners])), collect(problem, quantity.field))
+
+
+@pytest.mark.parametrize("extension", NAMES)
+def test_where_nothing_is_looked_up(extension: str) -> None:
+    problem, truth = (build(looked_up_one_by_one, OWNERS["a sample without rows"]) for _ in range(2))
+    problem.model.skips = truth.model.skips = False
+    run(problem, QUANTITIES[extension].make())
+    QUANTITIES[extension].check(Oracle(truth), collect(problem, QUANTITIES[extension].field))
 
 
 @pytest.mark.parametrize("forward", FORWARDS)

@@ -176,8 +176,8 @@ class Collector(Reader):
             readers, uses = self._readers(flow, parameter), self._plan.uses[parameter]
             if not readers:
                 continue
-            if uses > 1 and joins(use, self._plan, parameter):
-                self._parts.setdefault((id(parameter), flow), []).append(Contribution.of(use, name))
+            if (uses > 1 or not use.layout.plain) and joins(use, self._plan, parameter):
+                self._parts.setdefault((id(parameter), flow), []).append(Contribution.of(use, name, self._plan))
             else:
                 self._read(flow, readers, use, name, parameter, uses == 1)
         self.spared.take(use)

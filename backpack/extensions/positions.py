@@ -1,15 +1,15 @@
 """Several uses of a parameter by affine layers are one use with more positions, so that what is fast for one use is fast for many.
 
-Where uses see some of the samples each, as in a loop over samples, they are one use with more rows.
+Where uses see some of the samples each, as in a loop over samples, they are one use with more rows. Likewise lookups in a table.
 
-So are lookups in the weight of such a layer, whose gradient ``sum_e onehot_e d_e^T`` is that of a layer with the gradients ``d_e`` in place of its
-inputs, and one-hot vectors in place of the gradients of its outputs.
+Lookups in the weight of an affine layer are uses of it, too: their gradient ``sum_e onehot_e d_e^T`` is that of a layer with the gradients ``d_e`` in
+place of its inputs, and one-hot vectors in place of the gradients of its outputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from math import nan
+from math import nan, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +36,7 @@ class Contribution(NamedTuple):
         use: The use.
         name: Name of the parameter in the layer.
         rule: Says how the weight is laid out.
-        columns: View of the input ``[N, G, K, L]``; ``None`` for a bias.
+        columns: View of the input ``[N, G, K, L]``, of indices ``[N, 1, 1, L]``; ``None`` for a bias.
         rows: View of the columns at the output ``{source: [V, N, G, O, L]}``.
         weight: The weight as the layer sees it; ``None`` for a bias.
     """
@@ -49,18 +49,25 @@ class Contribution(NamedTuple):
     weight: Tensor | None
 
     @classmethod
-    def of(cls, use: Use, name: str) -> Contribution:
+    def of(cls, use: Use, name: str, plan: Plan) -> Contribution:
         """Read the views, which live longer than what the call has recorded.
 
         Args:
             use: The use.
             name: Name of the parameter.
+            plan: The plan.
 
         Returns:
             The contribution.
         """
         rule, call = use.call.derivatives, use.call
-        if isinstance(rule, EmbeddingDerivatives):
+        table = isinstance(rule, EmbeddingDerivatives)
+        # what is carried to lookups takes the place of inputs, of which there is one for all columns
+        if table and not (use.layout.plain and sum(map(len, use.value.values())) == 1 and _is_tied(plan, use.parameters[name])):
+            positions = prod(call.input0.shape[1:])
+            rows = {source: mat.reshape(*mat.shape[:2], 1, positions, mat.shape[-1]).mT for source, mat in use.value.items()}
+            return cls(use, name, rule, call.input0.reshape(len(call.input0), 1, 1, positions), rows, call.weight)
+        if table:
             lookups, samples, size = rule.lookups(call), use.layout.samples, call.weight.shape[0]
             (mat,) = use.value.values()
             grads = lookups.weighted(rule.rows(call, mat, lookups))[0]
@@ -81,7 +88,9 @@ class Contribution(NamedTuple):
         """What parts that go together have in common."""
         first = int(not self.use.layout.plain)  # else the number of rows need not be the same
         inputs = () if self.columns is None else self.columns.shape[first:3]
-        return (self.rule.weight_layout, tuple(inputs), tuple(self.some.shape[1 + first : 4]), first)
+        table = isinstance(self.rule, EmbeddingDerivatives)
+        layout = self.use.call.padding_idx if table else self.rule.weight_layout
+        return (table, layout, tuple(inputs), tuple(self.some.shape[1 + first : 4]), first)
 
     def as_rows(self) -> Contribution:
         """Take each position for a row of its own.
@@ -104,8 +113,10 @@ class Contribution(NamedTuple):
         Returns:
             The use.
         """
+        if isinstance(self.rule, EmbeddingDerivatives):
+            rows = {source: mat.squeeze(2).mT for source, mat in rows.items()}
         some = next(iter(rows.values()))
-        grad = rows[0][0] if 0 in rows else some.new_full((), nan).expand(some.shape[1:])  # affine rules do not read it
+        grad = rows[0][0] if 0 in rows else some.new_full((), nan).expand(some.shape[1:])  # no rule reads it
         return Use(Positions(self, columns), self.use.parameters, rows, grad, layout, even=even)
 
 
@@ -113,8 +124,11 @@ class Positions:
     """A call that stands for all uses: what its rule reads are the views, side by side along the positions, or one below the other."""
 
     def __init__(self, part: Contribution, columns: Tensor | None) -> None:
-        self.call, self.weight, self.columns = part.use.call, part.weight, columns
-        self.derivatives = PositionDerivatives(part.rule, part.some.shape[2])
+        self.call, self.weight, self.columns, self.derivatives = part.use.call, part.weight, columns, part.rule
+        if isinstance(part.rule, EmbeddingDerivatives):
+            self.input0, self.padding_idx = columns[:, 0, 0], part.use.call.padding_idx
+        else:
+            self.derivatives = PositionDerivatives(part.rule, part.some.shape[2])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.call, name)
@@ -154,7 +168,7 @@ class PositionDerivatives(AffineDerivatives):
 
 
 def joins(use: Use, plan: Plan, parameter: Parameter) -> bool:
-    """Say whether a use of a parameter can be joined with others.
+    """Say whether a use of a parameter can be joined with others, or is cheaper in this way.
 
     Args:
         use: The use.
@@ -164,15 +178,17 @@ def joins(use: Use, plan: Plan, parameter: Parameter) -> bool:
     Returns:
         Whether it can.
     """
-    rule = use.call.derivatives
-    if not use.layout.plain:  # others unfold inputs, which are as long as many samples then
-        return isinstance(rule, AffineDerivatives) and rule.any_batch_axis
-    if not isinstance(rule, EmbeddingDerivatives):
-        return isinstance(rule, AffineDerivatives)
-    if sum(map(len, use.value.values())) != 1:  # what is carried to lookups takes the place of inputs, of which there is one for all columns
-        return False
-    others = (unit.call.derivatives for unit in plan.units.values() if any(p is parameter for p in unit.parameters.values()))
-    return any(isinstance(other, AffineDerivatives) for other in others)
+    rule, several = use.call.derivatives, plan.uses[parameter] > 1
+    if isinstance(rule, EmbeddingDerivatives):
+        return several or not use.layout.plain
+    # others unfold inputs, which are as long as many samples where these do not share a call
+    return several and isinstance(rule, AffineDerivatives) and (use.layout.plain or rule.any_batch_axis)
+
+
+def _is_tied(plan: Plan, parameter: Parameter) -> bool:
+    # whether it is the weight of an affine layer, too
+    units = (unit for unit in plan.units.values() if any(p is parameter for p in unit.parameters.values()))
+    return any(isinstance(unit.call.derivatives, AffineDerivatives) for unit in units)
 
 
 def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
