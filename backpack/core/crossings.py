@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -138,9 +139,8 @@ def _assigned(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
         The crossing of each needed input; ``None`` if it does something else, or numbers are too coarse.
     """
     slot, full = tensor_at((node, 0)), shape_of((node, 0))
-    codes = (torch.rand(layout.samples, generator=torch.Generator().manual_seed(0)) + 0.5).to(slot.device, slot.dtype)
-    values, order = codes.sort()
-    if len(shapes) > _TENSOR_AND_PART or layout.of_one or not full.numel() or values.diff().eq(0).any():
+    codes, values, order = _codes(layout.samples, slot.device, slot.dtype)
+    if len(shapes) > _TENSOR_AND_PART or layout.of_one or not full.numel() or codes is None:
         return None
     labels = label_tensor(layout.labels, slot.device)
     column = along(torch.where(labels < 0, 0, codes[labels]), layout.axis, len(full)).expand(full).contiguous()
@@ -151,19 +151,28 @@ def _assigned(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
         if shape is None or sent is None:
             crossings.append(None)
             continue
-        found, known = sent[0], sent[0].ne(0)
+        found = sent[0]
         if found.shape != shape:
             return None
         if number:
             places = order[torch.searchsorted(values, found).clamp(max=layout.samples - 1)]
-            same, there = codes[places] == found, layout_of(places, known, layout.samples, layout.axis)
+            wanted, there = codes[places], layout_of(places, found.ne(0), layout.samples, layout.axis)
         else:
-            alive = known.movedim(layout.axis, 0).flatten(1).any(1)
-            same, there = column == found, layout._replace(labels=tuple(torch.where(alive, labels, -1).tolist()))
-        if there is None or not (same | ~known).all():
+            alive = found.movedim(layout.axis, 0).flatten(1).amax(1) > 0
+            wanted, there = column, layout._replace(labels=tuple(torch.where(alive, labels, -1).tolist()))
+        # each entry is what it should be, or zero
+        if there is None or torch.linalg.vector_norm((wanted - found).mul_(found.sign())) != 0:
             return None
         crossings.append(Crossing(Way.DATA, there, there))
     return crossings
+
+
+@lru_cache(maxsize=16)
+def _codes(samples: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, Tensor, Tensor]:
+    # a number for each sample, ``None`` if some are the same; these in order, and whose they are
+    codes = (torch.rand(samples, generator=torch.Generator().manual_seed(0)) + 0.5).to(device, dtype)
+    values, order = codes.sort()
+    return None if values.diff().eq(0).any() else codes, values, order
 
 
 _CROSSINGS: dict[Any, list[Crossing | None]] = {}
