@@ -14,7 +14,7 @@ from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.connect import Connection
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.embedding import LookupDerivatives
+from backpack.core.derivatives.embedding import EmbeddingDerivatives, LookupDerivatives
 from backpack.core.flow import Blocks, Flow
 from backpack.core.graph import tensor_at
 from backpack.core.plan import Plan
@@ -26,6 +26,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.costs import width
 from backpack.extensions.flows import ColumnFlow
+from backpack.extensions.positions import is_tied
 from backpack.extensions.rules import ColumnRule, Rule, find_faster, finish_at_once
 from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import edges_below
@@ -176,11 +177,11 @@ class Weight:
         units = [plan.units[node]] if node in plan.units else plan.composites[node].parts if node in plan.composites else []
         read = held = 0
         for unit in units:
-            slot, affine = unit.call.outputs[0], isinstance(unit.call.derivatives, AffineDerivatives)
+            slot, joins = unit.call.outputs[0], isinstance(unit.call.derivatives, AffineDerivatives | EmbeddingDerivatives)
             read += prod(slot.shape) * slot.dtype.itemsize if node in plan.composites else 0
             for name, parameter in unit.parameters.items():
                 read += max((self._formed(unit, name, parameter, extension) for extension in self._collector.readers(self._flow)), default=0)
-                held += prod(slot.shape) * slot.dtype.itemsize if affine and plan.uses.get(parameter, 0) > 1 else 0
+                held += prod(slot.shape) * slot.dtype.itemsize if joins and plan.uses.get(parameter, 0) > 1 else 0
                 held += self._per_sample(parameter) if unit.couples & self._coupled & plan.walk.bits.get(id(parameter), 0) else 0
         return read, held
 
@@ -189,7 +190,8 @@ class Weight:
         affine = isinstance(rule, AffineDerivatives)
         if extension.ordered or (isinstance(extension, HBP) and (affine or isinstance(rule, LookupDerivatives))):
             return 0  # results, and small
-        fast = find_faster(extension, rule, name) not in (None, finish_at_once) and (affine or self._plan.uses.get(parameter) == 1)
+        joined = affine or self._plan.uses.get(parameter) == 1 or (isinstance(rule, EmbeddingDerivatives) and not is_tied(self._plan, parameter))
+        fast = find_faster(extension, rule, name) not in (None, finish_at_once) and joined
         fast &= name != "bias" and not self._coupled & self._plan.walk.bits.get(id(parameter), 0)  # formed where there are positions
         return 0 if fast and extension.get_subsampling() is None else self._per_sample(parameter)
 

@@ -63,7 +63,7 @@ class Contribution(NamedTuple):
         rule, call = use.call.derivatives, use.call
         table = isinstance(rule, EmbeddingDerivatives)
         # what is carried to lookups takes the place of inputs, of which there is one for all columns
-        if table and not (use.layout.plain and sum(map(len, use.value.values())) == 1 and _is_tied(plan, use.parameters[name])):
+        if table and not (use.layout.plain and sum(map(len, use.value.values())) == 1 and is_tied(plan, use.parameters[name])):
             positions = prod(call.input0.shape[1:])
             rows = {source: mat.reshape(*mat.shape[:2], 1, positions, mat.shape[-1]).mT for source, mat in use.value.items()}
             return cls(use, name, rule, call.input0.reshape(len(call.input0), 1, 1, positions), rows, call.weight)
@@ -185,8 +185,16 @@ def joins(use: Use, plan: Plan, parameter: Parameter) -> bool:
     return several and isinstance(rule, AffineDerivatives) and (use.layout.plain or rule.any_batch_axis)
 
 
-def _is_tied(plan: Plan, parameter: Parameter) -> bool:
-    # whether it is the weight of an affine layer, too
+def is_tied(plan: Plan, parameter: Parameter) -> bool:
+    """Say whether a table is the weight of an affine layer, too.
+
+    Args:
+        plan: The plan.
+        parameter: The table.
+
+    Returns:
+        Whether it is.
+    """
     units = (unit for unit in plan.units.values() if any(p is parameter for p in unit.parameters.values()))
     return any(isinstance(unit.call.derivatives, AffineDerivatives) for unit in units)
 
