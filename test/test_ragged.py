@@ -56,6 +56,15 @@ def stacked(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     return net.d(h.new_zeros(int(owners.max()) + 1, h.shape[1]).index_add(0, owners, h).tanh())
 
 
+def stacked_one_by_one(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """All of a product belongs to one sample, or to two."""
+    h, N = net.act(net.a(x)), int(owners.max()) + 1
+    alone = [torch.bmm(h[owners == n].expand(2, -1, -1), net.stack).sin().sum((0, 1)) for n in range(N)]
+    pairs = [torch.bmm(h[owners // 2 == n].expand(2, -1, -1), net.stack).cos().sum(0) for n in range(-(-N // 2))]
+    places = [owners[owners // 2 == n] for n in range(-(-N // 2))]
+    return net.d(torch.stack(alone).tanh() + h.new_zeros(N, 3).index_add(0, torch.cat(places), torch.cat(pairs)))
+
+
 def as_functions(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     """Products are read off the graph; one weight is computed from others, and has no Kronecker factors."""
     h = (net.act(x @ net.a.weight.mT + net.a.bias)) @ (net.b.weight * net.b.bias.exp()[:, None]).mT
@@ -132,7 +141,8 @@ def looked_up_and_multiplied(net: Net, x: Tensor, owners: Tensor) -> Tensor:
 
 
 FORWARDS = [pooled, of_positions, behind_positions, stacked, as_functions, twice, normalized]
-FORWARDS += [masked, masked_behind_a_layer, masked_products, one_by_one, chosen, looked_up, looked_up_one_by_one, looked_up_and_multiplied]
+FORWARDS += [masked, masked_behind_a_layer, masked_products, one_by_one, stacked_one_by_one, chosen]
+FORWARDS += [looked_up, looked_up_one_by_one, looked_up_and_multiplied]
 WITHOUT_FACTORS = {as_functions: "b.weight of shape", looked_up_and_multiplied: "table.weight: used in two ways"}
 
 
@@ -140,7 +150,7 @@ def build(forward: Callable[..., Tensor], owners: list[int]) -> Problem:
     with torch.random.fork_rng(), default_dtype(torch.float64):
         torch.manual_seed(1)
         parts = {"a": Linear(3, 3), "act": nn.Tanh(), "b": Linear(3, 3), "d": Linear(3, 4)}
-        if forward is stacked:
+        if forward in (stacked, stacked_one_by_one):
             parts["stack"] = parameter(2, 3, 3)()
         if "looked" in forward.__name__:
             features = 4 if forward is looked_up_and_multiplied else 3

@@ -194,15 +194,14 @@ def rows_along(axis: int, rows: int, layout: Layout) -> Layout | None:
     Args:
         axis: The axis.
         rows: Its length.
-        layout: Where the samples lie; of a single sample, or row, and where nothing but zeros arrives, any axis may have been taken.
+        layout: Where the samples lie; where all belongs to one of them, any axis may have been taken.
 
     Returns:
         The layout of the rows, on axis 0; ``None`` if the samples lie elsewhere.
     """
     if layout.axis == axis and len(layout.labels) == rows:
         return layout._replace(axis=0)
-    label = max(layout.labels, default=-1)
-    return Layout(0, (label,) * rows, layout.samples) if layout.samples == 1 or label < 0 or (rows == 1 and layout.of_one) else None
+    return Layout(0, (max(layout.labels, default=-1),) * rows, layout.samples) if layout.of_one else None
 
 
 def settle(layout: Layout) -> Layout:
