@@ -132,6 +132,49 @@ def test_curved(name: str) -> None:
         torch.testing.assert_close(p.diag_ggn_exact, oracle.diag_ggn_batch(oracle.hessian_exact)[key].sum(0))
 
 
+def entry_by_entry(out: Tensor, h: Tensor) -> None:
+    for n in range(len(h)):
+        out[n] = h[n] * 2
+
+
+VECTORS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "entry by entry": entry_by_entry,
+    "all": lambda out, h: out.copy_(h),
+    "some": lambda out, h: out[1:].copy_(h[1:]),
+    "changed": lambda out, h: out.add_(h)[:1].mul_(3.0),
+}
+
+
+class Vector(nn.Module):
+    """Writes a number for each sample."""
+
+    def __init__(self, write: Callable[[Tensor, Tensor], object]) -> None:
+        super().__init__()
+        self.first, self.last, self.write = nn.Linear(3, 1), nn.Linear(1, 2), write
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.first(x)[:, 0].tanh()
+        out = scores.sin()
+        self.write(out, scores)
+        return self.last(out[:, None])
+
+
+@pytest.mark.parametrize("samples", [1, 3, 5])
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors(name: str, samples: int) -> None:
+    """A tensor may have no other axis than that of the samples."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model, x, y = Vector(VECTORS[name]).double(), torch.randn(samples, 3, dtype=torch.float64), torch.arange(samples) % 2
+    given, oracle = (Problem(model, x, [Term(nn.CrossEntropyLoss(), y)]) for _ in range(2))
+    oracle = Oracle(oracle)
+    run(given, DiagHessian(), DiagGGNExact(), BatchGrad())
+    for key, p in given.model.named_parameters():
+        torch.testing.assert_close(p.grad_batch, oracle.grad_batch[key])
+        torch.testing.assert_close(p.diag_h, oracle.diag_h_batch[key].sum(0))
+        torch.testing.assert_close(p.diag_ggn_exact, oracle.diag_ggn_batch(oracle.hessian_exact)[key].sum(0))
+
+
 def losses_of(out: Tensor, labels: Tensor, *, written: bool) -> Tensor:
     parts = [F.cross_entropy(row, label) for row, label in zip(out.split(1), labels.split(1), strict=True)]
     if not written:

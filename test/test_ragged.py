@@ -88,6 +88,13 @@ def masked(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     return net.d(torch.stack([(h * (owners == n)[:, None]).sum(0) for n in range(int(owners.max()) + 1)]).tanh())
 
 
+def masked_numbers(net: Net, x: Tensor, owners: Tensor) -> Tensor:
+    """Every row is a number."""
+    h = net.act(net.a(x))[:, 0]
+    sums = [(h * (owners == n)).sum() + torch.where(owners == n, h.sin(), 0.0).sum() for n in range(int(owners.max()) + 1)]
+    return net.d(torch.stack(sums)[:, None] * torch.tensor([1.0, 2.0, -1.0]))
+
+
 def masked_behind_a_layer(net: Net, x: Tensor, owners: Tensor) -> Tensor:
     """The layer is called for each sample, with the rows of all."""
     h = net.act(net.a(x))
@@ -141,7 +148,7 @@ def looked_up_and_multiplied(net: Net, x: Tensor, owners: Tensor) -> Tensor:
 
 
 FORWARDS = [pooled, of_positions, behind_positions, stacked, as_functions, twice, normalized]
-FORWARDS += [masked, masked_behind_a_layer, masked_products, one_by_one, stacked_one_by_one, chosen]
+FORWARDS += [masked, masked_numbers, masked_behind_a_layer, masked_products, one_by_one, stacked_one_by_one, chosen]
 FORWARDS += [looked_up, looked_up_one_by_one, looked_up_and_multiplied]
 WITHOUT_FACTORS = {as_functions: "b.weight of shape", looked_up_and_multiplied: "table.weight: used in two ways"}
 
@@ -150,6 +157,8 @@ def build(forward: Callable[..., Tensor], owners: list[int]) -> Problem:
     with torch.random.fork_rng(), default_dtype(torch.float64):
         torch.manual_seed(1)
         parts = {"a": Linear(3, 3), "act": nn.Tanh(), "b": Linear(3, 3), "d": Linear(3, 4)}
+        if forward is masked_numbers:
+            del parts["b"]
         if forward in (stacked, stacked_one_by_one):
             parts["stack"] = parameter(2, 3, 3)()
         if "looked" in forward.__name__:

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.graph import call_node, operation, outputs_of, settings_of, shape_of, tensor_at
 from backpack.core.linear import LINEAR, ON_A_PART
-from backpack.core.samples import Layout, along, decode, label_tensor, layout_of, probe, split, sum_to
+from backpack.core.samples import Layout, along, decode, filled, label_tensor, layout_of, probe, split, sum_to
 from backpack.core.ways import SPLIT, STATIC, Crossing, State, Way, known_crossings, summed
 from backpack.utils.columns import blocks
 
@@ -158,8 +158,7 @@ def _assigned(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
             places = order[torch.searchsorted(values, found).clamp(max=layout.samples - 1)]
             wanted, there = codes[places], layout_of(places, found.ne(0), layout.samples, layout.axis)
         else:
-            alive = found.movedim(layout.axis, 0).flatten(1).amax(1) > 0
-            wanted, there = column, layout._replace(labels=tuple(torch.where(alive, labels, -1).tolist()))
+            wanted, there = column, layout._replace(labels=tuple(torch.where(filled(found, layout), labels, -1).tolist()))
         # each entry is what it should be, or zero
         if there is None or torch.linalg.vector_norm((wanted - found).mul_(found.sign())) != 0:
             return None

@@ -188,6 +188,20 @@ def layout_of(labels: Tensor, known: Tensor, samples: int, prefer: int) -> Layou
     return found
 
 
+def filled(tensor: Tensor, layout: Layout) -> Tensor:
+    """Say which rows along the axis of samples have an entry that is not zero.
+
+    Args:
+        tensor: The tensor, not without entries.
+        layout: Where the samples lie there.
+
+    Returns:
+        Boolean tensor, of as many entries as there are labels.
+    """
+    rows = tensor.movedim(layout.axis, 0).reshape(len(layout.labels), -1)
+    return rows.abs().amax(1) != 0  # several times as fast as a comparison of all entries
+
+
 def rows_along(axis: int, rows: int, layout: Layout) -> Layout | None:
     """Say to which samples the rows along an axis belong.
 

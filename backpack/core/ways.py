@@ -15,7 +15,7 @@ from torch.autograd.graph import Node
 from backpack.core.arrangements import arrangement
 from backpack.core.graph import call_node, has_saved, operation, saved, shape_of, tensor_at
 from backpack.core.linear import LINEAR, SAME_ENTRIES
-from backpack.core.samples import Layout, after_sum, along, label_tensor, layout_of, settle, unite
+from backpack.core.samples import Layout, after_sum, along, filled, label_tensor, layout_of, settle, unite
 
 STATIC = LINEAR - frozenset(
     """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect MaskedScatter Scatter ScatterAdd Where
@@ -351,11 +351,11 @@ def unmasked(node: Node, layout: Layout, number: int, shape: torch.Size) -> Layo
         The layout, with label -1 for such rows; ``None`` if there are none.
     """
     slot = tensor_at((node, 0))
-    if not shape or shape_of((node, 0)) != shape:
+    if not shape or 0 in shape or shape_of((node, 0)) != shape:
         return None
     with torch.no_grad():
         sent = call_node(node, [torch.ones(1, *shape, dtype=slot.dtype, device=slot.device)], probing=True)[number]
-    alive = sent[0].ne(0).movedim(layout.axis, 0).flatten(1).any(1)
+    alive = filled(sent[0], layout)
     return None if alive.all() else layout._replace(labels=tuple(torch.where(alive, label_tensor(layout.labels, alive.device), -1).tolist()))
 
 
