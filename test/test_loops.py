@@ -16,9 +16,13 @@ from torch import Tensor, nn
 from torch.nn import GRU, LSTM, RNN, Linear
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from backpack import extend
+from backpack import backpack, extend
+from backpack.core import arrangements
 from backpack.core.plan import Plan
 from backpack.core.walk import Walk
+from backpack.extensions import HBP
+from backpack.extensions.secondorder import hbp
+from backpack.utils.errors import UnsupportedError
 
 Read = Callable[[Tensor, int, int], Tensor]
 # a step of a sample ``[1, D]``, cut out of ``[N, T, D]``
@@ -185,3 +189,54 @@ def test_layers_that_see_one_sequence_are_read(layer: str) -> None:
         extend(module)
     plan = Plan(Walk([problem.loss(problem.outputs()).grad_fn], True))
     assert len(plan.composites) == 3 * problem.model.own.num_layers * 2
+
+
+class Pieces(nn.Module):
+    """Two layers that see all samples, or some of them at a time."""
+
+    def __init__(self, first: nn.Module, cut: Callable[[Tensor], list[Tensor]]) -> None:
+        super().__init__()
+        self.first, self.last, self.cut = first, Linear(4, 3), cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.last(torch.tanh(self.first(rows)).flatten(1)) for rows in self.cut(x)])
+
+
+CUTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
+    "one by one": lambda x: list(x.split(1)),
+    "pairs": lambda x: list(x.split(2)),
+    "two": lambda x: [x[:4], x[4:]],
+}
+
+
+def mean_inputs(first: nn.Module, x: Tensor, cut: Callable[[Tensor], list[Tensor]]) -> list[list[Tensor]]:
+    model, lossfunc = extend(Pieces(first, cut)), extend(nn.CrossEntropyLoss())
+    options = (hbp.Curvature.GGN, hbp.LossHessianStrategy.EXACT, hbp.BackpropStrategy.SQRT, hbp.ExpectationApproximation.CHEN)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for param in model.parameters():
+            nn.init.normal_(param)
+    with backpack(HBP(*options)):
+        lossfunc(model(x), torch.arange(len(x)) % 3).backward()
+    return [list(param.hbp) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("most", [4, 0])
+@pytest.mark.parametrize("cut", CUTS)
+def test_means_of_inputs_are_those_of_all_samples(cut: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arrangements, "_MOST_PADDING", most)
+    arrangements.ragged.cache_clear()
+    x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    first = Linear(3, 4).double()
+    with default_dtype(torch.float64):
+        torch.testing.assert_close(mean_inputs(first, x, CUTS[cut]), mean_inputs(first, x, lambda x: [x]))
+    arrangements.ragged.cache_clear()
+
+
+def test_means_of_inputs_of_some_samples_are_refused() -> None:
+    """Inputs of convolutions, which would be unfolded, are not put together."""
+    x = torch.randn(4, 2, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(UnsupportedError, match="Mean inputs of a layer that is called for some of the samples at a time"):
+        mean_inputs(nn.Conv1d(2, 2, 2), x, CUTS["pairs"])
+    whole = mean_inputs(nn.Conv1d(2, 2, 2), x, lambda x: [x])
+    assert [factor.shape for factor in whole[0]] == [(2, 2), (4, 4)]

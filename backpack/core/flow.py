@@ -175,7 +175,7 @@ class Use:
         sums: Name to what all samples contribute to the gradient of a parameter, from those who form it for each; ``None`` if it is not wanted.
     """
 
-    __slots__ = ("_even", "call", "grad", "layout", "notes", "parameters", "sums", "value")
+    __slots__ = ("_parts", "call", "grad", "layout", "notes", "parameters", "sums", "value")
 
     def __init__(
         self,
@@ -185,27 +185,26 @@ class Use:
         grad: Tensor,
         layout: Layout,
         notes: dict[Hashable, Any] | None = None,
-        even: Use | None = None,
+        parts: list[Use] | None = None,
     ) -> None:
         self.call, self.parameters, self.value, self.grad, self.layout = call, parameters, value, grad, layout
         self.notes = {} if notes is None else notes
         self.sums: dict[str, Tensor] | None = None
-        self._even = even
+        self._parts = parts
 
     @property
-    def even(self) -> Use:
-        """The use with an axis of rows for each sample, where a sum over these is cheaper than a result for each; else itself."""
-        if self._even is None:
+    def parts(self) -> list[Use]:
+        """Uses that stand for it where rows of a sample are summed: with an axis of rows, if that is cheaper than a result for each; else itself."""
+        if self._parts is None:
             rule, turn = self.call.derivatives, None
             if not self.layout.plain and isinstance(rule, AffineDerivatives) and rule.any_batch_axis:
                 turn = ragged(self.layout)
             if turn is None:
-                return self
+                return [self]  # which is not kept: it would refer to itself
             value = {source: turn.front(columns, 1) for source, columns in self.value.items()}
-            layout = plain_layout(self.layout.samples)
-            self._even = Use(BatchFirst(self.call, turn), self.parameters, value, turn.front(self.grad), layout)
-            self._even.sums = self.sums
-        return self._even
+            even = Use(BatchFirst(self.call, turn), self.parameters, value, turn.front(self.grad), plain_layout(self.layout.samples))
+            even.sums, self._parts = self.sums, [even]
+        return self._parts
 
     def per_sample(self, name: str, shape: torch.Size) -> Columns:
         """Return the columns of each sample at a factor that is computed from parameters.
@@ -217,7 +216,7 @@ class Use:
         Returns:
             ``{source: [V, N, *shape]}``.
         """
-        rule, use = self.call.derivatives, self.even
+        rule, (use,) = self.call.derivatives, self.parts
         columns = {s: rule._param_mjp(name, use.call, None, (use.grad,), c, sum_batch=False) for s, c in use.value.items()}
         return {s: add_rows(c, use.layout).reshape(*c.shape[:1], use.layout.samples, *shape) for s, c in columns.items()}
 

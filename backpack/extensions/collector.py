@@ -194,8 +194,8 @@ class Collector(Reader):
             alone: Whether there is no other use.
         """
         done: set[Any] = set()
-        even = use if (plain := use.layout.plain) else use.even
-        plain = plain or even is not use
+        parts = [use] if use.layout.plain else use.parts
+        plain = parts[0].layout.plain and len(parts) == 1
         if self._connection is not None:
             self._connection.flow = flow
         for extension in readers:
@@ -205,7 +205,7 @@ class Collector(Reader):
             whole = flow not in self.cut or extension.adds_up
             if alone and whole and (id(parameter), key) not in self._states and extension.get_subsampling() is None and plain:
                 function = find_faster(extension, use.call.derivatives, name)
-                value = NotImplemented if function is None else function(extension, even, name)
+                value = NotImplemented if function is None else function(extension, parts[0], name)
                 if isinstance(value, FromGradient) and not (self._after_gradients and _untouched(use.call, parameter)):
                     value = value.function(gradient_at(use, name))
                 if value is not NotImplemented:
@@ -214,7 +214,8 @@ class Collector(Reader):
             if key not in done:
                 done.add(key)
                 rule = self._rule(extension, use.layout.samples)
-                self._add(parameter, rule, key, rule.at_call(use if rule.takes_rows else even, name))
+                for part in [use] if rule.takes_rows else parts:
+                    self._add(parameter, rule, key, rule.at_call(part, name))
 
     def at_diagonal(self, flow: Flow, use: Use) -> bool:
         asked = [(extension, p, name) for name, p in use.parameters.items() for extension in self._readers(flow, p)]

@@ -12,7 +12,9 @@ from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.samples import Layout, add_rows
 from backpack.extensions.flows import apply_to_all
+from backpack.extensions.positions import PositionDerivatives
 from backpack.extensions.rules import Rule, stack
+from backpack.utils.errors import UnsupportedError
 from backpack.utils.moment import second_moment
 from backpack.utils.pages import copied
 from backpack.utils.precision import wide
@@ -116,6 +118,11 @@ class KroneckerRule(Rule):
         return _without_structure(columns)
 
     def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
+        if self._mean_input and one.inputs is not None and not all(isinstance(state.rule, PositionDerivatives) for state in (one, other)):
+            raise UnsupportedError(  # others are not joined, and may see some of the samples each
+                "Mean inputs of a layer that is called for some of the samples at a time, as a convolution in a loop over samples, are not known. "
+                "Call it once for all of them, or take the input of each sample, as ExpectationApproximation.BOTEV_MARTENS does."
+            )
         inputs = None if one.inputs is None else one.inputs + other.inputs
         return KroneckerState(inputs, OutputSide(add_columns(one.outputs.columns, other.outputs.columns)), one.rule)
 

@@ -101,14 +101,14 @@ class Contribution(NamedTuple):
         columns = None if self.columns is None else _as_rows(self.columns)
         return self._replace(columns=columns, rows={source: _as_rows(mat) for source, mat in self.rows.items()})
 
-    def joined(self, columns: Tensor | None, rows: Columns, layout: Layout, even: Use | None = None) -> Use:
+    def joined(self, columns: Tensor | None, rows: Columns, layout: Layout, parts: list[Use] | None = None) -> Use:
         """Return a use like this one of other views.
 
         Args:
             columns: View of the input; ``None`` for a bias.
             rows: View of the columns at the output.
             layout: Says to which sample each row belongs.
-            even: The use with positions for rows, if it is cheaper.
+            parts: Uses that stand for it where rows of a sample are summed, if others are cheaper.
 
         Returns:
             The use.
@@ -117,7 +117,7 @@ class Contribution(NamedTuple):
             rows = {source: mat.squeeze(2).mT for source, mat in rows.items()}
         some = next(iter(rows.values()))
         grad = rows[0][0] if 0 in rows else some.new_full((), nan).expand(some.shape[1:])  # no rule reads it
-        return Use(Positions(self, columns), self.use.parameters, rows, grad, layout, even=even)
+        return Use(Positions(self, columns), self.use.parameters, rows, grad, layout, parts=parts)
 
 
 class Positions:
@@ -214,7 +214,7 @@ def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
     joint = []
     for group in groups.values():
         if not group[0].use.layout.plain:
-            joint += _below_each_other(group)
+            joint.append((_below_each_other(group), len(group)))
             continue
         columns = None if group[0].columns is None else _along_positions([part.columns for part in group])
         rows = {source: _along_positions(_of_source(group, source)) for source in _sources(group)}
@@ -222,27 +222,27 @@ def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
     return joint
 
 
-def _below_each_other(parts: list[Contribution]) -> list[tuple[Use, int]]:
+def _below_each_other(parts: list[Contribution]) -> Use:
     """Join uses that see some of the samples each.
 
     Args:
         parts: The uses.
 
     Returns:
-        The joint use, and how many it stands for; each use alone where most of what is made of all would be zeros.
+        The joint use: with positions for rows where these are summed, or one by one, if most of what is made of all would be zeros.
     """
     labels = [label for part in parts for label in part.use.layout.labels for _ in range(part.some.shape[-1])]
-    layout = parts[0].use.layout._replace(labels=tuple(labels))
-    turn, even = None if layout.plain else ragged(layout), None
-    if turn is None and not layout.plain and len(parts) > 1:
-        return [use for part in parts for use in _below_each_other([part])]
-    parts = [part.as_rows() for part in parts]
-    columns = None if parts[0].columns is None else torch.cat([part.columns for part in parts])
-    rows = {source: torch.cat(_of_source(parts, source), 1) for source in _sources(parts)}
+    layout, uses = parts[0].use.layout._replace(labels=tuple(labels)), None
+    first, *others = flat = [part.as_rows() for part in parts]
+    columns = None if first.columns is None else torch.cat([part.columns for part in flat])
+    rows = {source: torch.cat(_of_source(flat, source), 1) for source in _sources(flat)}
+    turn = None if layout.plain else ragged(layout)
     if turn is not None:
         positions = {source: turn.front(mat, 1).squeeze(-1) for source, mat in rows.items()}
-        even = parts[0].joined(None if columns is None else turn.front(columns).squeeze(-1), positions, plain_layout(layout.samples))
-    return [(parts[0].joined(columns, rows, layout, even), len(parts))]
+        uses = [first.joined(None if columns is None else turn.front(columns).squeeze(-1), positions, plain_layout(layout.samples))]
+    elif others and not layout.plain:
+        uses = [use for part in parts for use in _below_each_other([part]).parts]
+    return first.joined(columns, rows, layout, uses)
 
 
 def _sources(parts: list[Contribution]) -> dict[Hashable, None]:

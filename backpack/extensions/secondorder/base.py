@@ -49,7 +49,7 @@ class OfDiagonals(BackpropExtension):
         Returns:
             The quantity.
         """
-        use, chosen, summed = use.even, self.get_subsampling(), isinstance(self.combination, Sum)
+        (use,), chosen, summed = use.parts, self.get_subsampling(), isinstance(self.combination, Sum)
         result = use.call.derivatives.sum_at_diagonal(use.call, name, use.value[0], summed and chosen is None)
         if summed and chosen is None:
             return result
