@@ -9,6 +9,7 @@ import cases_graphs  # noqa: F401
 import cases_loss  # noqa: F401
 import cases_nets  # noqa: F401
 import cases_norm  # noqa: F401
+import cases_parts  # noqa: F401
 import cases_pool  # noqa: F401
 import cases_sequence  # noqa: F401
 import cases_shared  # noqa: F401

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
-from math import sqrt
+from math import gcd, sqrt
 from typing import NamedTuple
 
 import torch
@@ -134,12 +134,16 @@ class Problem:
 
 
 class Product(NamedTuple):
-    """One product of an input with a matrix, or of a stack: input, parameter, whether its input side comes first, output or its edge."""
+    """One product of an input with a matrix, or of a stack: input, parameter, whether its input side comes first, output or its edge.
+
+    Of a matrix that is part of a parameter, also its rows there, those of a stack counted through.
+    """
 
     x: Tensor
     weight: Tensor
     transposed: bool
     out: GradientEdge | Tensor
+    part: range | None = None
 
     def outputs(self, per_output: Tensor) -> Tensor:
         """Sum over positions.
@@ -150,7 +154,7 @@ class Product(NamedTuple):
         Returns:
             ``[A, B, G, O]``.
         """
-        size = self.weight.shape[-1] if self.transposed else self.weight.shape[0]
+        size = len(self.part or ()) or (self.weight.shape[-1] if self.transposed else self.weight.shape[0])
         summed = per_output.reshape(*per_output.shape[:2], *self.x.shape[:-1], size).sum(-2)
         return summed.unsqueeze(2) if self.x.dim() == 2 else summed
 
@@ -185,7 +189,57 @@ def products(root: Tensor) -> list[Product]:
             shape, leaf = shape or torch.Size(leaf._input_metadata[0].shape), leaf.next_functions[0][0]
         if hasattr(leaf, "variable") and shape in (None, leaf.variable.shape):
             found.append(Product(getattr(node, left), leaf.variable, not turned, GradientEdge(node, 0)))
+        elif left is not None and node.next_functions[-1][0] is not None:
+            found += part_of_a_parameter(getattr(node, left), GradientEdge(*node.next_functions[-1]), GradientEdge(node, 0))
     return found
+
+
+def part_of_a_parameter(x: Tensor, matrix: GradientEdge, out: GradientEdge) -> list[Product]:
+    """Find out which part of a parameter a matrix is: where numbers that are sent there arrive.
+
+    Args:
+        x: What it multiplies.
+        matrix: Its edge.
+        out: Edge of the product.
+
+    Returns:
+        The product; none if the matrix is no part of a parameter.
+    """
+    node = matrix.node
+    while len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    shape = torch.Size(matrix.node._input_metadata[matrix.output_nr].shape)
+    if not hasattr(node, "variable") or len(shape) != 2 or node.variable.dim() < 2:
+        return []
+    weight, sent = node.variable, torch.arange(1, 1 + shape.numel(), dtype=node.variable.dtype).reshape(shape)
+    (arrived,) = torch.autograd.grad([matrix], [weight], [sent], retain_graph=True)
+    transposed = weight.dim() == 3 and torch.equal(arrived[arrived.flatten(1).any(1)], sent[None])
+    rows = (arrived.mT if transposed else arrived).flatten(0, -2)
+    (places,) = rows.any(1).nonzero(as_tuple=True)
+    if not torch.equal(rows[places], sent.T):
+        return []
+    assert len(places) == places[-1] - places[0] + 1
+    return [Product(x, weight, transposed, out, range(int(places[0]), int(places[-1]) + 1))]
+
+
+def in_blocks(uses: list[Product], outputs: list[Tensor], times: list[float]) -> tuple[Tensor, list[Tensor]]:
+    """Tell apart the blocks of rows of which all parts of a weight consist.
+
+    Args:
+        uses: Products with parts of it.
+        outputs: What belongs to their outputs ``[N, D, 1, rows of the part]``.
+        times: How often their inputs count.
+
+    Returns:
+        What belongs to the outputs of each block ``[N, D, G, O]``, and what they are multiplied with ``[*, K]`` each.
+    """
+    rows = uses[0].weight.numel() // uses[0].x.shape[-1]
+    parts = [use.part or range(rows) for use in uses]
+    size = gcd(rows, *(end for part in parts for end in (part.start, part.stop)))
+    T = sum(F.pad(out.flatten(2), (part.start, rows - part.stop)) for part, out in zip(parts, outputs, strict=True)).unflatten(2, (-1, size))
+    given = [[x * t for x in use.inputs()] * (rows // size) for use, t in zip(uses, times, strict=True)]  # of a stack one each, else the same for all
+    inputs = [[x[g] for x, part in zip(given, parts, strict=True) if g * size in part] for g in range(rows // size)]
+    return T, [torch.cat(given) if given else T.new_zeros(1, uses[0].x.shape[-1]) for given in inputs]
 
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
@@ -691,7 +745,7 @@ class Oracle:
 
         Weights ``W`` of ``x W^T`` have ``[B, A]``, matrices ``W`` of ``x @ W`` have ``[A, B]``, with ``A = 1/N sum x x^T`` over all rows of all
         uses and ``B = sum_n T_n^T H_n T_n``, where ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. A
-        stack of matrices has one such list a matrix, a convolution one a group. What is made once for all samples counts for each of them.
+        stack of matrices has one such list a matrix, a convolution one a group, a weight in parts one a block of rows. What is made once for all samples counts for each of them.
         Tables of embeddings have ``[diag A, B]``, of the rows that are not padding. Any other parameter has its exact block.
 
         Args:
@@ -709,10 +763,13 @@ class Oracle:
             uses = [use for use in uses_of_all if is_or_views(use.weight, param)]
             if uses:
                 tracked = jacobian(flat, [use.out for use in uses])
-                T = sum(use.outputs(jac) for use, jac in zip(uses, tracked, strict=True))
+                outputs, times = [use.outputs(jac) for use, jac in zip(uses, tracked, strict=True)], [self._times(jac) for jac in tracked]
+                if any(getattr(use, "part", None) for use in uses):
+                    T, A = in_blocks(uses, outputs, times)
+                else:
+                    T, inputs = sum(outputs), [[a * t for a in use.inputs()] for use, t in zip(uses, times, strict=True)]
+                    A = [torch.cat(rows) for rows in zip(*inputs, strict=True)]
                 B = torch.einsum("ndgp,nde,negq->gpq", T, hessian, T)
-                times = [self._times(jac) for jac in tracked]
-                A = [torch.cat(rows) for rows in zip(*([a * t for a in use.inputs()] for use, t in zip(uses, times, strict=True)), strict=True)]
                 pairs = [[b, a.T @ a / self.N] for b, a in zip(B, A, strict=True)]
                 pairs = [pair[::-1] for pair in pairs] if uses[0].transposed else pairs
                 factors[name] = pairs[0] if len(pairs) == 1 else pairs

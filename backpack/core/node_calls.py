@@ -23,8 +23,8 @@ from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
-from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.linear import SAME_ENTRIES
+from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
+from backpack.core.leaves import block_of, way_to_leaf
 from backpack.core.mixing import multiplies_data
 from backpack.core.samples import Layout, rows_along, settle, unite
 from backpack.core.slots import Edge
@@ -33,8 +33,6 @@ from backpack.core.walk import Walk
 from backpack.core.ways import State
 from backpack.utils.lstm import LSTMSteps, previous
 
-_TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
-_RESHAPES = SAME_ENTRIES | {"ToCopy"}
 _LSTM = 2  # mode of a recurrent node
 LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 
@@ -180,7 +178,12 @@ def read(node: Node, states: States, walk: Walk) -> Unit | Composite | None:
     return None if reader is None or tensor_at((node, 0)).dtype.is_complex else reader(node, states, walk)
 
 
-def unit_of(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, walk: Walk, turned: bool = False) -> Unit | None:
+Ways = Mapping[str, list[Node]]
+
+
+def unit_of(
+    node: Node, call: NodeCall, factors: dict[str, int], layout: Layout, walk: Walk, turned: bool = False, ways: Ways = MappingProxyType({})
+) -> Unit | None:
     """Find the parameters behind the factors of a product.
 
     Args:
@@ -190,6 +193,7 @@ def unit_of(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout,
         layout: Where the samples lie in its output.
         walk: The graph.
         turned: Whether the weight is the transposed of what lies behind its edge.
+        ways: Nodes between factors and their leaves, where they are known.
 
     Returns:
         The unit; ``None`` if a factor has samples.
@@ -199,7 +203,7 @@ def unit_of(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout,
         edge = node.next_functions[number]
         if edge[0] is None or not walk.reach[edge[0]]:
             continue
-        way = way_to_leaf(edge, turned=turned and name == "weight")
+        way = ways.get(name) or way_to_leaf(edge, turned=turned and name == "weight")
         if way is not None:
             unit.parameters[name] = walk.leaves[way[-1]]
             unit.inside.update(way)
@@ -211,7 +215,16 @@ def unit_of(node: Node, call: NodeCall, factors: dict[str, int], layout: Layout,
     return unit
 
 
-def layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int], layout: Layout, walk: Walk, turned: bool = False) -> Unit | None:
+def layer(
+    node: Node,
+    call: NodeCall,
+    below: int | None,
+    factors: dict[str, int],
+    layout: Layout,
+    walk: Walk,
+    turned: bool = False,
+    ways: Ways = MappingProxyType({}),
+) -> Unit | None:
     """Make a unit of a node that computes what one layer does.
 
     Args:
@@ -222,49 +235,18 @@ def layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int]
         layout: Where the samples lie in its output.
         walk: The graph.
         turned: Whether the weight is the transposed of what lies behind its edge.
+        ways: Nodes between factors and their leaves, where they are known.
 
     Returns:
         The unit; ``None`` if a factor has samples.
     """
-    unit = unit_of(node, call, factors, layout, walk, turned)
+    unit = unit_of(node, call, factors, layout, walk, turned, ways)
     edge = (None, 0) if below is None else node.next_functions[below]
     if unit is not None and edge[0] is not None and walk.reach[edge[0]]:
         unit.below, unit.arrives = edge, layout
         for bits in [walk.bits[id(p)] for p in unit.parameters.values()] + [walk.reach[split[0]] for split in unit.split.values()]:
             unit.couples |= walk.reach[edge[0]] & bits
     return unit
-
-
-def way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
-    """Return the nodes between an edge and the leaf to which it leads, perhaps through reshapes that undo each other, and a change of precision.
-
-    Args:
-        edge: The edge.
-        turned: Whether exactly one transposition of a matrix has to lie in between.
-
-    Returns:
-        The nodes, last that of the leaf; ``None`` if something else lies there.
-    """
-    node, way = edge[0], []
-    if turned:
-        if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2 or _stays(node):
-            return None
-        way.append(node)
-        edge = node.next_functions[0]
-    (node, _), shape = edge, shape_of(edge)
-    while node is not None and (
-        operation(node) in _RESHAPES or (operation(node) == "Expand" and shape_of(node.next_functions[0]) == shape_of((node, 0)))
-    ):  # torch.matmul expands what needs no more
-        way.append(node)
-        node = node.next_functions[0][0]
-    return [*way, node] if node is not None and node.name() == LEAF and shape_of((node, 0)) == shape else None
-
-
-def _stays(node: Node) -> bool:
-    # whether a permutation of two axes permutes none
-    if operation(node) == "Permute":
-        return saved(node, "dims")[0] in (0, -2)
-    return operation(node) == "Transpose" and (saved(node, "dim0") - saved(node, "dim1")) % 2 == 0
 
 
 def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = False) -> Unit | None:
@@ -292,6 +274,7 @@ def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = Fa
         if given is not None and given.layout != torch.strided:
             return None
     turned = weight[0] is not None and way_to_leaf(weight, True) is not None
+    block = None if turned or weight[0] is None or len(shape) > 2 else block_of(weight, node.next_functions[0] if bias else None, walk)  # noqa: PLR2004
 
     def matrix() -> Tensor:
         value = saved(node, "mat2")
@@ -299,8 +282,12 @@ def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = Fa
             value = torch.empty((0, shape[-1]) if weight[0] is None else shape_of(weight), device="meta")
         return value.mT if turned else value
 
-    call = NodeCall(node, LINEAR if turned else _MATMUL, input0=lambda: saved(node, first), weight=matrix)
-    return layer(node, call, int(bias), {"weight": 2, "bias": 0} if bias else {"weight": 1}, layout, walk, turned)
+    read, factors = {"input0": lambda: saved(node, first), "weight": matrix}, {"weight": 2, "bias": 0} if bias else {"weight": 1}
+    if block is None:
+        return layer(node, NodeCall(node, LINEAR if turned else _MATMUL, **read), int(bias), factors, layout, walk, turned)
+    rule, ways = block
+    read |= {"weight": lambda: walk.leaves[ways["weight"][-1]], "part": matrix}
+    return layer(node, NodeCall(node, rule, **read), int(bias), factors, layout, walk, ways=ways)
 
 
 reads("Mm", "Bmm")(partial(_product, first="self"))

@@ -21,7 +21,8 @@ from backpack.core.batches import nested_in
 from backpack.core.calls import ModuleCall
 from backpack.core.checkpoints import checkpointed
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.node_calls import LINEAR, Composite, NodeCall, States, Waiting, reads, unit_of, way_to_leaf
+from backpack.core.leaves import way_to_leaf
+from backpack.core.node_calls import LINEAR, Composite, NodeCall, States, Waiting, reads, unit_of
 from backpack.core.recurrent_steps import Step, behind, is_slice, steps_to
 from backpack.core.samples import Layout, rows_along
 from backpack.core.slots import Edge

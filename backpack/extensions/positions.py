@@ -1,6 +1,7 @@
 """Several uses of a parameter by affine layers are one use with more positions, so that what is fast for one use is fast for many.
 
-Where uses see some of the samples each, as in a loop over samples, they are one use with more rows. Likewise lookups in a table.
+Where uses see some of the samples each, as in a loop over samples, they are one use with more rows. Likewise lookups in a table. Products with
+parts of a weight are one use of all of it, in groups.
 
 Lookups in the weight of an affine layer are uses of it, too: their gradient ``sum_e onehot_e d_e^T`` is that of a layer with the gradients ``d_e`` in
 place of its inputs, and one-hot vectors in place of the gradients of its outputs.
@@ -9,6 +10,8 @@ place of its inputs, and one-hot vectors in place of the gradients of its output
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from functools import partial
+from itertools import accumulate, pairwise
 from math import nan, prod
 from typing import Any, NamedTuple
 
@@ -21,6 +24,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Samples
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.weight_parts import PartDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, plain_layout
@@ -39,6 +43,7 @@ class Contribution(NamedTuple):
         columns: View of the input ``[N, G, K, L]``, of indices ``[N, 1, 1, L]``; ``None`` for a bias.
         rows: View of the columns at the output ``{source: [V, N, G, O, L]}``.
         weight: The weight as the layer sees it; ``None`` for a bias.
+        own: The groups of which there are views, ``None`` for all.
     """
 
     use: Use
@@ -47,6 +52,7 @@ class Contribution(NamedTuple):
     columns: Tensor | None
     rows: Columns
     weight: Tensor | None
+    own: slice | None = None
 
     @classmethod
     def of(cls, use: Use, name: str, plan: Plan) -> Contribution:
@@ -74,9 +80,10 @@ class Contribution(NamedTuple):
             places = grads.new_zeros(len(grads), size).scatter_(1, lookups.indices[:, None], 1)
             columns, rows = (part.reshape(samples, 1, len(grads) // max(samples, 1), part.shape[1]).mT for part in (grads, places))
             return cls(use, name, _LINEAR, columns, dict.fromkeys(use.value, rows[None]), call.weight)
-        rows = {source: rule.rows(call, mat) for source, mat in use.value.items()}
-        inputs = (None, None) if name == "bias" else (rule.columns(call), call.weight)
-        return cls(use, name, rule, inputs[0], rows, inputs[1])
+        part = isinstance(rule, PartDerivatives) and use.layout.plain
+        view, columns = (rule.own_rows, rule.own_columns) if part else (rule.rows, rule.columns)
+        inputs = (None, None) if name == "bias" else (columns(call), call.weight)
+        return cls(use, name, rule, inputs[0], {source: view(call, mat) for source, mat in use.value.items()}, inputs[1], rule.own if part else None)
 
     @property
     def some(self) -> Tensor:
@@ -84,13 +91,19 @@ class Contribution(NamedTuple):
         return next(iter(self.rows.values()))
 
     @property
+    def groups(self) -> int:
+        """Number of groups, which some rules read off the weight: a bias has none."""
+        return self.some.shape[2] if self.own is None else self.rule.groups(self.use.call)
+
+    @property
     def kind(self) -> tuple:
         """What parts that go together have in common."""
         first = int(not self.use.layout.plain)  # else the number of rows need not be the same
-        inputs = () if self.columns is None else self.columns.shape[first:3]
+        rows = (*self.some.shape[1 + first : 2], self.groups, self.some.shape[3])
+        inputs = None if self.columns is None else self.columns.shape[2]
         table = isinstance(self.rule, EmbeddingDerivatives)
         layout = self.use.call.padding_idx if table else self.rule.weight_layout
-        return (table, layout, tuple(inputs), tuple(self.some.shape[1 + first : 4]), first)
+        return (table, layout, inputs, rows, first)
 
     def as_rows(self) -> Contribution:
         """Take each position for a row of its own.
@@ -128,7 +141,7 @@ class Positions:
         if isinstance(part.rule, EmbeddingDerivatives):
             self.input0, self.padding_idx = columns[:, 0, 0], part.use.call.padding_idx
         else:
-            self.derivatives = PositionDerivatives(part.rule, part.some.shape[2])
+            self.derivatives = PositionDerivatives(part.rule, part.groups)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.call, name)
@@ -142,7 +155,7 @@ class PositionDerivatives(AffineDerivatives):
 
         Args:
             rule: Rule of each of the uses.
-            groups: Number of groups, which some rules read off the weight: a bias has none.
+            groups: Number of groups.
         """
         self._rule, self._groups = rule, groups
         self.transposed = rule.transposed
@@ -216,8 +229,9 @@ def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
         if not group[0].use.layout.plain:
             joint.append((_below_each_other(group), len(group)))
             continue
-        columns = None if group[0].columns is None else _along_positions([part.columns for part in group])
-        rows = {source: _along_positions(_of_source(group, source)) for source in _sources(group)}
+        side_by_side = _along_positions if all(part.own is None for part in group) else partial(_in_groups, parts=group)
+        columns = None if group[0].columns is None else side_by_side([part.columns for part in group])
+        rows = {source: side_by_side(_of_source(group, source)) for source in _sources(group)}
         joint.append((group[0].joined(columns, rows, group[0].use.layout), len(group)))
     return joint
 
@@ -258,6 +272,27 @@ def _of_source(parts: list[Contribution], source: Hashable) -> list[Tensor]:
 def _as_rows(view: Tensor) -> Tensor:
     # ``[..., R, G, K, L]`` to ``[..., R * L, G, K, 1]``
     return view.movedim(-1, -3).flatten(-4, -3).unsqueeze(-1)
+
+
+def _in_groups(views: list[Tensor], parts: list[Contribution]) -> Tensor:
+    """Put views of some of the groups each side by side, filled up with zeros where there are fewer positions.
+
+    Args:
+        views: ``[..., own groups, K, L]`` each.
+        parts: The contributions that they belong to.
+
+    Returns:
+        ``[..., G, K, most of L]``.
+    """
+    groups, owns = parts[0].groups, [(0 if part.own is None else part.own.start, view) for part, view in zip(parts, views, strict=True)]
+    found = [[view.select(-3, g - start).mT for start, view in owns if 0 <= g - start < view.shape[-3]] for g in range(groups)]
+    *lead, _, entries, _ = views[0].shape
+    whole = views[0].new_zeros(*lead, groups, max(sum(view.shape[-2] for view in of_group) for of_group in found), entries)
+    for of_group, place in zip(found, whole.unbind(-3), strict=True):
+        ends = accumulate((view.shape[-2] for view in of_group), initial=0)
+        for view, (start, stop) in zip(of_group, pairwise(ends), strict=True):
+            place[..., start:stop, :] = view
+    return whole.mT
 
 
 def _along_positions(parts: list[Tensor]) -> Tensor:
