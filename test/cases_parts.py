@@ -11,7 +11,8 @@ from torch.nn import Linear, Tanh, TransformerDecoderLayer
 from torch.nn import functional as F
 
 USES = ("reused", "nested", "other parameters")
-WEIGHT = {"w": parameter(6, 3), "s": parameter(6)}
+SIX = layers(3, 3, w=parameter(6, 3), b=lambda: Linear(6, 4))
+SHIFTED = layers(3, 3, w=parameter(6, 3), s=parameter(6), b=lambda: Linear(6, 4))
 
 
 def two_and_four(net: Net, x: Tensor) -> Tensor:  # noqa: D103
@@ -67,18 +68,18 @@ def decoder(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     return net.b(net.d(h[:2], h[1:]).mean(0))
 
 
-graph("rows of a weight, two and four", two_and_four, layers(3, 3, **WEIGHT, b=lambda: Linear(6, 4)), (3,), *USES)
-graph("rows of a weight, two and four, positions", lambda n, x: two_and_four(n, x).mean(1), layers(3, 3, **WEIGHT, b=lambda: Linear(6, 4)), (2, 3), *USES)
-graph("rows of a weight, chunks", chunks, layers(3, 3, **WEIGHT, b=lambda: Linear(6, 4)), (3, 3), *USES)
-graph("rows of a weight, no bias", partial(chunks, bias=False), layers(3, 3, w=parameter(6, 3), b=lambda: Linear(6, 4)), (3, 3), *USES)
-graph("rows of a weight, slices", slices, layers(3, 3, **WEIGHT, b=lambda: Linear(6, 4)), (3,), *USES)
-graph("rows of a weight, overlapping", overlapping, layers(3, 3, w=parameter(6, 3), b=lambda: Linear(6, 4)), (2, 3), *USES)
-graph("rows of a weight, and all of it", whole_and_part, layers(3, 3, w=parameter(6, 3), b=lambda: Linear(6, 4)), (3,), *USES)
-graph("rows of a weight, of some", rows_of_one, layers(3, 3, **WEIGHT, b=lambda: Linear(2, 4)), (3,), *USES)
+graph("rows of a weight, two and four", two_and_four, SHIFTED, (3,), *USES)
+graph("rows of a weight, two and four, positions", lambda n, x: two_and_four(n, x).mean(1), SHIFTED, (2, 3), *USES)
+graph("rows of a weight, chunks", chunks, SHIFTED, (3, 3), *USES)
+graph("rows of a weight, no bias", partial(chunks, bias=False), SIX, (3, 3), *USES)
+graph("rows of a weight, slices", slices, SHIFTED, (3,), *USES)
+graph("rows of a weight, overlapping", overlapping, SIX, (2, 3), *USES)
+graph("rows of a weight, and all of it", whole_and_part, SIX, (3,), *USES)
+graph("rows of a weight, of some", rows_of_one, layers(3, 3, w=parameter(6, 3), s=parameter(6), b=lambda: Linear(2, 4)), (3,), *USES)
 for _turned in (True, False):
     _stack = layers(3, 3, stack=parameter(2, 3, 3), shifts=parameter(2, 3), b=lambda: Linear(3, 4))
     graph(f"matrices of a stack{', turned' * _turned}", partial(experts, turned=_turned), _stack, (3,), *USES)
-    _stack = layers(3, 3, stack=parameter(2, 3, 3), **{"shifts": parameter(2, 3)} if _turned else {}, b=lambda: Linear(3, 4))
+    _stack = layers(3, 3, stack=parameter(2, 3, 3), **({"shifts": parameter(2, 3)} if _turned else {}), b=lambda: Linear(3, 4))
     graph(f"matrices of a stack, for some samples each{', turned' * _turned}", partial(routed, turned=_turned), _stack, (3,), *USES)
 graph("matrices of a stack, and all of it", stack_in_two_ways, layers(3, 3, stack=parameter(3, 3, 3), b=lambda: Linear(3, 4)), (3,), *USES)
 graph(

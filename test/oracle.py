@@ -745,7 +745,8 @@ class Oracle:
 
         Weights ``W`` of ``x W^T`` have ``[B, A]``, matrices ``W`` of ``x @ W`` have ``[A, B]``, with ``A = 1/N sum x x^T`` over all rows of all
         uses and ``B = sum_n T_n^T H_n T_n``, where ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. A
-        stack of matrices has one such list a matrix, a convolution one a group, a weight in parts one a block of rows. What is made once for all samples counts for each of them.
+        stack of matrices has one such list a matrix, a convolution one a group, a weight in parts one a block of rows. What is made once for
+        all samples counts for each of them.
         Tables of embeddings have ``[diag A, B]``, of the rows that are not padding. Any other parameter has its exact block.
 
         Args:

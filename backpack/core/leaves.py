@@ -76,7 +76,7 @@ class Part(NamedTuple):
 
 
 def part_of_leaf(edge: Edge, walk: Walk) -> Part | None:
-    """Say for which part of a parameter an edge stands: rows of a matrix that is transposed behind them, or entries of a bias, or a matrix of a stack.
+    """Say for which part of a parameter an edge stands: rows of a matrix that is transposed then, entries of a bias, or a matrix of a stack.
 
     Args:
         edge: The edge.

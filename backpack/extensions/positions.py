@@ -288,10 +288,10 @@ def _in_groups(views: list[Tensor], parts: list[Contribution]) -> Tensor:
     found = [[view.select(-3, g - start).mT for start, view in owns if 0 <= g - start < view.shape[-3]] for g in range(groups)]
     *lead, _, entries, _ = views[0].shape
     whole = views[0].new_zeros(*lead, groups, max(sum(view.shape[-2] for view in of_group) for of_group in found), entries)
-    for of_group, place in zip(found, whole.unbind(-3), strict=True):
+    for g, of_group in enumerate(found):
         ends = accumulate((view.shape[-2] for view in of_group), initial=0)
         for view, (start, stop) in zip(of_group, pairwise(ends), strict=True):
-            place[..., start:stop, :] = view
+            whole[..., g, start:stop, :] = view
     return whole.mT
 
 
