@@ -137,7 +137,7 @@ class HBP(SecondOrderBackpropExtension):
             elif len({(use.inputs, use.structure) for use in uses}) > 1:
                 why = (
                     "{names}: used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
-                    "or transposed), so that its Kronecker factors are not defined"
+                    "whole and in parts, or transposed), so that its Kronecker factors are not defined"
                 )
             elif (why := _too_large(parameter, uses[0])) is None:
                 continue
@@ -268,10 +268,11 @@ class KFAC(HBP):
 
     Products with a matrix are read off the graph, in attention, recurrent layers and functional code: ``F.linear(x, W)`` is a Linear layer, and a
     matrix ``W [in, out]`` in ``x @ W`` has its factors in the order of its axes, ``[A, B]``. Convolutions and embeddings that are called as functions
-    are like their layers. A vector has one factor, its exact block.
+    are like their layers. A vector has one factor, its exact block. Where products take some rows of a weight each (``F.linear(x, W[:k])``, attention
+    to another sequence), or one matrix of a stack, there is a list for each of the blocks of rows, of equal size, of which these consist.
 
-    Refused are parameters with two or more axes longer than one in any other operation without a rule (also a slice or a multiple of them in one
-    of these), and those that are used in two ways or orientations: take a diagonal for these, or freeze them.
+    Refused are parameters with two or more axes longer than one in any other operation without a rule (also columns or a multiple of them in one
+    of these), and those that are used in two ways, whole and in parts, or in two orientations: take a diagonal for these, or freeze them.
 
     Embedding: ``[A, B]``, as if one-hot vectors were multiplied by its table ``[K, D]``. ``A [K]`` is the diagonal of the second moment of these
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
