@@ -27,14 +27,14 @@ def way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
 
     Args:
         edge: The edge.
-        turned: Whether exactly one transposition of a matrix has to lie in between.
+        turned: Whether exactly one transposition of a matrix, or of those of a stack, has to lie in between.
 
     Returns:
         The nodes, last that of the leaf; ``None`` if something else lies there.
     """
     way: list[Node] = []
     if turned:
-        if not _turns(edge):
+        if not turns(edge):
             return None
         way.append(edge[0])
         edge = edge[0].next_functions[0]
@@ -47,14 +47,21 @@ def way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
     return [*way, node] if node is not None and node.name() == LEAF and shape_of((node, 0)) == shape else None
 
 
-def _turns(edge: Edge) -> bool:
-    # whether a matrix is transposed there
-    node = edge[0]
-    if operation(node) not in _TRANSPOSES or len(shape_of(edge)) != 2:
+def turns(edge: Edge) -> bool:
+    """Say whether a matrix, or those of a stack, are transposed.
+
+    Args:
+        edge: Edge to them.
+
+    Returns:
+        Whether the two last axes, and no other ones, are exchanged there.
+    """
+    node, axes = edge[0], len(shape_of(edge))
+    if operation(node) not in _TRANSPOSES or axes < 2:  # noqa: PLR2004
         return False
     if operation(node) == "Permute":
-        return saved(node, "dims")[0] not in (0, -2)
-    return operation(node) != "Transpose" or (saved(node, "dim0") - saved(node, "dim1")) % 2 != 0
+        return [dim % axes for dim in saved(node, "dims")] == [*range(axes - 2), axes - 1, axes - 2]
+    return operation(node) == "T" or {saved(node, "dim0") % axes, saved(node, "dim1") % axes} == {axes - 1, axes - 2}
 
 
 class Part(NamedTuple):
@@ -86,23 +93,23 @@ def part_of_leaf(edge: Edge, walk: Walk) -> Part | None:
         The part; ``None`` if something else lies there, or all of a parameter, or if blocks would be too many.
     """
     way: list[Node] = []
-    turned = _turns(edge)
+    turned = len(shape_of(edge)) == 2 and turns(edge)  # noqa: PLR2004
     while operation(edge[0]) == "ToCopy" or (turned and not way):
         way.append(edge[0])
         edge = edge[0].next_functions[0]
     entries = _cut(edge[0])
     if entries is None or not entries[edge[1]] or entries[edge[1]].step != 1:
         return None
-    leaf, (start, stop) = edge[0].next_functions[0], (entries[edge[1]].start, entries[edge[1]].stop)
-    shape, one = shape_of(leaf), operation(edge[0]) in _ONE
+    part, behind, one = entries[edge[1]], _behind(edge[0]), operation(edge[0]) in _ONE
+    turned ^= len(behind) > 1
+    shape, ends = shape_of((behind[-1], 0)), _ends(walk)[behind[-1]]
     if len(shape) != (3 if one else 2 if turned else 1):
         return None
-    ends = _ends(walk)[leaf[0]]
     groups = shape[0] // gcd(shape[0], *ends)
     if groups > max(_MOST, 2 * len(ends)) and not one:
         return None
     size = 1 if not one else shape[1] if turned else shape[2]
-    return Part([*way, edge[0], leaf[0]], turned, range(start * size, stop * size), shape[0] * size, groups)
+    return Part([*way, edge[0], *behind], turned, range(part.start * size, part.stop * size), shape[0] * size, groups)
 
 
 def _cut(node: Node) -> list[range] | None:
@@ -115,7 +122,7 @@ def _cut(node: Node) -> list[range] | None:
         Them, for each output; ``None`` if it does something else.
     """
     name = operation(node)
-    if name not in _CUTS or node.next_functions[0][0].name() != LEAF:
+    if name not in _CUTS or _behind(node)[-1].name() != LEAF:
         return None
     shape = shape_of(node.next_functions[0])
     if saved(node, "dim") not in (0, -len(shape)):
@@ -129,13 +136,19 @@ def _cut(node: Node) -> list[range] | None:
     return [entries[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
+def _behind(node: Node) -> list[Node]:
+    # what a node cuts, perhaps behind a node that transposes all matrices of a stack
+    edge = node.next_functions[0]
+    return [edge[0], edge[0].next_functions[0][0]] if len(shape_of(edge)) == 3 and turns(edge) else [edge[0]]  # noqa: PLR2004
+
+
 def _ends(walk: Walk) -> dict[Node, set[int]]:
     # where parts of leaves begin and end
     if walk.ends is None:
         walk.ends = {}
         for node in walk.order:
             for part in _cut(node) or () if node not in walk.leaves else ():
-                walk.ends.setdefault(node.next_functions[0][0], set()).update((part.start, part.stop))
+                walk.ends.setdefault(_behind(node)[-1], set()).update((part.start, part.stop))
     return walk.ends
 
 

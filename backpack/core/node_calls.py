@@ -273,8 +273,9 @@ def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = Fa
         given = saved(node, first)
         if given is not None and given.layout != torch.strided:
             return None
-    turned = weight[0] is not None and way_to_leaf(weight, True) is not None
-    block = None if turned or weight[0] is None or len(shape) > 2 else block_of(weight, node.next_functions[0] if bias else None, walk)  # noqa: PLR2004
+    plain = weight[0] is not None and len(shape) == 2  # noqa: PLR2004
+    turned = plain and way_to_leaf(weight, True) is not None
+    block = None if turned or not plain else block_of(weight, node.next_functions[0] if bias else None, walk)
 
     def matrix() -> Tensor:
         value = saved(node, "mat2")

@@ -10,15 +10,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Samples
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.grouped import GroupedDerivatives
 from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives, standardized
 from backpack.core.graph import saved, shape_of, tensor_at
+from backpack.core.leaves import turns, way_to_leaf
 from backpack.core.node_calls import NodeCall, States, layer, reads
-from backpack.core.samples import Layout
+from backpack.core.samples import Layout, rows_along
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
 from backpack.core.ways import State
@@ -113,6 +116,38 @@ def _convolution(node: Node, states: States, walk: Walk) -> Unit | None:
         **{name: lambda value=value: value for name, value in settings.items()},
     )
     return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+
+
+@reads("GroupedMm")
+def _grouped_product(node: Node, states: States, walk: Walk) -> Unit | None:
+    """Read products of rows with one matrix of a stack each, rows sorted by matrix.
+
+    Args:
+        node: The node.
+        states: Where the samples lie in the output ``[R, O]``.
+        walk: The graph.
+
+    Returns:
+        The unit; ``None`` if the matrices are no stack, or do not multiply all rows, or if it would have to be computed again.
+    """
+    (rows, _), (weight, sizes) = shape_of((node, 0)), (node.next_functions[1], saved(node, "mat2_sym_sizes"))
+    layout = rows_along(0, rows, states[node][0]) if len(sizes) == 3 and not checkpointed(node) else None  # noqa: PLR2004
+    if layout is None or saved(node, "offs")[-1:].tolist() != [rows]:
+        return None
+    way, turned = None, False
+    if weight[0] is not None:
+        way = way_to_leaf(weight, False) or way_to_leaf(weight, True)
+        turned = way is not None and turns(weight)
+    matrices = _saved_or_shape(node, "mat2", 1)
+    call = NodeCall(
+        node,
+        GroupedDerivatives(sizes[0], transposed=not turned),
+        input0=lambda: saved(node, "self"),
+        input1=lambda: torch.searchsorted(saved(node, "offs"), torch.arange(rows, device=saved(node, "offs").device), right=True)[:, None],
+        weight=lambda: matrices().mT if turned else matrices(),
+        matrices=matrices,
+    )
+    return layer(node, call, 0, {"weight": 1}, layout, walk, ways={} if way is None else {"weight": way})
 
 
 @reads("NativeLayerNorm")
