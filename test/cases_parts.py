@@ -1,7 +1,8 @@
-"""Rows of the table of cases: products with parts of a weight, as attention to another sequence has them, and with matrices of a stack."""
+"""Rows of the table of cases: products with parts of a weight, as in attention to another sequence, with matrices of a stack, and in ``einsum``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -89,3 +90,53 @@ graph(
     (3, 3),
     "other parameters",
 )
+
+
+def through(equation: str, shape: tuple[int, ...], weight: tuple[int, ...]) -> tuple[Callable, Callable[[], dict]]:
+    """Put an ``einsum`` with a parameter between two Linear layers.
+
+    Args:
+        equation: Of a tensor of samples, and a parameter.
+        shape: Shape of the tensor, for one sample.
+        weight: Shape of the parameter.
+
+    Returns:
+        The function and the parts of a model.
+    """
+    size = torch.einsum(equation, torch.zeros(1, *shape), torch.zeros(weight)).numel()
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        return net.b(torch.einsum(equation, net.a(x).reshape(-1, *shape), net.w).reshape(len(x), -1).tanh())
+
+    return forward, layers(3, torch.Size(shape).numel(), w=parameter(*weight), b=lambda: Linear(size, 4))
+
+
+for _equation, _given, _weight in (
+    ("bi,oi->bo", (3,), (2, 3)),
+    ("bi,io->bo", (3,), (3, 2)),
+    ("btd,dhk->bthk", (2, 3), (3, 2, 2)),
+    ("btd,hdk->bhtk", (2, 3), (2, 3, 2)),
+    ("btd,hkd->bhtk", (2, 3), (2, 2, 3)),
+    ("bthk,hkd->btd", (2, 2, 2), (2, 2, 3)),
+    ("bhtk,khd->btd", (2, 2, 3), (3, 2, 2)),
+    ("bi,eio->beo", (3,), (2, 3, 2)),
+    ("bei,eio->beo", (2, 3), (2, 3, 2)),
+    ("bei,eoi->beo", (2, 3), (2, 2, 3)),
+    ("bei,ieo->beo", (2, 3), (3, 2, 2)),
+    ("bci,oc->boi", (3, 2), (2, 3)),
+    ("bhij,ojhi->bo", (2, 2, 2), (3, 2, 2, 2)),
+):
+    graph(f"einsum {_equation}", *through(_equation, _given, _weight), (3,), *USES)
+for _name, _made in (
+    ("weight on the left", lambda net, h: (net.w @ h.mT).mT),
+    ("weight on the left, flat", lambda net, h: (net.w @ h.flatten(0, 1).t()).t().unflatten(0, (-1, 2))),
+    ("weight on the left, positions first", lambda net, h: (net.w @ h.transpose(0, 1).flatten(0, 1).t()).t().unflatten(0, (2, -1)).transpose(0, 1)),
+    ("weight in another shape", lambda net, h: F.linear(h, net.w.flatten().view(3, 3), net.s)),
+):
+    graph(
+        _name,
+        lambda net, x, made=_made: net.b(made(net, net.a(x)).tanh().mean(1)),
+        layers(3, 3, w=parameter(3, 3), b=lambda: Linear(3, 4), **({"s": parameter(3)} if "shape" in _name else {})),
+        (2, 3),
+        *USES,
+    )

@@ -182,6 +182,7 @@ def products(root: Tensor) -> list[Product]:
         left = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "BmmBackward0": "_saved_self"}.get(node.name())
         leaf = node.next_functions[-1][0] if left is not None else None
         turned = leaf is not None and leaf.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0")
+        turned = turned and len(leaf._input_metadata[0].shape) == 2
         leaf = leaf.next_functions[0][0] if turned else leaf
         shape = None
         while leaf is not None and left == "_saved_self" and leaf.name() in ("ExpandBackward0", "ViewBackward0", "ReshapeAliasBackward0"):
@@ -189,30 +190,116 @@ def products(root: Tensor) -> list[Product]:
             shape, leaf = shape or torch.Size(leaf._input_metadata[0].shape), leaf.next_functions[0][0]
         if hasattr(leaf, "variable") and shape in (None, leaf.variable.shape):
             found.append(Product(getattr(node, left), leaf.variable, not turned, GradientEdge(node, 0)))
-        elif left is not None and node.next_functions[-1][0] is not None:
-            found += part_of_a_parameter(getattr(node, left), GradientEdge(*node.next_functions[-1]), GradientEdge(node, 0))
+        elif left is not None:
+            out, x = GradientEdge(node, 0), getattr(node, left)
+            first, last = (GradientEdge(*edge) if edge[0] is not None else None for edge in node.next_functions[-2:])
+            found += part_of_a_parameter(last, x, out) or rearranged(last, x, out) or rearranged(first, node._saved_mat2, out, on_the_left=True)
     return found
 
 
-def part_of_a_parameter(x: Tensor, matrix: GradientEdge, out: GradientEdge) -> list[Product]:
+def leaf_behind(matrix: GradientEdge | None) -> tuple[Parameter, Tensor, Tensor] | None:
+    """Send numbers from a matrix to the only parameter behind it.
+
+    Args:
+        matrix: Its edge.
+
+    Returns:
+        The parameter, the numbers that were sent, and what has arrived; ``None`` if there is no such parameter.
+    """
+    node = None if matrix is None else matrix.node
+    while node is not None and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    if not hasattr(node, "variable"):
+        return None
+    shape = torch.Size(matrix.node._input_metadata[matrix.output_nr].shape)
+    sent = torch.arange(1, 1 + shape.numel(), dtype=node.variable.dtype).reshape(shape)
+    (arrived,) = torch.autograd.grad([matrix], [node.variable], [sent], retain_graph=True)
+    return node.variable, sent, arrived
+
+
+@dataclass
+class RearrangedUse:
+    """A product with a stack of matrices that has the entries of a parameter in another order.
+
+    Attributes:
+        x: What is multiplied, ``[stack, R, K]``.
+        weight: The parameter.
+        out: Edge of the output, ``[stack, R, O]``, or ``[stack, O, R]`` with the matrices on the left.
+        rows: Which of all outputs of the stack belong to each group ``[G, O']``.
+        order: In which order each group has the features ``[K]``.
+        transposed: Whether features come before outputs in the parameter.
+        on_the_left: Whether the matrices are on the left.
+    """
+
+    x: Tensor
+    weight: Tensor
+    out: GradientEdge
+    rows: Tensor
+    order: Tensor
+    transposed: bool
+    on_the_left: bool
+
+    def outputs(self, per_output: Tensor) -> Tensor:
+        """Sum over positions: ``[A, B, numel of out]`` to ``[A, B, G, O']``."""
+        stack, positions, _ = self.x.shape
+        shape = (stack, -1, positions) if self.on_the_left else (stack, positions, -1)
+        return per_output.reshape(*per_output.shape[:2], *shape).sum(-1 if self.on_the_left else -2).flatten(2)[..., self.rows]
+
+    def inputs(self) -> list[Tensor]:
+        """Return what the weights of each group are multiplied with, one row for each sample and position: ``[N * L, K]``."""
+        outputs = self.weight.numel() // (len(self.x) * self.x.shape[2])
+        return [self.x[rows[0] // outputs][:, self.order] for rows in self.rows]
+
+
+def rearranged(matrix: GradientEdge | None, x: Tensor, out: GradientEdge, on_the_left: bool = False) -> list[RearrangedUse]:
+    """Find out how the entries of a stack of matrices lie in a parameter: with as few groups as keep outputs together.
+
+    Args:
+        matrix: Edge of the stack.
+        x: What it multiplies.
+        out: Edge of the product.
+        on_the_left: Whether the stack is the left factor.
+
+    Returns:
+        The product; none if the entries are not those of a parameter.
+    """
+    found = leaf_behind(matrix)
+    if found is None:
+        return []
+    weight, sent, arrived = found
+    if not torch.equal(arrived.flatten().sort().values, sent.flatten()):
+        return []
+    sizes = [1] * (3 - sent.dim()) + [*sent.shape]
+    number, features = arrived.flatten().long() - 1, sizes[1 + on_the_left]
+    stack, k = number // (sizes[1] * sizes[2]), number % features if on_the_left else number // sizes[2] % features
+    o = number // sizes[2] % sizes[1] if on_the_left else number % sizes[2]
+    rows, total = stack * sizes[2 - on_the_left] + o, len(number)
+    for groups in (g for g in range(1, total + 1) if total // features % g == 0):
+        for transposed in (False, True):
+            r, c = (part.reshape(groups, *(features, -1) if transposed else (-1, features)) for part in (rows, k))
+            r, c = (r.mT, c.mT) if transposed else (r, c)
+            of_one = r // sizes[2 - on_the_left]  # the matrix of the stack
+            if all(torch.equal(part, one.expand_as(part)) for part, one in ((r, r[..., :1]), (c, c[:1, :1]), (of_one, of_one[:, :1]))):
+                given = x.mT if on_the_left else x
+                return [RearrangedUse(given.reshape(sizes[0], -1, features), weight, out, r[..., 0], c[0, 0], transposed, on_the_left)]
+    return []
+
+
+def part_of_a_parameter(matrix: GradientEdge | None, x: Tensor, out: GradientEdge) -> list[Product]:
     """Find out which part of a parameter a matrix is: where numbers that are sent there arrive.
 
     Args:
-        x: What it multiplies.
         matrix: Its edge.
+        x: What it multiplies.
         out: Edge of the product.
 
     Returns:
         The product; none if the matrix is no part of a parameter.
     """
-    node = matrix.node
-    while len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
-    shape = torch.Size(matrix.node._input_metadata[matrix.output_nr].shape)
-    if not hasattr(node, "variable") or len(shape) != 2 or node.variable.dim() < 2:
+    found = leaf_behind(matrix)
+    if found is None or found[0].dim() < 2 or found[1].dim() != 2:
         return []
-    weight, sent = node.variable, torch.arange(1, 1 + shape.numel(), dtype=node.variable.dtype).reshape(shape)
-    (arrived,) = torch.autograd.grad([matrix], [weight], [sent], retain_graph=True)
+    weight, sent, arrived = found
     transposed = weight.dim() == 3 and torch.equal(arrived[arrived.flatten(1).any(1)], sent[None])
     rows = (arrived.mT if transposed else arrived).flatten(0, -2)
     (places,) = rows.any(1).nonzero(as_tuple=True)

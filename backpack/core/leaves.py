@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from math import gcd
+from math import gcd, prod
 from typing import NamedTuple
 
 from torch.autograd.graph import Node
 
+from backpack.core.derivatives.rearranged import Axes, RearrangedDerivatives
 from backpack.core.derivatives.weight_parts import PartDerivatives
 from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of
 from backpack.core.linear import SAME_ENTRIES
@@ -16,6 +17,7 @@ from backpack.core.walk import Walk
 
 _TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
 _RESHAPES = SAME_ENTRIES | {"ToCopy"}
+_REARRANGES = _TRANSPOSES | _RESHAPES | {"Clone", "Expand", "Alias"}
 _ONE = frozenset({"Select", "Unbind"})
 _CUTS = _ONE | {"Slice", "Split", "SplitWithSizes"}
 _MOST = 32
@@ -152,26 +154,101 @@ def _ends(walk: Walk) -> dict[Node, set[int]]:
     return walk.ends
 
 
-def block_of(weight: Edge, bias: Edge | None, walk: Walk) -> tuple[PartDerivatives, dict[str, list[Node]]] | None:
-    """Say how a product with a part of a weight, and perhaps of a bias, is a layer with all of it.
+def part_of(weight: Edge, bias: Edge | None, walk: Walk) -> tuple[PartDerivatives | RearrangedDerivatives, dict[str, list[Node]]] | None:
+    """Say how a product with a part of a weight, and perhaps of a bias, or with a weight in another shape, is a layer with the weight itself.
 
     Args:
-        weight: Edge of the matrix.
+        weight: Edge of the matrix, or of a stack.
         bias: Edge of the bias; ``None`` if there is none.
         walk: The graph.
 
     Returns:
-        The rule, and the nodes between each factor and its leaf; ``None`` if it is no such layer.
+        The rule, and the nodes between each factor and its leaf; ``None`` if it is no such layer, or simply one.
     """
-    part, ways = part_of_leaf(weight, walk), {}
-    if part is None or len(shape_of(weight)) < 2:  # noqa: PLR2004
+    if way_to_leaf(weight, False):
         return None
-    if bias is not None and walk.reach.get(bias[0]):
-        beside = part_of_leaf(bias, walk)
-        if beside is not None and (beside.rows, beside.total) == (part.rows, part.total):
-            ways["bias"] = beside.way
-        elif beside is not None or way_to_leaf(bias, False):
-            return None
+    bias, part = bias if bias is not None and walk.reach.get(bias[0]) else None, part_of_leaf(weight, walk)
+    if part is None:
+        found = axes_of(weight, left=False)
+        rule = None if found is None else RearrangedDerivatives(found[0], len(shape_of(weight)) > 2, left=False)  # noqa: PLR2004
+        return None if rule is None or not (bias is None or rule.keeps_order) else (rule, {"weight": found[1]})
+    beside = None if bias is None else part_of_leaf(bias, walk)
+    if beside is None and bias is not None and way_to_leaf(bias, False):
+        return None
+    if beside is not None and (beside.rows, beside.total) != (part.rows, part.total):
+        return None
     size = part.total // part.groups
     own = slice(part.rows.start // size, part.rows.stop // size)
-    return PartDerivatives(shape_of((part.way[-1], 0)), part.groups, own, not part.turned, "bias" in ways), ways | {"weight": part.way}
+    rule = PartDerivatives(shape_of((part.way[-1], 0)), part.groups, own, not part.turned, beside is not None)
+    return rule, {"weight": part.way} | ({} if beside is None else {"bias": beside.way})
+
+
+def axes_of(edge: Edge, left: bool) -> tuple[Axes, list[Node]] | None:
+    """Say how the axes of matrices are made of those of a parameter.
+
+    Args:
+        edge: Edge of a matrix, or of a stack of them.
+        left: Whether they are the left factor of a product: then it sums over their last axis.
+
+    Returns:
+        The axes, and the nodes up to the leaf; ``None`` if something else is done with the parameter.
+    """
+    way, node = [], edge[0]
+    while node is not None and operation(node) in _REARRANGES:
+        way.append(node)
+        node = node.next_functions[0][0]
+    if node is None or node.name() != LEAF or len(shape_of(edge)) not in (2, 3):
+        return None
+    shape = shape_of((node, 0))
+    sizes = dict(enumerate(shape))
+    order, axes = [*sizes], [[axis] for axis in sizes]  # of the parameter, and of what is made of it
+    for made in reversed(way):
+        axes = _rearranged(made, axes, order, sizes)
+        if axes is None:
+            return None
+    order = [axis for axis in order if sizes[axis] > 1]
+    *stack, first, last = [[order.index(axis) for axis in axes_] for axes_ in ([a for a in part if sizes[a] > 1] for part in axes)]
+    found = Axes(shape, [sizes[axis] for axis in order], *(stack or [[]]), *((last, first) if left else (first, last)))
+    return None if found.groups is None else (found, [*way, node])
+
+
+def _rearranged(node: Node, axes: list[list[int]], order: list[int], sizes: dict[int, int]) -> list[list[int]] | None:
+    """Follow axes through an operation.
+
+    Args:
+        node: Its node.
+        axes: Of what each axis of the input consists.
+        order: Order of these axes in the parameter, which may be cut into shorter ones.
+        sizes: Their lengths.
+
+    Returns:
+        Of what each axis of the output consists; ``None`` if it repeats entries, or cuts axes unevenly.
+    """
+    name, count = operation(node), len(axes)
+    if name == "Permute":
+        return [axes[dim % count] for dim in saved(node, "dims")]
+    if name in _TRANSPOSES:
+        one, other = (0, 1) if name == "T" else (saved(node, "dim0") % count, saved(node, "dim1") % count)
+        places = [*range(count)]
+        places[one], places[other] = other, one
+        return [axes[place] for place in places]
+    shape, left = shape_of((node, 0)), [axis for part in axes for axis in part if sizes[axis] != 1]
+    if shape.numel() != prod(sizes.values()) or not shape.numel():
+        return None
+    found: list[list[int]] = []
+    for size in shape:
+        part: list[int] = []
+        while (missing := size // prod(sizes[axis] for axis in part)) > 1:
+            axis = left.pop(0)
+            if sizes[axis] > missing:
+                if sizes[axis] % missing:
+                    return None
+                rest = max(sizes) + 1
+                sizes[axis], sizes[rest] = missing, sizes[axis] // missing
+                order.insert(order.index(axis) + 1, rest)
+                left.insert(0, rest)
+            elif missing % sizes[axis]:
+                return None
+            part.append(axis)
+        found.append(part)
+    return found

@@ -23,8 +23,9 @@ from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
+from backpack.core.derivatives.rearranged import RearrangedDerivatives
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.leaves import block_of, way_to_leaf
+from backpack.core.leaves import axes_of, part_of, way_to_leaf
 from backpack.core.mixing import multiplies_data
 from backpack.core.samples import Layout, rows_along, settle, unite
 from backpack.core.slots import Edge
@@ -273,9 +274,7 @@ def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = Fa
         given = saved(node, first)
         if given is not None and given.layout != torch.strided:
             return None
-    plain = weight[0] is not None and len(shape) == 2  # noqa: PLR2004
-    turned = plain and way_to_leaf(weight, True) is not None
-    block = None if turned or not plain else block_of(weight, node.next_functions[0] if bias else None, walk)
+    turned = weight[0] is not None and len(shape) == 2 and way_to_leaf(weight, True) is not None  # noqa: PLR2004
 
     def matrix() -> Tensor:
         value = saved(node, "mat2")
@@ -283,15 +282,44 @@ def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = Fa
             value = torch.empty((0, shape[-1]) if weight[0] is None else shape_of(weight), device="meta")
         return value.mT if turned else value
 
-    read, factors = {"input0": lambda: saved(node, first), "weight": matrix}, {"weight": 2, "bias": 0} if bias else {"weight": 1}
-    if block is None:
-        return layer(node, NodeCall(node, LINEAR if turned else _MATMUL, **read), int(bias), factors, layout, walk, turned)
-    rule, ways = block
-    read |= {"weight": lambda: walk.leaves[ways["weight"][-1]], "part": matrix}
-    return layer(node, NodeCall(node, rule, **read), int(bias), factors, layout, walk, ways=ways)
+    factors = {"weight": 2, "bias": 0} if bias else {"weight": 1}
+    found = None if turned or weight[0] is None else part_of(weight, node.next_functions[0] if bias else None, walk)
+    if found is None:
+        call = NodeCall(node, LINEAR if turned else _MATMUL, input0=lambda: saved(node, first), weight=matrix)
+        return layer(node, call, int(bias), factors, layout, walk, turned)
+    rule, ways = found
+    call = NodeCall(node, rule, input0=lambda: saved(node, first), weight=lambda: walk.leaves[ways["weight"][-1]], matrices=matrix)
+    return layer(node, call, int(bias), factors, layout, walk, ways=ways)
 
 
-reads("Mm", "Bmm")(partial(_product, first="self"))
+def _left_product(node: Node, states: States, walk: Walk) -> Unit | None:
+    """Read ``W @ x``, perhaps for a stack of matrices, as a layer with input ``x [*, K, N]`` and weight ``W``.
+
+    Args:
+        node: The node.
+        states: Where the samples lie in the output.
+        walk: The graph.
+
+    Returns:
+        The layer; ``None`` if the samples do not lie along the columns, or have other numbers of them, or the left factor is no parameter.
+    """
+    shape, weight = shape_of((node, 0)), node.next_functions[0]
+    layout = rows_along(len(shape) - 1, shape[-1], states[node][0])
+    layout = layout and layout._replace(axis=len(shape) - 1)
+    found = None if layout is None or weight[0] is None else axes_of(weight, left=True)
+    if found is None or not arrangement(layout)[1].plain:  # others have their rows in front of the features
+        return None
+    axes, way = found
+    rule = RearrangedDerivatives(axes, len(shape) > 2, left=True)  # noqa: PLR2004
+    read = {"input0": lambda: saved(node, "mat2"), "weight": lambda: walk.leaves[way[-1]], "matrices": lambda: saved(node, "self")}
+    return layer(node, NodeCall(node, rule, **read), 1, {"weight": 0}, layout, walk, ways={"weight": way})
+
+
+@reads("Mm", "Bmm")
+def _either_product(node: Node, states: States, walk: Walk) -> Unit | None:
+    return _product(node, states, walk, "self") or _left_product(node, states, walk)
+
+
 reads("Addmm")(partial(_product, first="mat1", bias=True))
 
 

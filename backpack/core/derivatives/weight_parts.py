@@ -104,7 +104,7 @@ class PartDerivatives(AffineDerivatives):
         return result if self._bias else result.unflatten(-1, (self._groups, -1))[..., self.own, :].flatten(-2)
 
     def _jac_mat_prod(self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        return mat @ module.part
+        return mat @ module.matrices
 
     def _jac_t_mat_prod(self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        return mat @ module.part.mT
+        return mat @ module.matrices.mT

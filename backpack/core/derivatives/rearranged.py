@@ -1,0 +1,133 @@
+"""Derivatives of products with a matrix, or a stack of matrices, that is a parameter with its axes put in another order, joined or cut."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from torch import Size, Tensor
+
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.utils.subsampling import subsample
+
+
+class Axes(NamedTuple):
+    """How the axes of a stack of matrices are made of those of a parameter. Axes are given by numbers, in the order of the parameter.
+
+    Attributes:
+        shape: Shape of the parameter.
+        sizes: Lengths of the axes of which those of the parameter, and of the matrices, consist.
+        stack: Axes that count the matrices, in this order.
+        inputs: Axes along which is summed.
+        outputs: The others.
+    """
+
+    shape: Size
+    sizes: Sequence[int]
+    stack: Sequence[int]
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+    @property
+    def groups(self) -> int | None:
+        """How many of the first axes count groups, so that then come all axes of outputs, then those of inputs, or the other way round."""
+        inputs = set(self.inputs)
+        for count in range(min(self.inputs, default=len(self.sizes)) + 1):
+            kinds = [axis in inputs for axis in range(count, len(self.sizes))]
+            if all(axis < count for axis in self.stack) and sorted(kinds) in (kinds, kinds[::-1]):
+                return count
+        return None
+
+
+class RearrangedDerivatives(AffineDerivatives):
+    """A product of inputs ``[N, (stack,) *positions, K]`` with matrices on the right, or ``[N, (stack,) K, *positions]`` with matrices on the left.
+
+    Axes of outputs that come first in the parameter, and cannot be joined with the others there, are groups, which see the same inputs.
+    """
+
+    any_batch_axis = True
+
+    def __init__(self, axes: Axes, stacked: bool, left: bool) -> None:
+        """Say how the matrices are made.
+
+        Args:
+            axes: Of what the axes of the matrices consist.
+            stacked: Whether tensors have an axis for the stack.
+            left: Whether the matrices are on the left: positions come last then.
+        """
+        self._axes, self._stacked, self._left = axes, stacked, left
+        self._count, rows = axes.groups, [axis for axis in axes.outputs if axis >= axes.groups]
+        self.transposed = bool(rows and axes.inputs) and min(axes.inputs) < min(rows)
+
+    @property
+    def weight_layout(self) -> Hashable:
+        return RearrangedDerivatives.weight_from_matrix, self.transposed, self._count
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether outputs come in the order in which the groups have theirs."""
+        return [*self._axes.stack, *self._axes.outputs] == sorted([*self._axes.stack, *self._axes.outputs])
+
+    def _size(self, axes: Iterable[int]) -> int:
+        return prod(self._axes.sizes[axis] for axis in axes)
+
+    def groups(self, module: Any) -> int:
+        return self._size(range(self._count))
+
+    def columns(self, module: Any, subsampling: Samples | slice = None) -> Tensor:
+        axes, shared = self._axes, [axis for axis in self._axes.outputs if axis < self._count]
+        given = self._positions_last(subsample(module.input0, subsampling=subsampling)[None])[0]
+        present = [*axes.stack, *shared, *axes.inputs]
+        sizes = [1 if axis in shared else axes.sizes[axis] for axis in present]
+        apart = given.reshape(len(given), *sizes, given.shape[-1]).expand(-1, *(axes.sizes[axis] for axis in present), -1)
+        ordered = apart.permute(0, *(1 + present.index(axis) for axis in sorted(present)), -1)
+        return ordered.reshape(len(given), self.groups(module), self._size(axes.inputs), given.shape[-1])
+
+    def rows(self, module: Any, mat: Tensor) -> Tensor:
+        given, present = self._positions_last(mat), [*self._axes.stack, *self._axes.outputs]
+        apart = given.reshape(*given.shape[:2], *(self._axes.sizes[axis] for axis in present), given.shape[-1])
+        ordered = apart.permute(0, 1, *(2 + present.index(axis) for axis in sorted(present)), -1)
+        groups = self.groups(module)
+        return ordered.reshape(*given.shape[:2], groups, self._size(present) // max(groups, 1), given.shape[-1])
+
+    def output_from_rows(self, module: Any, rows: Tensor) -> Tensor:
+        axes, present = self._axes, [*self._axes.stack, *self._axes.outputs]
+        apart = rows.reshape(*rows.shape[:2], *(axes.sizes[axis] for axis in sorted(present)), rows.shape[-1])
+        ordered = apart.permute(0, 1, *(2 + sorted(present).index(axis) for axis in present), -1)
+        views = ordered.reshape(*rows.shape[:2], self._size(axes.stack), self._size(axes.outputs), rows.shape[-1])
+        return (views if self._left else views.mT).reshape(len(rows), *module.output.shape)
+
+    def _positions_last(self, mat: Tensor) -> Tensor:
+        # ``[V, N, stack, F, L]``
+        lead, (*first, last) = (*mat.shape[:2], self._size(self._axes.stack)), mat.shape[2 + self._stacked :]
+        if self._left:
+            features, *positions = (*first, last)
+            return mat.reshape(*lead, features, prod(positions))
+        return mat.reshape(*lead, prod(first), last).mT
+
+    def weight_from_matrix(self, module: Any, matrix: Tensor) -> Tensor:
+        return (matrix.mT if self.transposed else matrix).reshape(*matrix.shape[:-3], *self._axes.shape)
+
+    def matrix_from_weight(self, module: Any, weight: Tensor) -> Tensor:
+        groups, inputs = self.groups(module), self._size(self._axes.inputs)
+        outputs = self._size(range(len(self._axes.sizes))) // max(groups * inputs, 1)
+        if self.transposed:
+            return weight.reshape(len(weight), groups, inputs, outputs).mT
+        return weight.reshape(len(weight), groups, outputs, inputs)
+
+    def _jac_mat_prod(self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return self._times(mat, module.matrices if self._left else module.matrices.mT)
+
+    def _jac_t_mat_prod(self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        return self._times(mat, module.matrices.mT if self._left else module.matrices)
+
+    def _times(self, mat: Tensor, matrices: Tensor) -> Tensor:
+        # multiplies features with ``[(stack,) F', F]``
+        if not self._left and not self._stacked:
+            return mat @ matrices.mT
+        products = matrices @ self._positions_last(mat)
+        if self._left:
+            return products.reshape(*mat.shape[: 2 + self._stacked], products.shape[-2], *mat.shape[3 + self._stacked :])
+        return products.mT.reshape(*mat.shape[:-1], products.shape[-2])
