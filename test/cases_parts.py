@@ -131,6 +131,8 @@ for _name, _made in (
     ("weight on the left", lambda net, h: (net.w @ h.mT).mT),
     ("weight on the left, flat", lambda net, h: (net.w @ h.flatten(0, 1).t()).t().unflatten(0, (-1, 2))),
     ("weight on the left, positions first", lambda net, h: (net.w @ h.transpose(0, 1).flatten(0, 1).t()).t().unflatten(0, (2, -1)).transpose(0, 1)),
+    ("weight in several notations", lambda net, h: torch.einsum("oi,bti->bto", net.w, F.linear(h, net.w).sin()) + (net.w @ h.mT).mT),
+    ("stack in several notations", lambda net, h: torch.bmm(h.flatten(0, 1)[None], net.w[None])[0].unflatten(0, (-1, 2)).sin() @ net.w),
     ("weight in another shape", lambda net, h: F.linear(h, net.w.flatten().view(3, 3), net.s)),
 ):
     graph(

@@ -10,6 +10,9 @@ from torch import Size, Tensor
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.matmul import MatmulDerivatives
+from backpack.core.derivatives.weight_parts import PartDerivatives
 from backpack.utils.subsampling import subsample
 
 
@@ -63,7 +66,13 @@ class RearrangedDerivatives(AffineDerivatives):
 
     @property
     def weight_layout(self) -> Hashable:
-        return RearrangedDerivatives.weight_from_matrix, self.transposed, self._count
+        groups, inputs, outputs = self._matrices()
+        matrix = (inputs, outputs) if self.transposed else (outputs, inputs)
+        if self._axes.shape == matrix:
+            return (MatmulDerivatives if self.transposed else LinearDerivatives).weight_from_matrix
+        if self._axes.shape == (groups, *matrix):
+            return (MatmulDerivatives if self.transposed else PartDerivatives).weight_from_matrix
+        return RearrangedDerivatives.weight_from_matrix, self.transposed, groups
 
     @property
     def keeps_order(self) -> bool:
@@ -73,8 +82,13 @@ class RearrangedDerivatives(AffineDerivatives):
     def _size(self, axes: Iterable[int]) -> int:
         return prod(self._axes.sizes[axis] for axis in axes)
 
+    def _matrices(self) -> tuple[int, int, int]:
+        # groups, inputs and outputs of each
+        groups, inputs = self._size(range(self._count)), self._size(self._axes.inputs)
+        return groups, inputs, prod(self._axes.sizes) // max(groups * inputs, 1)
+
     def groups(self, module: Any) -> int:
-        return self._size(range(self._count))
+        return self._matrices()[0]
 
     def columns(self, module: Any, subsampling: Samples | slice = None) -> Tensor:
         axes, shared = self._axes, [axis for axis in self._axes.outputs if axis < self._count]
@@ -89,8 +103,8 @@ class RearrangedDerivatives(AffineDerivatives):
         given, present = self._positions_last(mat), [*self._axes.stack, *self._axes.outputs]
         apart = given.reshape(*given.shape[:2], *(self._axes.sizes[axis] for axis in present), given.shape[-1])
         ordered = apart.permute(0, 1, *(2 + present.index(axis) for axis in sorted(present)), -1)
-        groups = self.groups(module)
-        return ordered.reshape(*given.shape[:2], groups, self._size(present) // max(groups, 1), given.shape[-1])
+        groups, _, outputs = self._matrices()
+        return ordered.reshape(*given.shape[:2], groups, outputs, given.shape[-1])
 
     def output_from_rows(self, module: Any, rows: Tensor) -> Tensor:
         axes, present = self._axes, [*self._axes.stack, *self._axes.outputs]
@@ -111,8 +125,7 @@ class RearrangedDerivatives(AffineDerivatives):
         return (matrix.mT if self.transposed else matrix).reshape(*matrix.shape[:-3], *self._axes.shape)
 
     def matrix_from_weight(self, module: Any, weight: Tensor) -> Tensor:
-        groups, inputs = self.groups(module), self._size(self._axes.inputs)
-        outputs = self._size(range(len(self._axes.sizes))) // max(groups * inputs, 1)
+        groups, inputs, outputs = self._matrices()
         if self.transposed:
             return weight.reshape(len(weight), groups, inputs, outputs).mT
         return weight.reshape(len(weight), groups, outputs, inputs)

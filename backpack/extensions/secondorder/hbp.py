@@ -270,7 +270,8 @@ class KFAC(HBP):
     matrix ``W [in, out]`` in ``x @ W`` has its factors in the order of its axes, ``[A, B]``. Convolutions and embeddings that are called as functions
     are like their layers. A vector has one factor, its exact block. Where products take some rows of a weight each (``F.linear(x, W[:k])``, attention
     to another sequence), or one matrix of a stack (also in ``F.grouped_mm``), there is a list for each block of rows, of equal size, of which these
-    consist.
+    consist. An ``einsum`` of a tensor and a weight is a product with a matrix, too: axes of inputs, and of outputs, are joined; axes of outputs that
+    lie in front of those of inputs, apart from the others, count blocks.
 
     Refused are parameters with two or more axes longer than one in any other operation without a rule (also columns or a multiple of them in one
     of these), and those that are used in two ways, whole and in parts, or in two orientations: take a diagonal for these, or freeze them.
