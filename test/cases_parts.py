@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from cases_nets import Net, graph, layers, parameter
 from torch import Tensor
-from torch.nn import Linear, Tanh, TransformerDecoderLayer
+from torch.nn import Linear, MultiheadAttention, Tanh, TransformerDecoderLayer
 from torch.nn import functional as F
 
 USES = ("reused", "nested", "other parameters")
@@ -142,3 +142,31 @@ for _name, _made in (
         (2, 3),
         *USES,
     )
+
+
+def one_by_one(attention: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:
+    """Let a model attend to data, one sample after the other: products of what belongs to one sample are none with weights."""
+    return lambda net, x: torch.cat([net.b(attention(net, sample).mean(-2).tanh()) for sample in x.split(1)])
+
+
+PROJECTIONS = layers(3, q=parameter(3, 3), k=parameter(3, 3), v=parameter(3, 3), b=lambda: Linear(3, 4))
+for _name, _project in (
+    ("linear", F.linear),
+    ("product", torch.matmul),
+    ("einsum", partial(torch.einsum, "bti,oi->bto")),
+    ("weight on the left", lambda x, w: (w @ x[0].mT).mT[None]),
+):
+    graph(
+        f"attention to data, one by one, {_name}",
+        one_by_one(lambda net, x, p=_project: torch.softmax(p(x[:, :1], net.q) @ p(x, net.k).mT, -1) @ p(x.sin(), net.v)),
+        PROJECTIONS,
+        (2, 3),
+        *USES,
+    )
+graph(
+    "attention to data, one by one, module",
+    one_by_one(lambda net, x: net.m(x[0], x[0], x[0])[0][None]),
+    lambda: {"m": MultiheadAttention(3, 1), "b": Linear(3, 4)},
+    (2, 3),
+    *USES,
+)

@@ -26,7 +26,7 @@ from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.derivatives.rearranged import RearrangedDerivatives
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.leaves import axes_of, part_of, way_to_leaf
-from backpack.core.mixing import multiplies_data
+from backpack.core.mixing import is_made_of_constants, multiplies_data
 from backpack.core.samples import Layout, rows_along, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
@@ -210,6 +210,8 @@ def unit_of(
             unit.inside.update(way)
         elif edge[0] in walk.has_data or multiplies_data(walk, edge[0], layout.samples):
             return None  # a product of two activations
+        elif layout.of_one and not layout.plain and not is_made_of_constants(walk, edge[0], layout.samples):
+            return None  # of one sample, too, as in a loop over samples
         else:
             unit.split[name] = edge
     unit.arrangement, unit.layout = arrangement(layout) if call.derivatives.any_batch_axis else (None, settle(layout))
@@ -301,23 +303,28 @@ def _left_product(node: Node, states: States, walk: Walk) -> Unit | None:
         walk: The graph.
 
     Returns:
-        The layer; ``None`` if the samples do not lie along the columns, or have other numbers of them, or the left factor is no parameter.
+        The layer; ``None`` if the samples do not lie along the columns, or the left factor is no parameter.
     """
     shape, weight = shape_of((node, 0)), node.next_functions[0]
     layout = rows_along(len(shape) - 1, shape[-1], states[node][0])
     layout = layout and layout._replace(axis=len(shape) - 1)
     found = None if layout is None or weight[0] is None else axes_of(weight, left=True)
-    if found is None or not arrangement(layout)[1].plain:  # others have their rows in front of the features
+    if found is None:
         return None
-    axes, way = found
-    rule = RearrangedDerivatives(axes, len(shape) > 2, left=True)  # noqa: PLR2004
-    read = {"input0": lambda: saved(node, "mat2"), "weight": lambda: walk.leaves[way[-1]], "matrices": lambda: saved(node, "self")}
+    (axes, way), last = found, arrangement(layout)[1].plain  # rows of samples that have other numbers of them come first, not last
+    rule = RearrangedDerivatives(axes, len(shape) > 2, left=last)  # noqa: PLR2004
+
+    def matrices() -> Tensor:
+        return saved(node, "self") if last else saved(node, "self").mT
+
+    read = {"input0": lambda: saved(node, "mat2"), "weight": lambda: walk.leaves[way[-1]], "matrices": matrices}
     return layer(node, NodeCall(node, rule, **read), 1, {"weight": 0}, layout, walk, ways={"weight": way})
 
 
 @reads("Mm", "Bmm")
 def _either_product(node: Node, states: States, walk: Walk) -> Unit | None:
-    return _product(node, states, walk, "self") or _left_product(node, states, walk)
+    found = None if walk.is_tracked(node.next_functions[1][0]) else _left_product(node, states, walk)
+    return found or _product(node, states, walk, "self") or _left_product(node, states, walk)
 
 
 reads("Addmm")(partial(_product, first="mat1", bias=True))

@@ -58,7 +58,7 @@ class RearrangedDerivatives(AffineDerivatives):
         Args:
             axes: Of what the axes of the matrices consist.
             stacked: Whether tensors have an axis for the stack.
-            left: Whether the matrices are on the left: positions come last then.
+            left: Whether the matrices are on the left, and positions come last.
         """
         self._axes, self._stacked, self._left = axes, stacked, left
         self._count, rows = axes.groups, [axis for axis in axes.outputs if axis >= axes.groups]
