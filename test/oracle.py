@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import grad
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributions import Binomial, Categorical, Normal, Poisson
 from torch.nn import (
     BCEWithLogitsLoss,
@@ -182,7 +182,7 @@ def products(root: Tensor) -> list[Product]:
         left = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "BmmBackward0": "_saved_self"}.get(node.name())
         leaf = node.next_functions[-1][0] if left is not None else None
         turned = leaf is not None and leaf.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0")
-        turned = turned and len(leaf._input_metadata[0].shape) == 2
+        turned = turned and len(leaf._input_metadata[0].shape) == 2 and not keeps_axes(leaf)
         leaf = leaf.next_functions[0][0] if turned else leaf
         shape = None
         while leaf is not None and left == "_saved_self" and leaf.name() in ("ExpandBackward0", "ViewBackward0", "ReshapeAliasBackward0"):
@@ -195,6 +195,13 @@ def products(root: Tensor) -> list[Product]:
             first, last = (GradientEdge(*edge) if edge[0] is not None else None for edge in node.next_functions[-2:])
             found += part_of_a_parameter(last, x, out) or rearranged(last, x, out) or rearranged(first, node._saved_mat2, out, on_the_left=True)
     return found
+
+
+def keeps_axes(node: Node) -> bool:
+    """Tell whether an exchange of axes exchanges one with itself."""
+    shape = torch.Size(node._input_metadata[0].shape)
+    numbers = torch.arange(float(shape.numel())).reshape(shape)
+    return torch.equal(node(numbers), numbers)
 
 
 def leaf_behind(matrix: GradientEdge | None) -> tuple[Parameter, Tensor, Tensor] | None:

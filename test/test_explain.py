@@ -316,14 +316,14 @@ def of_batches() -> Module:
 
 
 class Sliced(Module):
-    """A factor that a penalty is about, and a matrix of which a part is used."""
+    """A factor that a penalty is about, and a matrix of which some columns are used."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.factor, self.matrix, self.last = Parameter(torch.rand(4)), Parameter(torch.rand(8, 4)), Linear(4, 3)
+        self.factor, self.matrix, self.last = Parameter(torch.rand(4)), Parameter(torch.rand(4, 8)), Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(linear(x * self.factor, self.matrix[:4]))
+        return self.last(linear(x * self.factor, self.matrix[:, :4]))
 
 
 @pytest.mark.parametrize("quantity", ["DiagHessian", "BatchDiagHessian", "KFRA", "HMP", "GGNMP", "KFAC"])
