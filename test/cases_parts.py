@@ -158,7 +158,7 @@ for _name, _project in (
 ):
     graph(
         f"attention to data, one by one, {_name}",
-        one_by_one(lambda net, x, p=_project: torch.softmax(p(x[:, :1], net.q) @ p(x, net.k).mT, -1) @ p(x.sin(), net.v)),
+        one_by_one(lambda net, x, p=_project: torch.softmax(p(x[:, :1].cos(), net.q) @ p(x.cos(), net.k).mT, -1) @ p(x.sin(), net.v)),
         PROJECTIONS,
         (2, 3),
         *USES,
