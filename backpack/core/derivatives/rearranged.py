@@ -17,14 +17,10 @@ from backpack.utils.subsampling import subsample
 
 
 class Axes(NamedTuple):
-    """How the axes of a stack of matrices are made of those of a parameter. Axes are given by numbers, in the order of the parameter.
+    """How the axes of a stack of matrices are made of those of a parameter: its shape, and the lengths of the axes of which both consist.
 
-    Attributes:
-        shape: Shape of the parameter.
-        sizes: Lengths of the axes of which those of the parameter, and of the matrices, consist.
-        stack: Axes that count the matrices, in this order.
-        inputs: Axes along which is summed.
-        outputs: The others.
+    Axes are given by numbers, in the order of the parameter: those that count the matrices, in the order in which they do, those of inputs, along
+    which is summed, and those of outputs.
     """
 
     shape: Size
