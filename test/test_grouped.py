@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend, extensions
 from backpack.core.graph import operation
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.secondorder import hbp
 from backpack.utils.errors import UnsupportedError
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -132,6 +133,15 @@ def test_results_can_be_differentiated(name: str) -> None:
         found.append(torch.autograd.grad(total, [problem.model.w, problem.model.a.weight]))
     for actual, expected in zip(*found, strict=True):
         torch.testing.assert_close(actual.double(), expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", ["positions", "twice", "idle"])
+@pytest.mark.parametrize("product", [grouped, one_by_one])
+def test_no_mean_inputs_of_experts(name: str, product: Product) -> None:
+    """Which rows of two samples go together is not known where experts see some of them."""
+    options = (hbp.LossHessianStrategy.EXACT, hbp.BackpropStrategy.SQRT, hbp.ExpectationApproximation.CHEN)
+    with pytest.raises(UnsupportedError, match="Mean inputs .* an expert for its rows"):
+        run(build(name, 3, product=product), extensions.HBP(hbp.Curvature.GGN, *options))
 
 
 def test_checkpointed() -> None:

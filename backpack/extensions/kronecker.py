@@ -108,6 +108,8 @@ class KroneckerRule(Rule):
             return KroneckerState(None, outputs, rule)
         if not self._mean_input:
             return KroneckerState(rule.input_moment(use.call, 1 / samples), outputs, rule)
+        if rule.in_parts and not use.layout.plain:
+            raise _without_means()
         x = wide(rule.columns(use.call))
         turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)
         positions = int(turns.max()) + 1 if len(turns) else 1
@@ -119,12 +121,16 @@ class KroneckerRule(Rule):
 
     def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
         if self._mean_input and one.inputs is not None and not all(isinstance(state.rule, PositionDerivatives) for state in (one, other)):
-            raise UnsupportedError(  # others are not joined, and may see some of the samples each
-                "Mean inputs of a layer that is called for some of the samples at a time, as a convolution in a loop over samples, are not known. "
-                "Call it once for all of them, or take the input of each sample, as ExpectationApproximation.BOTEV_MARTENS does."
-            )
+            raise _without_means()  # others are not joined, and may see some of the samples each
         inputs = None if one.inputs is None else one.inputs + other.inputs
         return KroneckerState(inputs, OutputSide(add_columns(one.outputs.columns, other.outputs.columns)), one.rule)
+
+
+def _without_means() -> UnsupportedError:
+    return UnsupportedError(
+        "Mean inputs of a layer that is called for some of the samples at a time, as a convolution in a loop over samples, or an expert for its rows, "
+        "are not known. Call it once for all of them, or take the input of each sample, as ExpectationApproximation.BOTEV_MARTENS does."
+    )
 
 
 def _over_positions(rows: Tensor, layout: Layout) -> Tensor:

@@ -158,7 +158,7 @@ class PositionDerivatives(AffineDerivatives):
             groups: Number of groups.
         """
         self._rule, self._groups = rule, groups
-        self.transposed = rule.transposed
+        self.transposed, self.in_parts = rule.transposed, rule.in_parts
 
     @property
     def weight_layout(self) -> Hashable:

@@ -41,10 +41,12 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
 
     Attributes:
         transposed: The input side of the weight comes before the output side.
+        in_parts: A use need not see all groups at each position: with other numbers of positions, those of two samples need not go together.
     """
 
     keeps = frozenset({"input"})
     transposed: ClassVar[bool] = False
+    in_parts: ClassVar[bool] = False
 
     @property
     def weight_layout(self) -> Hashable:

@@ -16,7 +16,7 @@ from backpack.utils.subsampling import subsample
 class GroupedDerivatives(AffineDerivatives):
     """Input ``[N, *positions, K]``, ``input1 [N, *positions, 1]`` with the number of the matrix for each: a layer with as many groups."""
 
-    any_batch_axis = True
+    any_batch_axis = in_parts = True
     weight_layout = PartDerivatives.weight_layout  # the same weight may be used in parts, too
 
     def __init__(self, groups: int, transposed: bool) -> None:

@@ -22,7 +22,7 @@ class PartDerivatives(AffineDerivatives):
         own: The groups that it sees.
     """
 
-    any_batch_axis = True
+    any_batch_axis = in_parts = True
 
     def __init__(self, shape: Size, groups: int, own: slice, transposed: bool, bias: bool) -> None:
         """Say which part of the weight it is.
