@@ -128,8 +128,8 @@ class KroneckerRule(Rule):
 
 def _without_means() -> UnsupportedError:
     return UnsupportedError(
-        "Mean inputs of a layer that is called for some of the samples at a time, as a convolution in a loop over samples, or an expert for its rows, "
-        "are not known. Call it once for all of them, or take the input of each sample, as ExpectationApproximation.BOTEV_MARTENS does."
+        "Mean inputs of a layer that is called for some of the samples at a time, as a convolution in a loop over samples, or an expert "
+        "for its rows, are not known. Call it once for all of them, or take the input of each sample, as ExpectationApproximation.BOTEV_MARTENS does."
     )
 
 
