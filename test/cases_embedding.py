@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from cases_nets import Net, graph
+from cases_nets import Net, graph, layers, parameter
 from oracle import Problem
 from table import add, classify, layer, regress
 from torch import Tensor, nn, randint, randn
 from torch.nn import Flatten, Linear, Module, Sequential, Tanh
+from torch.nn import functional as F
 
 TABLE = ("chain", "other parameters")
 
@@ -168,3 +170,42 @@ graph(
 
 layer("Bilinear", partial(nn.Bilinear, 3, 2, 4), (3,), lambda N: (randn(N, 2, dtype=torch.float64),))
 layer("Bilinear, no bias, extra axes", partial(nn.Bilinear, 2, 3, 1, bias=False), (2, 1, 2), lambda N: (randn(N, 2, 1, 3, dtype=torch.float64),))
+
+
+PLACES = torch.tensor([[0, 3], [-2, 3]])
+"""Numbers of rows that all samples look up, one of them counted from the end."""
+
+
+def attended(net: Net, h: Tensor, x: Tensor) -> Tensor:  # noqa: D103
+    scores = h @ h.mT + net.p[PLACES.flatten()].view(2, 2, 3).permute(2, 0, 1)[:, None]  # heads first, as for relative positions
+    return scores.softmax(-1).mean(0) @ h
+
+
+BARE: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "bare positions": (lambda net, h, x: h + net.p, (2, 3)),
+    "bare positions, an axis in front": (lambda net, h, x: net.p - h, (1, 2, 3)),
+    "bare positions, on the input": (lambda net, h, x: net.a(torch.sin(x + net.p.unsqueeze(0))), (2, 3)),
+    "bare positions, in place": (lambda net, h, x: h.sin().add_(net.p[:, :2]), (1, 2, 3)),
+    "bare tokens, expanded": (lambda net, h, x: torch.cat([net.p.expand(len(x), -1, -1), h], 1), (3, 3)),
+    "bare tokens, repeated": (lambda net, h, x: torch.cat([h, net.p.repeat(len(x), 1, 1)], 1), (1, 2, 3)),
+    "rows of a bare table": (lambda net, h, x: h + net.p[indices(x[..., 0])], (5, 3)),
+    "rows of a bare table, from the end": (lambda net, h, x: h * net.p[indices(x[..., 0]) - 5], (5, 3)),
+    "rows of a bare table, the same for all": (lambda net, h, x: h + net.p[PLACES[0]], (5, 3)),
+    "rows of a bare table, selected": (lambda net, h, x: h + torch.index_select(net.p, 0, indices(x[..., 1]).flatten()).view_as(h), (5, 3)),
+    "rows of a bare table, one a sample": (lambda net, h, x: torch.tanh(h * net.p[indices(x[:, 0, 0])].unsqueeze(1)), (5, 3)),
+    "rows of a bare table, samples second": (lambda net, h, x: h + net.p[indices(x[..., 0]).T].transpose(0, 1), (5, 3)),
+    "rows of a bare table, one by one": (lambda net, h, x: torch.stack([a + net.p[i] for a, i in zip(h, indices(x[..., 0]), strict=True)]), (5, 3)),
+    "rows of a bare table, twice": (lambda net, h, x: h + net.p[indices(x[..., 0])] * net.p[PLACES[1]], (5, 3)),
+    "rows of a bare table, and an embedding": (lambda net, h, x: h + net.p[PLACES[0]] + F.embedding(indices(x[..., 0]), net.p), (5, 3)),
+    "rows of a bare table, between positions": (attended, (5, 3)),
+}
+"""Activations ``[N, 2, 3]``, a table as a bare parameter, and what becomes of them."""
+for _name, (_forward, _shape) in BARE.items():
+    graph(
+        _name,
+        lambda net, x, forward=_forward: net.b(forward(net, net.a(x), x).tanh().mean(1)),
+        layers(3, 3, p=parameter(*_shape), b=lambda: Linear(3, 4)),
+        (2, 3),
+        "reused",
+        "nested",
+    )

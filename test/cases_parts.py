@@ -92,6 +92,47 @@ graph(
 )
 
 
+def beside(tensor: Tensor) -> Tensor:  # noqa: D103
+    rows = 60 - len(tensor)  # 60 in all: several for each sample, as far as shapes tell
+    return torch.cat([torch.linspace(-1, 1, rows * tensor[:1].numel()).to(tensor).view(rows, *tensor.shape[1:]), tensor])
+
+
+def classes(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    h = F.linear(net.a(x).tanh(), beside(net.w), beside(net.s))
+    return net.b(torch.cat([h[..., :1], h[..., -3:]], -1))
+
+
+graph("a weight beside a constant", classes, layers(3, 3, w=parameter(3, 3), s=parameter(3), b=lambda: Linear(4, 4)), (3,), *USES)
+graph(
+    "a weight beside a constant, positions",
+    lambda net, x: (net.a(x) @ beside(net.w).t().contiguous())[..., -4:].tanh().mean(1),
+    layers(3, 3, w=parameter(4, 3)),
+    (2, 3),
+    *USES,
+)
+graph(
+    "a weight beside a constant, one by one",
+    lambda net, x: torch.stack([classes(net, sample) for sample in x]),
+    layers(3, 3, w=parameter(3, 3), s=parameter(3), b=lambda: Linear(4, 4)),
+    (3,),
+    *USES,
+)
+graph(
+    "a kernel beside a constant",
+    lambda net, x: net.b(F.conv1d(net.a(x).mT, beside(net.w), beside(net.s))[:, -4:].tanh().mean(-1)),
+    layers(3, 3, w=parameter(3, 3, 1), s=parameter(3), b=lambda: Linear(4, 4)),
+    (2, 3),
+    *USES,
+)
+graph(
+    "a table beside a constant",
+    lambda net, x: net.b(F.embedding(59 - (2 * x.sigmoid()).long(), beside(net.w)).tanh().mean(1)),
+    layers(w=parameter(2, 3), b=lambda: Linear(3, 4)),
+    (2,),
+    *USES,
+)
+
+
 def through(equation: str, shape: tuple[int, ...], weight: tuple[int, ...]) -> tuple[Callable, Callable[[], dict]]:
     """Put an ``einsum`` with a parameter between two Linear layers.
 

@@ -436,6 +436,11 @@ class LayerUses(TorchFunctionMode):
             indices, weight, padding = given[:3]
             one_hot = F.one_hot(indices.long(), len(weight)).to(weight.dtype)
             self.lookups.append((one_hot if padding is None else one_hot * (indices != padding).unsqueeze(-1), weight, out))
+        elif func in (Tensor.__getitem__, torch.index_select, Tensor.index_select) and isinstance(given[0], Parameter) and given[0].dim() == 2:
+            numbers = given[1] if func is Tensor.__getitem__ else given[2] if given[1] == 0 else None
+            if not isinstance(numbers, Tensor | list) or (numbers := torch.as_tensor(numbers)).dtype == torch.bool:
+                return out
+            self.lookups.append((F.one_hot(numbers.long() % len(given[0]), len(given[0])).to(out.dtype), given[0], out))
         elif func in (*CONVOLUTIONS, *TRANSPOSED):
             options = {name: value for name, value in (kwargs or {}).items() if name != "bias"}
             self.uses.append(ConvolutionUse(func, args[0].detach().clone(), args[1], args[3:], options, out))
@@ -841,7 +846,8 @@ class Oracle:
         uses and ``B = sum_n T_n^T H_n T_n``, where ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. A
         stack of matrices has one such list a matrix, a convolution one a group, a weight in parts one a block of rows. What is made once for
         all samples counts for each of them.
-        Tables of embeddings have ``[diag A, B]``, of the rows that are not padding. Any other parameter has its exact block.
+        Tables of embeddings have ``[diag A, B]``, of the rows that are not padding; so have other parameters with two axes, all rows of which each
+        sample looks up. Any other parameter has its exact block.
 
         Args:
             hessian: ``H_n`` or an estimate, ``[N, D, D]``.
@@ -875,6 +881,9 @@ class Oracle:
                 T = sum((jac.reshape(*jac.shape[:2], len(x), z.shape[-1]) * x.sum(1)[:, None]).sum(2) for jac, (x, z) in places)
                 inputs = torch.cat([x * self._times(jac) for (x, _), jac in zip(lookups, tracked, strict=True)])
                 factors[name] = [inputs.square().sum(0) / self.N, torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
+            elif not uses and len(sizes := [size for size in param.shape if size > 1]) == 2:
+                T = jacobian(flat, [param])[0].reshape(self.N, -1, *sizes).sum(2)
+                factors[name] = [param.new_ones(sizes[0]).detach(), torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
         return factors
 
     def _times(self, jac: Tensor) -> float:

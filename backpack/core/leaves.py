@@ -66,6 +66,20 @@ def turns(edge: Edge) -> bool:
     return operation(node) == "T" or {saved(node, "dim0") % axes, saved(node, "dim1") % axes} == {axes - 1, axes - 2}
 
 
+def joins_leaves(node: Node) -> bool:
+    """Say whether parameters are laid beside what depends on none, like weights of further classes beside those of known ones.
+
+    Args:
+        node: A node.
+
+    Returns:
+        Whether they are, perhaps transposed or in another shape.
+    """
+    while node is not None and operation(node) in _REARRANGES:
+        node = node.next_functions[0][0]
+    return operation(node) == "Cat" and all(n is None or n.name() == LEAF for n, _ in node.next_functions)
+
+
 class Part(NamedTuple):
     """A part of a parameter, as the rows of a matrix.
 

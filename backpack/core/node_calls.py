@@ -25,7 +25,7 @@ from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.derivatives.rearranged import RearrangedDerivatives
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.leaves import axes_of, part_of, way_to_leaf
+from backpack.core.leaves import axes_of, joins_leaves, part_of, way_to_leaf
 from backpack.core.mixing import is_made_of_constants, multiplies_data
 from backpack.core.samples import Layout, rows_along, settle, unite
 from backpack.core.slots import Edge
@@ -208,6 +208,8 @@ def unit_of(
         if way is not None:
             unit.parameters[name] = walk.leaves[way[-1]]
             unit.inside.update(way)
+        elif operation(node) != "Bmm" and joins_leaves(edge[0]):
+            unit.split[name] = edge  # beside constants, or data: the derivatives of the parameters do not depend on them
         elif edge[0] in walk.has_data or multiplies_data(walk, edge[0], layout.samples):
             return None  # a product of two activations
         elif layout.of_one and not layout.plain and not is_made_of_constants(walk, edge[0], layout.samples):

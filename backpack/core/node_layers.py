@@ -18,7 +18,7 @@ from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.grouped import GroupedDerivatives
 from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives, standardized
-from backpack.core.graph import saved, shape_of, tensor_at
+from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.leaves import turns, way_to_leaf
 from backpack.core.node_calls import NodeCall, States, layer, reads
 from backpack.core.samples import Layout, rows_along
@@ -206,17 +206,54 @@ def _batch_norm(node: Node, states: States, walk: Walk) -> Unit | None:
     return _norm_of_channels(node, _BATCH_NORM, _single(states[node]), walk, running_mean="running_mean", running_var="running_var", eps="eps")
 
 
-@reads("Embedding")
-def _embedding(node: Node, states: States, walk: Walk) -> Unit | None:
-    layout = _single(states[node])
-    if layout is None or layout.axis >= len(shape_of((node, 0))) - 1 or saved(node, "scale_grad_by_freq"):
+def _lookup(node: Node, numbers: Callable[[], Tensor], layout: Layout | None, walk: Walk, padding: int | None = None) -> Unit | None:
+    """Read an operation that looks up rows of a table.
+
+    Args:
+        node: The node.
+        numbers: Returns those of the rows.
+        layout: Where the samples lie in its output.
+        walk: The graph.
+        padding: Number of the row that is constant.
+
+    Returns:
+        The unit; ``None`` where the samples lie along the features.
+    """
+    if layout is None or layout.axis >= len(shape_of((node, 0))) - 1:
         return None
-    padding = saved(node, "padding_idx")
     call = NodeCall(
         node,
         _EMBEDDING,
-        input0=lambda: saved(node, "indices"),
+        input0=numbers,
         weight=lambda: torch.empty(shape_of(node.next_functions[0]), dtype=call.outputs[0].dtype, device="meta"),
-        padding_idx=lambda: None if padding < 0 else padding,
+        padding_idx=lambda: padding,
     )
     return _layer(node, call, None, {"weight": 0}, layout, walk)
+
+
+@reads("Embedding")
+def _embedding(node: Node, states: States, walk: Walk) -> Unit | None:
+    padding = saved(node, "padding_idx")
+    layout = None if saved(node, "scale_grad_by_freq") else _single(states[node])
+    return _lookup(node, lambda: saved(node, "indices"), layout, walk, None if padding < 0 else padding)
+
+
+@reads("Index", "IndexSelect")
+def _index(node: Node, states: States, walk: Walk) -> Unit | None:
+    """Read ``table[numbers]``, where the table is a parameter.
+
+    Args:
+        node: The node.
+        states: Where the samples lie in the output.
+        walk: The graph.
+
+    Returns:
+        The unit; ``None`` if something else is selected.
+    """
+    shape = shape_of(node.next_functions[0])
+    if len(shape) != 2 or way_to_leaf(node.next_functions[0], False) is None:  # noqa: PLR2004
+        return None
+    given = saved(node, "indices") if operation(node) == "Index" else (None,) * saved(node, "dim") + (saved(node, "index"),)
+    if given[0] is None or given[0].dtype not in (torch.long, torch.int) or any(more is not None for more in given[1:]):
+        return None
+    return _lookup(node, lambda: given[0] % shape[0], _single(states[node]), walk)

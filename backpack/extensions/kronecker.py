@@ -14,6 +14,7 @@ from backpack.core.samples import Layout, add_rows
 from backpack.extensions.flows import apply_to_all
 from backpack.extensions.positions import PositionDerivatives
 from backpack.extensions.rules import Rule, stack
+from backpack.extensions.sides import as_table
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.moment import second_moment
 from backpack.utils.pages import copied
@@ -117,7 +118,13 @@ class KroneckerRule(Rule):
         return KroneckerState(einsum("ngkl,ngml->gkm", mean, mean), outputs, rule)
 
     def at_leaf(self, columns: Columns) -> KroneckerState:
-        return _without_structure(columns)
+        first = next(iter(columns.values()))
+        table = as_table(first.shape[2:])  # others with two axes are refused
+        if table is None:
+            return _without_structure(columns)
+        sums = apply_to_all(columns, lambda c: c.reshape(*c.shape[:2], *table).sum(2, keepdim=True))
+        inputs = torch.ones(1, table[0], dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
+        return KroneckerState(inputs if self._reads_input else None, OutputSide(sums))
 
     def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
         if self._mean_input and one.inputs is not None and not all(isinstance(state.rule, PositionDerivatives) for state in (one, other)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,12 +14,17 @@ from torch.nn import Parameter
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, LookupDerivatives
+from backpack.core.graph import operation, shape_of
+from backpack.core.linear import SAME_ENTRIES
 from backpack.core.plan import Plan
+from backpack.core.samples import Layout
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
 from backpack.extensions.combining import Structure
 
 _NUMBER = torch.zeros(())
+_PLACES = frozenset({"Add", "Sub", "Cat", "Stack"})
+_KEEPS_ROWS = SAME_ENTRIES | {"Expand", "Repeat", "ToCopy", "Alias", "Clone"}
 
 
 class Sides(NamedTuple):
@@ -132,6 +138,47 @@ def sides(unit: Unit, name: str, parameter: Parameter, mean_input: bool = False)
     return Sides((groups, length, length), (groups, outputs), positions, structure_by(rule, groups))
 
 
+def as_table(shape: Size) -> tuple[int, int] | None:
+    """Read the shape of a parameter like that of a table, the last of two axes that of features.
+
+    Args:
+        shape: Shape, perhaps with further axes of length one.
+
+    Returns:
+        Number of rows and of features; ``None`` if there are not two axes.
+    """
+    sizes = [size for size in shape if size != 1]
+    return (sizes[0], sizes[1]) if len(sizes) == 2 else None  # noqa: PLR2004
+
+
+def tables_of(plan: Plan) -> dict[Parameter, tuple[int, int]]:
+    """Find parameters outside of units, rows of which become part of activations, like an embedding of positions that is added to those of words.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        Parameter to number of rows and of features. Each sample looks up all rows, once for each edge that leads to the parameter.
+    """
+    placed, loose = Counter[Edge](), set(plan.loose)
+    for node, gap in plan.gaps.items():
+        name = operation(node)
+        if name in _PLACES:
+            places = all(isinstance(state, Layout) for state in gap.states.values())
+        else:
+            kept = name in _KEEPS_ROWS or (name == "Slice" and shape_of((node, 0)) == shape_of(node.next_functions[0]))
+            places = kept and placed[node, 0] == plan.arrivals.get((node, 0))
+        if places:
+            placed.update(n[:2] for n in gap.nexts if n is not None)
+    shapes = {}
+    for node, parameter in plan.walk.leaves.items():
+        state = plan.states.get(node, {}).get(0)
+        of_all = not isinstance(state, Layout) or state.samples <= 1  # else rows are samples
+        if of_all and placed[node, 0] and placed[node, 0] == plan.arrivals.get((node, 0)):
+            shapes[parameter] = as_table(parameter.shape)
+    return {parameter: shape for parameter, shape in shapes.items() if shape is not None and parameter in loose}
+
+
 def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides]]:
     """Look at all parameters that a plan is about, from all of their uses.
 
@@ -147,6 +194,9 @@ def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides
         for name, parameter in unit.parameters.items():
             if parameter in plan.uses:
                 found.setdefault(parameter, []).append(sides(unit, name, parameter, mean_input))
+    tables = {} if mean_input else tables_of(plan)
     for parameter in plan.loose:
-        found.setdefault(parameter, []).append(Sides(None, (1, parameter.numel())))
+        rows, features = tables.get(parameter, (None, parameter.numel()))
+        table = rows is not None
+        found.setdefault(parameter, []).append(Sides((1, rows) if table else None, (1, features), structure=structure_by(None) if table else None))
     return found

@@ -132,7 +132,7 @@ class HBP(SecondOrderBackpropExtension):
         loose = {id(parameter) for parameter in plan.loose}
         for parameter, uses in sides_of(plan, self.averages_inputs).items():
             shape = list(parameter.shape)
-            if id(parameter) in loose and sum(size > 1 for size in shape) > 1:
+            if id(parameter) in loose and uses[-1].inputs is None and sum(size > 1 for size in shape) > 1:
                 why = f"{{names}} of shape {shape}: used by an operation or a layer without a rule for Kronecker factors"
             elif len({(use.inputs, use.structure) for use in uses}) > 1:
                 why = (
