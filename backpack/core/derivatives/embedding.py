@@ -57,6 +57,18 @@ def place_at(rows: Tensor, places: Tensor, count: int) -> Tensor:
     return empty((count, rows.shape[1]), rows).zero_().index_copy_(0, places, rows)
 
 
+def _is_same_for_all(indices: Tensor) -> bool:
+    # whether one sample was expanded to all, as where a table is read once
+    return len(indices) > 1 and indices.stride(0) == 0 and indices.numel() > 0
+
+
+def _add_for_each(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    # add rows ``[V, N, E, D]`` that have the same place ``[E]``: ``[V, N, count, D]``. Samples are features, of which ``add_at`` takes all at once
+    columns, samples, _, features = rows.shape
+    added = add_at(rows.permute(2, 0, 1, 3).flatten(1).unsqueeze(0), places, count)
+    return added.reshape(count, columns, samples, features).permute(1, 2, 0, 3)
+
+
 class Lookups(NamedTuple):
     """Entry ``e`` adds row ``indices[e]`` of the weight, times ``factors[e]`` (``None``: one), to the output of sample ``samples[e]``."""
 
@@ -189,6 +201,28 @@ class EmbeddingDerivatives(LookupDerivatives):
         samples = torch.arange(len(indices), device=indices.device).repeat_interleave(prod(indices.shape[1:]))
         indices = indices.reshape(-1)
         return Lookups(samples, indices, None if module.padding_idx is None else indices != module.padding_idx % len(module.weight))
+
+    def _weight_jac_t_mat_prod(
+        self, module: Embedding, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
+    ) -> Tensor:
+        if subsampling is not None or not _is_same_for_all(module.input0):
+            return super()._weight_jac_t_mat_prod(module, g_inp, g_out, mat, sum_batch, subsampling)
+        (one, rows), size = self._rows_of_all(module, mat), len(module.weight)
+        return add_at(rows.sum(1), one.indices, size) if sum_batch else _add_for_each(rows, one.indices, size).contiguous()
+
+    def sums_per_sample(self, module: Embedding, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not _is_same_for_all(module.input0):
+            return super().sums_per_sample(module, mat)
+        one, rows = self._rows_of_all(module, mat)
+        found, places = torch.unique(one.indices, return_inverse=True)
+        samples = torch.arange(mat.shape[1], device=mat.device)
+        return _add_for_each(wide(rows), places, len(found)).flatten(1, 2), samples.repeat_interleave(len(found)), found.repeat(len(samples))
+
+    def _rows_of_all(self, module: Embedding, mat: Tensor) -> tuple[Lookups, Tensor]:
+        # what one sample looks up, as all do, and the rows to which it was added, weighted ``[V, N, E, D]``
+        one = self.lookups(module, [0])
+        rows = mat.reshape(*mat.shape[:2], -1, mat.shape[-1])
+        return one, one.weighted(rows)
 
     def rows(self, module: Embedding, mat: Tensor, lookups: Lookups) -> Tensor:
         return mat.reshape(mat.shape[0], len(lookups.indices), mat.shape[-1])

@@ -279,6 +279,8 @@ class KFAC(HBP):
     Embedding: ``[A, B]``, as if one-hot vectors were multiplied by its table ``[K, D]``. ``A [K]`` is the diagonal of the second moment of these
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
     Of an ``EmbeddingBag``, whose sums or means of rows are multiplications with sums or means of one-hot vectors, ``A`` is a matrix ``[K, K]``.
+    A bare parameter with two axes longer than one is such a table where rows of it are looked up by integers (``table[numbers]``), or all of them are
+    added to activations or laid beside them (positions ``[1, T, D]``): ``A`` is one for each row then.
     """
 
     def __init__(self, mc_samples: int = 1, *, exclude: Iterable[Excluded] = ()) -> None:
