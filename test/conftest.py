@@ -1,8 +1,10 @@
-"""Settings that all tests share: one thread, fixed seeds."""
+"""Settings that all tests share: one thread, fixed seeds, and which of very many cases are slow."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from random import seed
+from zlib import crc32
 
 import numpy
 import pytest
@@ -14,6 +16,22 @@ from backpack.extensions import flows
 torch.set_num_threads(1)  # tests run side by side in several processes
 settings.register_profile("backpack", derandomize=True, deadline=None)
 settings.load_profile("backpack")
+
+
+MANY = 60
+"""Number of cases of one test from which on two of three are slow."""
+WHOLE = "test_extensions.py::test_against_oracle"
+"""The test that has all of them nevertheless: every extension on every case."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave two of three of very many cases to the slow tests: always the same ones, whatever runs beside them."""
+    tests = [item.nodeid.partition("[")[0] for item in items]
+    count = Counter(tests)
+    for item, test in zip(items, tests, strict=True):
+        if count[test] >= MANY and not test.endswith(WHOLE) and crc32(item.nodeid.encode()) % 3:
+            item.add_marker(pytest.mark.slow)
 
 
 def freeze() -> None:
