@@ -186,12 +186,14 @@ BARE: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], tuple[int, ...]]]
     "bare positions, an axis in front": (lambda net, h, x: net.p - h, (1, 2, 3)),
     "bare positions, on the input": (lambda net, h, x: net.a(torch.sin(x + net.p.unsqueeze(0))), (2, 3)),
     "bare positions, in place": (lambda net, h, x: h.sin().add_(net.p[:, :2]), (1, 2, 3)),
+    "bare positions, one by one": (lambda net, h, x: torch.stack([sample + net.p for sample in h]), (2, 3)),
     "bare tokens, expanded": (lambda net, h, x: torch.cat([net.p.expand(len(x), -1, -1), h], 1), (3, 3)),
     "bare tokens, repeated": (lambda net, h, x: torch.cat([h, net.p.repeat(len(x), 1, 1)], 1), (1, 2, 3)),
     "rows of a bare table": (lambda net, h, x: h + net.p[indices(x[..., 0])], (5, 3)),
     "rows of a bare table, from the end": (lambda net, h, x: h * net.p[indices(x[..., 0]) - 5], (5, 3)),
     "rows of a bare table, the same for all": (lambda net, h, x: h + net.p[PLACES[0]], (5, 3)),
     "rows of a bare table, selected": (lambda net, h, x: h + torch.index_select(net.p, 0, indices(x[..., 1]).flatten()).view_as(h), (5, 3)),
+    "columns of a bare table, selected": (lambda net, h, x: h + torch.index_select(net.p, -1, torch.tensor([2, 0, 0])), (2, 3)),
     "rows of a bare table, one a sample": (lambda net, h, x: torch.tanh(h * net.p[indices(x[:, 0, 0])].unsqueeze(1)), (5, 3)),
     "rows of a bare table, samples second": (lambda net, h, x: h + net.p[indices(x[..., 0]).T].transpose(0, 1), (5, 3)),
     "rows of a bare table, one by one": (lambda net, h, x: torch.stack([a + net.p[i] for a, i in zip(h, indices(x[..., 0]), strict=True)]), (5, 3)),
@@ -208,4 +210,5 @@ for _name, (_forward, _shape) in BARE.items():
         (2, 3),
         "reused",
         "nested",
+        *(["other parameters"] if _name.startswith("columns") or _name == "bare positions, one by one" else []),  # refused
     )

@@ -111,6 +111,13 @@ graph(
     *USES,
 )
 graph(
+    "a part of a weight beside a constant",
+    lambda net, x: torch.einsum("btd,kd->btk", net.a(x), beside(net.w[:4]))[..., -4:].tanh().mean(1),
+    layers(3, 3, w=parameter(5, 3)),
+    (2, 3),
+    *USES,
+)
+graph(
     "a weight beside a constant, one by one",
     lambda net, x: torch.stack([classes(net, sample) for sample in x]),
     layers(3, 3, w=parameter(3, 3), s=parameter(3), b=lambda: Linear(4, 4)),

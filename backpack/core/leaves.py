@@ -14,12 +14,14 @@ from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
+from backpack.utils.differentiation import search
 
 _TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
 _RESHAPES = SAME_ENTRIES | {"ToCopy"}
 _REARRANGES = _TRANSPOSES | _RESHAPES | {"Clone", "Expand", "Alias"}
 _ONE = frozenset({"Select", "Unbind"})
 _CUTS = _ONE | {"Slice", "Split", "SplitWithSizes"}
+_JOINS = _REARRANGES | _CUTS | {"Cat", "Stack"}
 _MOST = 32
 """Number of blocks up to which rows of unequal parts are cut into blocks."""
 
@@ -67,17 +69,15 @@ def turns(edge: Edge) -> bool:
 
 
 def joins_leaves(node: Node) -> bool:
-    """Say whether parameters are laid beside what depends on none, like weights of further classes beside those of known ones.
+    """Say whether entries of parameters are only moved, or laid beside constants, like weights of further classes beside those of known ones.
 
     Args:
         node: A node.
 
     Returns:
-        Whether they are, perhaps transposed or in another shape.
+        Whether they are.
     """
-    while node is not None and operation(node) in _REARRANGES:
-        node = node.next_functions[0][0]
-    return operation(node) == "Cat" and all(n is None or n.name() == LEAF for n, _ in node.next_functions)
+    return all(n.name() == LEAF or operation(n) in _JOINS for n in search([node]))
 
 
 class Part(NamedTuple):

@@ -20,6 +20,7 @@ from backpack.core.plan import Plan
 from backpack.core.samples import Layout
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
+from backpack.core.ways import State
 from backpack.extensions.combining import Structure
 
 _NUMBER = torch.zeros(())
@@ -151,6 +152,11 @@ def as_table(shape: Size) -> tuple[int, int] | None:
     return (sizes[0], sizes[1]) if len(sizes) == 2 else None  # noqa: PLR2004
 
 
+def _is_of_all(state: State) -> bool:
+    # whether there are rows of all samples, not of one, as in a loop
+    return isinstance(state, Layout) and (state.plain or len({*state.labels} - {-1}) == state.samples)
+
+
 def tables_of(plan: Plan) -> dict[Parameter, tuple[int, int]]:
     """Find parameters outside of units, rows of which become part of activations, like an embedding of positions that is added to those of words.
 
@@ -164,7 +170,7 @@ def tables_of(plan: Plan) -> dict[Parameter, tuple[int, int]]:
     for node, gap in plan.gaps.items():
         name = operation(node)
         if name in _PLACES:
-            places = all(isinstance(state, Layout) for state in gap.states.values())
+            places = all(map(_is_of_all, gap.states.values()))
         else:
             kept = name in _KEEPS_ROWS or (name == "Slice" and shape_of((node, 0)) == shape_of(node.next_functions[0]))
             places = kept and placed[node, 0] == plan.arrivals.get((node, 0))
