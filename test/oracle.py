@@ -425,11 +425,14 @@ class LayerUses(TorchFunctionMode):
         super().__init__()
         self.uses: list[Product | ConvolutionUse] = []
         self.lookups: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.scales: list[Tensor] = []
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:  # noqa: D105
         out = func(*args, **(kwargs or {}))
         given = (*args, *(kwargs or {}).values(), None)
-        if func is F.bilinear:
+        if func in (F.layer_norm, F.rms_norm):
+            self.scales += [tensor for tensor in given[1:] if isinstance(tensor, Tensor)]
+        elif func is F.bilinear:
             outer = given[0].unsqueeze(-1) * given[1].unsqueeze(-2)
             self.uses.append(Product(outer.detach().flatten(-2).flatten(0, -2), given[2], False, out))
         elif func is F.embedding:
@@ -847,7 +850,7 @@ class Oracle:
         stack of matrices has one such list a matrix, a convolution one a group, a weight in parts one a block of rows. What is made once for
         all samples counts for each of them.
         Tables of embeddings have ``[diag A, B]``, of the rows that are not padding; so have other parameters with two axes, all rows of which each
-        sample looks up. Any other parameter has its exact block.
+        sample looks up. Any other parameter, and those of normalizations, have their exact block.
 
         Args:
             hessian: ``H_n`` or an estimate, ``[N, D, D]``.
@@ -881,7 +884,7 @@ class Oracle:
                 T = sum((jac.reshape(*jac.shape[:2], len(x), z.shape[-1]) * x.sum(1)[:, None]).sum(2) for jac, (x, z) in places)
                 inputs = torch.cat([x * self._times(jac) for (x, _), jac in zip(lookups, tracked, strict=True)])
                 factors[name] = [inputs.square().sum(0) / self.N, torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
-            elif not uses and len(sizes := [size for size in param.shape if size > 1]) == 2:
+            elif not uses and not any(scale is param for scale in mode.scales) and len(sizes := [size for size in param.shape if size > 1]) == 2:
                 T = jacobian(flat, [param])[0].reshape(self.N, -1, *sizes).sum(2)
                 factors[name] = [param.new_ones(sizes[0]).detach(), torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
         return factors

@@ -478,8 +478,8 @@ def branching() -> Problem:
     return classify(Net(lambda net, x: net.c(net.a(x) + net.tanh(net.b(x))), **layers(3, 3, 3, 4, tanh=Tanh)()), randn(N, 3))
 
 
-def table() -> Problem:
-    return regress(Net(lambda net, x: net.b(net.a(x) + net.table), **layers(3, 3, 2, table=parameter(2, 3))()), randn(N, 2, 3))
+def gated() -> Problem:
+    return regress(Net(lambda net, x: net.b(net.a(x) * net.gates), **layers(3, 3, 2, gates=parameter(2, 3))()), randn(N, 2, 3))
 
 
 def two_ways() -> Problem:
@@ -498,7 +498,7 @@ REFUSED = {
     "penalty": (penalised, BatchGrad, {"2.bias"}),
     "curved": (curved, DiagHessian, {"a.weight", "a.bias"}),
     "coupled": (coupled, DiagHessian, {"norm.weight", "norm.bias"}),
-    "table": (table, KFLR, {"table"}),
+    "gated": (gated, KFLR, {"gates"}),
     "two ways": (two_ways, KFLR, {"a.weight"}),
     "factors of an average": (lambda: CASES["extra axis, flattened"].build(N), KFRA, {"0.weight", "0.bias"}),
     "branching": (branching, HMP, {"a.weight", "a.bias", "b.weight", "b.bias"}),

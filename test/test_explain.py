@@ -248,15 +248,15 @@ def test_repeated_layers_are_one_line() -> None:
 
 
 class ThreeWays(Module):
-    """A table, a matrix that is used in two orientations, a vector whose factor would be too large, and layers."""
+    """Gates, a matrix that is used in two orientations, a vector whose factor would be too large, and layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.table, self.last = Parameter(torch.randn(2, 3)), Linear(3, 2)
+        self.gates, self.last = Parameter(torch.randn(2, 3)), Linear(3, 2)
         self.first, self.matrix, self.large = Linear(3, 3), Parameter(torch.randn(3, 3)), Parameter(torch.ones(2**15 + 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.first(x) + self.table + self.large.mean())
+        h = torch.tanh(self.first(x) * self.gates + self.large.mean())
         return self.last(torch.tanh(h @ self.matrix) @ self.matrix.T)
 
 
@@ -267,7 +267,7 @@ def three_ways() -> Problem:
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (three_ways, {"table", "matrix", "large"}),
+        (three_ways, {"gates", "matrix", "large"}),
         (lambda: fresh("GPT-2", 3), {"transformer.wte.weight"}),
     ],
 )
