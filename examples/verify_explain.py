@@ -9,7 +9,8 @@ their definitions, by plain autograd, on your own model. Here it finds a mistake
 # %%
 # A model that somebody else wrote
 # --------------------------------
-# A small vision transformer on digits: patches, a class token, positions, attention, and a gate that nobody has a module for.
+# A small vision transformer on digits: patches, a class token, positions and their scales, attention, and a gate that
+# nobody has a module for.
 import matplotlib.pyplot as plt
 import torch
 from _common import GREEN, GREY, ORANGE, digits, save
@@ -36,6 +37,7 @@ class Transformer(nn.Module):
         self.patches = nn.Linear(16, width)
         self.token = nn.Parameter(torch.randn(1, 1, width) / 4)
         self.positions = nn.Parameter(torch.randn(1, 5, width) / 4)
+        self.scales = nn.Parameter(torch.ones(5, width))
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
         self.norm = nn.LayerNorm(width)
         self.gate, self.value = nn.Linear(width, width), nn.Linear(width, width)
@@ -45,6 +47,7 @@ class Transformer(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         patches = images.reshape(-1, 2, 4, 2, 4).transpose(2, 3).flatten(3).flatten(1, 2)
         h = torch.cat([self.token.expand(len(images), -1, -1), self.patches(patches)], dim=1) + self.positions
+        h = h * self.scales
         h = h + self.attention(h, h, h, need_weights=False)[0]
         h = h + self.squash(self.gate(self.norm(h))) * self.value(self.norm(h))
         return self.head(h[:, 0])
@@ -63,7 +66,7 @@ EXTENSIONS = [BatchGrad(), Variance(), DiagGGNExact(), DiagHessian(), KFAC()]
 explanation = explain(model, lossfunc, X, y, EXTENSIONS)
 print(explanation)
 refused = sorted({row.parameter for row in explanation.refused})
-assert refused == ["positions"]
+assert refused == ["scales"]
 
 # %%
 # What did happen
