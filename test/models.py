@@ -299,8 +299,8 @@ model("pre-activation ResNet, GroupNorm", lambda N: classify(ResNet(lambda c: nn
 model("pre-activation ResNet, BatchNorm", lambda N: classify(ResNet(nn.BatchNorm2d).eval(), randn(N, 3, 4, 4)))
 model("DenseNet block", lambda N: classify(DenseNet(2, 3).eval(), randn(N, 3, 4, 4)))
 model("U-Net", lambda N: Problem(UNet(), randn(N, 2, 4, 4), [Term(CrossEntropyLoss(), labels(N, 4, 4, classes=3))]))
-model("Vision Transformer", lambda N: classify(VisionTransformer(), randn(N, 3, 4, 4)), "no factors")
-model("Vision Transformer, relative positions", lambda N: classify(VisionTransformer(relative=True), randn(N, 3, 4, 4)), "no factors")
+model("Vision Transformer", lambda N: classify(VisionTransformer(), randn(N, 3, 4, 4)))
+model("Vision Transformer, relative positions", lambda N: classify(VisionTransformer(relative=True), randn(N, 3, 4, 4)))
 model("siamese net", lambda N: classify(Siamese(), randn(N, 2, 2, 4, 4)))
 model("SwiGLU", lambda N: regress(nn.Sequential(Linear(3, 4), SwiGLU(4, 5), Linear(4, 2)), randn(N, 2, 3)))
 model(

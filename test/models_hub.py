@@ -88,7 +88,7 @@ model("GPT-2", language(gpt2, WORDS, LENGTH, logits), "no factors")
 model("GPT-2, eager attention", language(lambda: gpt2(attn_implementation="eager"), WORDS, LENGTH, logits), "no factors")
 model("Llama", language(llama, WORDS, LENGTH, logits), "single")
 model("BERT", text(bert))
-model("ViT", images(vit), "no factors")
+model("ViT", images(vit))
 model("T5 encoder", text(t5, regress, lambda net, x: net(x).last_hidden_state), "single")
 model("T5 encoder, mask", text(t5, regress, lambda net, x: net(x, attention_mask=(x + x[:, :1] > 0).long()).last_hidden_state), "single")
 model("ResNet", images(resnet))
@@ -168,7 +168,7 @@ DISENTANGLED = {"relative_attention": True, "pos_att_type": "c2p|p2c", "max_rela
 classifier("DebertaV2", "no factors", "curved", **DISENTANGLED, share_att_key=True, norm_rel_ebd="layer_norm")
 translator("Bart", "no factors")
 writer("StableLm", **KEYS)
-seen("Swin", "no factors", patch_size=2, image_size=8, embed_dim=4, depths=[2, 1], num_heads=[2, 2], window_size=2)
+seen("Swin", patch_size=2, image_size=8, embed_dim=4, depths=[2, 1], num_heads=[2, 2], window_size=2)
 model("GPT-2, checkpoints", language(checkpointed, WORDS, LENGTH, logits), "no factors")
 
 for _name, _options in {

@@ -85,7 +85,7 @@ def test_against_oracle(name: str, batch: int) -> None:
 
 @pytest.mark.parametrize(("name", "batch"), [*((name, 1) for name in FAST), *((name, 3) for name in FAST if "single" not in MODELS[name].tags)])
 def test_sampled_factors(name: str, batch: int) -> None:
-    """Factors of tables that all samples share are refused, unless there is a single sample; the others are those of the definition."""
+    """Factors of tables that are output layers, too, and the like, are refused; the others are those of the definition."""
     problem = fresh(name, batch)
     try:
         run(problem, KFAC(mc_samples=MC))
