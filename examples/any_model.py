@@ -80,7 +80,7 @@ lossfunc = extend(nn.CrossEntropyLoss())
 # -----------
 # All per-sample gradients, and the GGN diagonal, of five samples against plain automatic differentiation: one sample, and one output, at a time.
 # Kronecker factors come along for all parameters: for the weights of attention, and for the positions, which are seen like the table of an embedding.
-for name, model in MODELS.items():
+for model in MODELS.values():
     with backpack(BatchGrad(), DiagGGNExact(), KFAC()):
         lossfunc(model(X[:5]), y[:5]).backward()
     parameters = list(model.parameters())
