@@ -248,10 +248,10 @@ def _index(node: Node, states: States, walk: Walk) -> Unit | None:
         walk: The graph.
 
     Returns:
-        The unit; ``None`` if something else is selected.
+        The unit; ``None`` if something else is selected, or if what is would have to be computed again.
     """
     shape = shape_of(node.next_functions[0])
-    if len(shape) != 2 or way_to_leaf(node.next_functions[0], False) is None:  # noqa: PLR2004
+    if len(shape) != 2 or way_to_leaf(node.next_functions[0], False) is None or checkpointed(node):  # noqa: PLR2004
         return None
     given = saved(node, "indices") if operation(node) == "Index" else (None,) * (saved(node, "dim") % 2) + (saved(node, "index"),)
     if given[0] is None or given[0].dtype not in (torch.long, torch.int) or any(more is not None for more in given[1:]):
