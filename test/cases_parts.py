@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 import torch
 from cases_nets import Net, graph, layers, parameter
 from torch import Tensor
-from torch.nn import Linear, MultiheadAttention, Tanh, TransformerDecoderLayer
+from torch.nn import Linear, Module, MultiheadAttention, Parameter, Tanh, TransformerDecoderLayer
 from torch.nn import functional as F
 
 USES = ("reused", "nested", "other parameters")
@@ -92,51 +93,53 @@ graph(
 )
 
 
-def beside(tensor: Tensor) -> Tensor:  # noqa: D103
-    rows = 60 - len(tensor)  # 60 in all: several for each sample, as far as shapes tell
-    return torch.cat([torch.linspace(-1, 1, rows * tensor[:1].numel()).to(tensor).view(rows, *tensor.shape[1:]), tensor])
+class Known(Module):
+    """Constants beside a weight: as many rows in all as make up several for each sample, as far as shapes tell."""
+
+    def __init__(self, *shape: int, frozen: bool = False) -> None:
+        super().__init__()
+        rows = torch.linspace(-1, 1, prod(shape), dtype=torch.get_default_dtype()).view(shape)
+        if frozen:
+            self.rows = Parameter(rows, requires_grad=False)
+        else:
+            self.register_buffer("rows", rows)
+
+    def forward(self, new: Tensor) -> Tensor:
+        return torch.cat([self.rows, new])
+
+
+def beside(name: str, forward: Callable[[Net, Tensor], Tensor], known: tuple[int, ...], weight: tuple[int, ...], *sizes: int, **more: object) -> None:
+    """Add a model with a weight that is joined with a constant.
+
+    Args:
+        name: Name.
+        forward: Takes the model and its input.
+        known: Shape of the constant.
+        weight: Shape of the weight.
+        sizes: Shape of the input.
+        more: Further parts.
+    """
+    parts = layers(3, 3, known=lambda: Known(*known, frozen="frozen" in name), w=parameter(*weight), **{"b": lambda: Linear(4, 4), **more})
+    graph(f"a {name} beside a constant", forward, parts, sizes, *USES)
 
 
 def classes(net: Net, x: Tensor) -> Tensor:  # noqa: D103
-    h = F.linear(net.a(x).tanh(), beside(net.w), beside(net.s))
+    h = F.linear(net.a(x).tanh(), net.known(net.w), torch.cat([x.new_ones(57), net.s]))
     return net.b(torch.cat([h[..., :1], h[..., -3:]], -1))
 
 
-graph("a weight beside a constant", classes, layers(3, 3, w=parameter(3, 3), s=parameter(3), b=lambda: Linear(4, 4)), (3,), *USES)
-graph(
-    "a weight beside a constant, positions",
-    lambda net, x: (net.a(x) @ beside(net.w).t().contiguous())[..., -4:].tanh().mean(1),
-    layers(3, 3, w=parameter(4, 3)),
+beside("weight", classes, (57, 3), (3, 3), 3, s=parameter(3))
+beside("weight and a bias, one by one,", lambda net, x: torch.stack([classes(net, sample) for sample in x]), (57, 3), (3, 3), 3, s=parameter(3))
+beside("weight for positions", lambda net, x: net.b((net.a(x) @ net.known(net.w).t().contiguous())[..., -4:]).tanh().mean(1), (56, 3), (4, 3), 2, 3)
+beside("weight, frozen,", lambda net, x: net.b(torch.einsum("bd,kd->bk", net.a(x), net.known(net.w[:4]))[:, -4:].tanh()), (56, 3), (5, 3), 3)
+beside("kernel", lambda net, x: net.b(F.conv1d(net.a(x).mT, net.known(net.w))[:, -4:].tanh().mean(-1)), (57, 3, 1), (3, 3, 1), 2, 3)
+beside(
+    "table",
+    lambda net, x: net.b(net.a(F.embedding(59 - (2 * x.sigmoid()).long(), net.known(net.w))).tanh().mean(1)),
+    (58, 3),
     (2, 3),
-    *USES,
-)
-graph(
-    "a part of a weight beside a constant",
-    lambda net, x: torch.einsum("btd,kd->btk", net.a(x), beside(net.w[:4]))[..., -4:].tanh().mean(1),
-    layers(3, 3, w=parameter(5, 3)),
-    (2, 3),
-    *USES,
-)
-graph(
-    "a weight beside a constant, one by one",
-    lambda net, x: torch.stack([classes(net, sample) for sample in x]),
-    layers(3, 3, w=parameter(3, 3), s=parameter(3), b=lambda: Linear(4, 4)),
-    (3,),
-    *USES,
-)
-graph(
-    "a kernel beside a constant",
-    lambda net, x: net.b(F.conv1d(net.a(x).mT, beside(net.w), beside(net.s))[:, -4:].tanh().mean(-1)),
-    layers(3, 3, w=parameter(3, 3, 1), s=parameter(3), b=lambda: Linear(4, 4)),
-    (2, 3),
-    *USES,
-)
-graph(
-    "a table beside a constant",
-    lambda net, x: net.b(F.embedding(59 - (2 * x.sigmoid()).long(), beside(net.w)).tanh().mean(1)),
-    layers(w=parameter(2, 3), b=lambda: Linear(3, 4)),
-    (2,),
-    *USES,
+    3,
+    b=lambda: Linear(3, 4),
 )
 
 

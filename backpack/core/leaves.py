@@ -68,16 +68,34 @@ def turns(edge: Edge) -> bool:
     return operation(node) == "T" or {saved(node, "dim0") % axes, saved(node, "dim1") % axes} == {axes - 1, axes - 2}
 
 
-def joins_leaves(node: Node) -> bool:
+def joins_leaves(node: Node, walk: Walk, bias: bool = False) -> bool:
     """Say whether entries of parameters are only moved, or laid beside constants, like weights of further classes beside those of known ones.
 
     Args:
         node: A node.
+        walk: The graph.
+        bias: Whether what it makes is a bias, in which no samples lie.
 
     Returns:
-        Whether they are.
+        Whether they are: a constant is a buffer, or a frozen parameter, as far as shapes tell.
     """
-    return all(n.name() == LEAF or operation(n) in _JOINS for n in search([node]))
+    for n in search([node]):
+        if n.name() != LEAF and (operation(n) not in _JOINS or not (bias or _is_beside_own(n, walk))):
+            return False
+    return True
+
+
+def _is_beside_own(node: Node, walk: Walk) -> bool:
+    # whether a part that depends on no parameter has the shape of a constant that an outermost module owns
+    parts, shape = [edge for edge in node.next_functions if edge[0] is not None], list(shape_of((node, 0)))
+    if len(parts) == len(node.next_functions):
+        return True
+    if operation(node) != "Cat" or len(parts) != len(node.next_functions) - 1:
+        return False
+    axis = saved(node, "dim") % len(shape)
+    shape[axis] -= sum(shape_of(edge)[axis] for edge in parts)
+    modules = [call.module for call in walk.outermost]
+    return any([*t.shape] == shape for m in modules for own in (m.buffers(), m.parameters()) for t in own if not t.requires_grad)
 
 
 class Part(NamedTuple):

@@ -208,8 +208,8 @@ def unit_of(
         if way is not None:
             unit.parameters[name] = walk.leaves[way[-1]]
             unit.inside.update(way)
-        elif (operation(node) != "Bmm" or shape_of(edge)[0] == 1) and joins_leaves(edge[0]):
-            unit.split[name] = edge  # what lies beside them, constants or data, does not change their derivatives
+        elif (operation(node) != "Bmm" or shape_of(edge)[0] == 1) and joins_leaves(edge[0], walk, name == "bias"):
+            unit.split[name] = edge  # what lies beside them does not change their derivatives
         elif edge[0] in walk.has_data or multiplies_data(walk, edge[0], layout.samples):
             return None  # a product of two activations
         elif layout.of_one and not layout.plain and not is_made_of_constants(walk, edge[0], layout.samples):

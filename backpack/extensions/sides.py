@@ -200,7 +200,7 @@ def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides
         for name, parameter in unit.parameters.items():
             if parameter in plan.uses:
                 found.setdefault(parameter, []).append(sides(unit, name, parameter, mean_input))
-    tables = {} if mean_input else tables_of(plan)
+    tables = tables_of(plan) if plan.loose and not mean_input else {}
     for parameter in plan.loose:
         rows, features = tables.get(parameter, (None, parameter.numel()))
         table = rows is not None
