@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 from cases_nets import Net, graph, layers, parameter
-from oracle import Problem
-from table import add, classify, layer, regress
+from oracle import Problem, Term
+from table import add, classify, labels, layer, regress
 from torch import Tensor, nn, randint, randn
-from torch.nn import Flatten, Linear, Module, Sequential, Tanh
+from torch.nn import CrossEntropyLoss, Flatten, Linear, Module, MSELoss, Sequential, Tanh
 from torch.nn import functional as F
 
 TABLE = ("chain", "other parameters")
@@ -212,3 +212,11 @@ for _name, (_forward, _shape) in BARE.items():
         "nested",
         *(["other parameters"] if _name.startswith("columns") or _name == "bare positions, one by one" else []),  # refused
     )
+
+
+def positions_of_two_losses(N: int) -> Problem:  # noqa: D103
+    model = Net(lambda net, x: net.b((net.a(x) + net.p).tanh()).mean(1), **layers(3, 3, p=parameter(1, 2, 3), b=lambda: Linear(3, 4))())
+    return Problem(model, randn(N, 2, 3), [Term(CrossEntropyLoss(), labels(N)), Term(MSELoss(), randn(N, 4), scale=0.5)])
+
+
+add("bare positions, two losses", positions_of_two_losses, "graph", "reused", "nested", "special loss", "other parameters")

@@ -200,7 +200,8 @@ def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides
         for name, parameter in unit.parameters.items():
             if parameter in plan.uses:
                 found.setdefault(parameter, []).append(sides(unit, name, parameter, mean_input))
-    tables = tables_of(plan) if plan.loose and not mean_input else {}
+    alone = len(plan.losses) == 1  # columns of several losses arrive one after the other, each as if there was another lookup
+    tables = tables_of(plan) if plan.loose and alone and not mean_input else {}
     for parameter in plan.loose:
         rows, features = tables.get(parameter, (None, parameter.numel()))
         table = rows is not None
