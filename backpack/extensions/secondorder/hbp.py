@@ -280,7 +280,7 @@ class KFAC(HBP):
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
     Of an ``EmbeddingBag``, whose sums or means of rows are multiplications with sums or means of one-hot vectors, ``A`` is a matrix ``[K, K]``.
     A bare parameter with two axes longer than one is such a table where rows of it are looked up by integers (``table[numbers]``), or all of them are
-    added to activations or laid beside them (positions ``[1, T, D]``): ``A`` is one for each row then.
+    added to activations of all samples or laid beside them (positions ``[1, T, D]``), in front of a single loss: ``A`` is one for each row then.
     """
 
     def __init__(self, mc_samples: int = 1, *, exclude: Iterable[Excluded] = ()) -> None:
