@@ -187,6 +187,14 @@ BARE: dict[str, tuple[Callable[[Net, Tensor, Tensor], Tensor], tuple[int, ...]]]
     "bare positions, on the input": (lambda net, h, x: net.a(torch.sin(x + net.p.unsqueeze(0))), (2, 3)),
     "bare positions, in place": (lambda net, h, x: h.sin().add_(net.p[:, :2]), (1, 2, 3)),
     "bare positions, one by one": (lambda net, h, x: torch.stack([sample + net.p for sample in h]), (2, 3)),
+    "bare positions, on the input, row by row": (lambda net, h, x: torch.stack([net.a(x[:, t] + net.p[t]).sin() for t in (0, 1)], 1), (5, 3)),
+    "bare positions, rows for each sample": (lambda net, h, x: torch.stack([a + net.p[i % 3 : i % 3 + 2] for i, a in enumerate(h)]), (4, 3)),
+    "bare positions, the first ones": (lambda net, h, x: h + net.p[:, : h.shape[1]], (1, 4, 3)),
+    "bare positions, from the end": (lambda net, h, x: h + net.p[-2:].unsqueeze(0).expand(len(h), -1, -1), (4, 3)),
+    "bare positions, overlapping": (lambda net, h, x: h + net.p[:2] + net.p[1:3] - net.p[4], (5, 3)),
+    "bare positions, in two parts": (lambda net, h, x: torch.stack([a + b for a, b in zip(h.unbind(1), net.p.split(1), strict=True)], 1), (2, 3)),
+    "bare positions, another table added": (lambda net, h, x: h + (net.p[:2] + net.p[2:]), (4, 3)),
+    "columns of a bare table": (lambda net, h, x: torch.cat([h[..., :1], h[..., 1:] + net.p[:, 1:]], -1), (2, 3)),
     "bare tokens, expanded": (lambda net, h, x: torch.cat([net.p.expand(len(x), -1, -1), h], 1), (3, 3)),
     "bare tokens, repeated": (lambda net, h, x: torch.cat([h, net.p.repeat(len(x), 1, 1)], 1), (1, 2, 3)),
     "rows of a bare table": (lambda net, h, x: h + net.p[indices(x[..., 0])], (5, 3)),
@@ -210,7 +218,7 @@ for _name, (_forward, _shape) in BARE.items():
         (2, 3),
         "reused",
         "nested",
-        *(["other parameters"] if _name.startswith("columns") or _name == "bare positions, one by one" else []),  # refused
+        *(["other parameters"] if _name.startswith("columns") else []),  # refused
     )
 
 
@@ -219,4 +227,4 @@ def positions_of_two_losses(N: int) -> Problem:  # noqa: D103
     return Problem(model, randn(N, 2, 3), [Term(CrossEntropyLoss(), labels(N)), Term(MSELoss(), randn(N, 4), scale=0.5)])
 
 
-add("bare positions, two losses", positions_of_two_losses, "graph", "reused", "nested", "special loss", "other parameters")
+add("bare positions, two losses", positions_of_two_losses, "graph", "reused", "nested", "special loss")

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
-from math import gcd, sqrt
+from math import gcd, prod, sqrt
 from typing import NamedTuple
 
 import torch
@@ -414,6 +414,10 @@ def is_or_views(tensor: Tensor, param: Tensor) -> bool:
     return tensor is param or (tensor._base is param and (tensor.shape, tensor.stride()) == (param.shape, param.stride()))
 
 
+def _cuts(index: object) -> bool:
+    return all(isinstance(i, int | slice) for i in (index if isinstance(index, tuple) else (index,)))
+
+
 class LayerUses(TorchFunctionMode):
     """Records convolutions, ``F.bilinear``, linear in the outer products of its inputs, and ``F.embedding``, linear in one-hot vectors.
 
@@ -439,6 +443,10 @@ class LayerUses(TorchFunctionMode):
             indices, weight, padding = given[:3]
             one_hot = F.one_hot(indices.long(), len(weight)).to(weight.dtype)
             self.lookups.append((one_hot if padding is None else one_hot * (indices != padding).unsqueeze(-1), weight, out))
+        elif func is Tensor.__getitem__ and isinstance(given[0], Parameter) and _cuts(given[1]):
+            sizes = [size if size > 1 and axis < given[0].dim() - 1 else 1 for axis, size in enumerate(given[0].shape)]
+            rows = torch.arange(prod(sizes)).view(sizes).expand(given[0].shape)[given[1]][..., 0].reshape(-1)
+            self.lookups.append((F.one_hot(rows, prod(sizes)).to(out.dtype), given[0], out))
         elif func in (Tensor.__getitem__, torch.index_select, Tensor.index_select) and isinstance(given[0], Parameter) and given[0].dim() == 2:
             numbers = given[1] if func is Tensor.__getitem__ else given[2] if given[1] == 0 else None
             if not isinstance(numbers, Tensor | list) or (numbers := torch.as_tensor(numbers)).dtype == torch.bool:
@@ -849,8 +857,8 @@ class Oracle:
         uses and ``B = sum_n T_n^T H_n T_n``, where ``T_n`` is the Jacobian of sample n's outputs w.r.t. the sum of all rows of all uses. A
         stack of matrices has one such list a matrix, a convolution one a group, a weight in parts one a block of rows. What is made once for
         all samples counts for each of them.
-        Tables of embeddings have ``[diag A, B]``, of the rows that are not padding; so have other parameters with two axes, all rows of which each
-        sample looks up. Any other parameter, and those of normalizations, have their exact block.
+        Tables of embeddings have ``[diag A, B]``, of the rows that are not padding; so have other parameters with two axes, rows of which
+        each sample looks up: those that are cut out, or else all. Any other parameter, and those of normalizations, have their exact block.
 
         Args:
             hessian: ``H_n`` or an estimate, ``[N, D, D]``.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
@@ -44,12 +45,13 @@ class Plan(Tracking):
         shared: Node to the unit whose output it made once for all samples, each of which has columns of its own there.
         composites: Node to what it computes inside, for nodes that several rules stand for; ``waiting``: node to what waits there for one.
         gaps: Node to gap, for all gaps from which something needed is reached.
-        loose: Parameters that are used outside of all units.
+        loose: Parameters that are used outside of all units; ``tables``: what is known of those that are tables, once somebody has asked.
         concerned: Bit set of the parameters that it is about.
         whole: Whether autograd's gradients of parameters are those of all samples, and of nothing else; ``complete``: whether every node runs.
     """
 
     whole = complete = False
+    tables: dict[Parameter, Tensor] | None = None
 
     def __init__(self, walk: Walk, need: Need = Need.COLUMNS) -> None:
         super().__init__(walk)

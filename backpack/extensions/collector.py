@@ -232,7 +232,7 @@ class Collector(Reader):
             rule, key = self._rule(extension, samples), self._keys[extension]
             if key not in done and (id(parameter), extension) not in self._values:
                 done.add(key)
-                self._add(parameter, rule, key, rule.at_leaf(columns))
+                self._add(parameter, rule, key, rule.at_parameter(parameter, columns, self._plan))
 
     def _rule(self, extension: BackpropExtension, samples: int) -> Rule:
         if (extension, samples) not in self._rules:

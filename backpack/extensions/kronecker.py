@@ -10,11 +10,12 @@ from backpack.core.arrangements import repetitions
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use, add_columns
+from backpack.core.plan import Plan
 from backpack.core.samples import Layout, add_rows
 from backpack.extensions.flows import apply_to_all
 from backpack.extensions.positions import PositionDerivatives
 from backpack.extensions.rules import Rule, stack
-from backpack.extensions.sides import as_table
+from backpack.extensions.sides import as_table, tables_of
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.moment import second_moment
 from backpack.utils.pages import copied
@@ -87,6 +88,7 @@ class KroneckerRule(Rule):
             reads_input: Whether there is to be one.
         """
         self._mean_input, self._reads_input = mean_input, reads_input
+        self._tables = set[Parameter]()
 
     def again(self) -> KroneckerRule:
         return KroneckerRule(self._mean_input, reads_input=False)
@@ -118,13 +120,19 @@ class KroneckerRule(Rule):
         return KroneckerState(einsum("ngkl,ngml->gkm", mean, mean), outputs, rule)
 
     def at_leaf(self, columns: Columns) -> KroneckerState:
-        first = next(iter(columns.values()))
-        table = as_table(first.shape[2:])  # others with two axes are refused
-        if table is None:
-            return _without_structure(columns)
-        sums = apply_to_all(columns, lambda c: c.reshape(*c.shape[:2], *table).sum(2, keepdim=True))
-        inputs = torch.ones(1, table[0], dtype=torch.promote_types(first.dtype, torch.float32), device=first.device)
-        return KroneckerState(inputs if self._reads_input else None, OutputSide(sums))
+        return _without_structure(columns)
+
+    def at_parameter(self, parameter: Parameter, columns: Columns, plan: Plan) -> KroneckerState:
+        rows = None if self._mean_input else tables_of(plan).get(parameter)
+        if rows is None:
+            return self.at_leaf(columns)
+        sums = apply_to_all(columns, lambda c: c.reshape(*c.shape[:2], *as_table(parameter.shape)).sum(2, keepdim=True))
+        if not self._reads_input:
+            return KroneckerState(None, OutputSide(sums))
+        counted = parameter in self._tables  # columns arrive one after the other, and all of the lookups are counted with the first
+        self._tables.add(parameter)
+        inputs = wide(rows.to(parameter.dtype)) / max(1, next(iter(columns.values())).shape[1])
+        return KroneckerState(torch.zeros_like(inputs)[None] if counted else inputs[None], OutputSide(sums))
 
     def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
         if self._mean_input and one.inputs is not None and not all(isinstance(state.rule, PositionDerivatives) for state in (one, other)):

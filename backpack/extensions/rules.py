@@ -21,6 +21,7 @@ from backpack.core.derivatives.affine_squares import squares_at_output, sum_of_s
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import add_at, place_at
 from backpack.core.flow import Columns, Use, add_columns
+from backpack.core.plan import Plan
 from backpack.core.samples import add_rows
 from backpack.extensions.flows import SqrtFlow, apply_to_all
 from backpack.extensions.signed_flow import SignedSqrtFlow
@@ -55,6 +56,16 @@ class Rule(ABC):
         Args:
             columns: ``{source: [V, N, *parameter]}``.
         """
+
+    def at_parameter(self, parameter: Parameter, columns: Columns, plan: Plan) -> Any:
+        """Return what one use outside all rules contributes, if its place in the graph matters.
+
+        Args:
+            parameter: The parameter.
+            columns: ``{source: [V, N, *parameter]}``.
+            plan: The plan.
+        """
+        return self.at_leaf(columns)
 
     @abstractmethod
     def add(self, one: Any, other: Any, parameter: Parameter) -> Any:

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Size
+from torch import Size, Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, LookupDerivatives
-from backpack.core.graph import operation, shape_of
+from backpack.core.graph import operation, shape_of, tensor_at
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout
+from backpack.core.samples import Layout, sum_to
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
-from backpack.core.ways import State
+from backpack.core.ways import SPLIT
 from backpack.extensions.combining import Structure
 
 _NUMBER = torch.zeros(())
+_MANY = 1000  # lookups of rows that are added to themselves again and again
 _PLACES = frozenset({"Add", "Sub", "Cat", "Stack"})
-_KEEPS_ROWS = SAME_ENTRIES | {"Expand", "Repeat", "ToCopy", "Alias", "Clone"}
+_KEEPS_ROWS = SAME_ENTRIES | set("Expand Repeat ToCopy Alias Clone Slice Select Split SplitWithSizes Unbind".split())
 
 
 class Sides(NamedTuple):
@@ -42,6 +44,18 @@ class Sides(NamedTuple):
     outputs: tuple[int, int]
     positions: int = 1
     structure: Structure | None = None
+
+
+class _Lookup(NamedTuple):
+    # how many of the samples look up which entries
+    samples: int
+    entries: Tensor
+
+    @classmethod
+    def at(cls, gap: Gap, number: int, edge: Edge) -> _Lookup:
+        there = gap.crossings[number].returned or next(iter(gap.states.values()))
+        samples = there.samples if there.plain else len({*there.labels} - {-1})
+        return cls(samples, torch.ones(shape_of(edge), dtype=torch.bool, device=tensor_at(edge).device))
 
 
 def units_of(plan: Plan) -> Iterator[Unit]:
@@ -152,37 +166,57 @@ def as_table(shape: Size) -> tuple[int, int] | None:
     return (sizes[0], sizes[1]) if len(sizes) == 2 else None  # noqa: PLR2004
 
 
-def _is_of_all(state: State) -> bool:
-    # whether there are rows of all samples, not of one, as in a loop
-    return isinstance(state, Layout) and (state.plain or len({*state.labels} - {-1}) == state.samples)
-
-
-def tables_of(plan: Plan) -> dict[Parameter, tuple[int, int]]:
+def tables_of(plan: Plan) -> dict[Parameter, Tensor]:
     """Find parameters outside of units, rows of which become part of activations, like an embedding of positions that is added to those of words.
 
     Args:
         plan: The plan.
 
     Returns:
-        Parameter to number of rows and of features. Each sample looks up all rows, once for each edge that leads to the parameter.
+        Parameter to how many samples look up each row ``[rows]``, counted once for each edge on which the row reaches activations.
     """
-    placed, loose = Counter[Edge](), set(plan.loose)
+    if plan.tables is None:
+        loose = set(plan.loose)
+        leaves = {node: p for node, p in plan.walk.leaves.items() if p in loose and as_table(p.shape) is not None}
+        looked = _lookups(plan, leaves) if leaves else {}
+        plan.tables = {}
+        for node, parameter in leaves.items():
+            state, lookups = plan.states.get(node, {}).get(0), looked.get((node, 0))
+            rows_are_samples = isinstance(state, Layout) and state.samples > 1
+            if lookups and not (rows_are_samples and any(lookup.samples > 1 for lookup in lookups)):  # else how many look up each row is not known
+                counts = sum(lookup.samples * lookup.entries.view(as_table(parameter.shape)) for lookup in lookups)
+                if (counts == counts[:, :1]).all():  # else some of the features alone are used
+                    plan.tables[parameter] = counts[:, 0]
+    return plan.tables
+
+
+def _lookups(plan: Plan, leaves: Iterable[Node]) -> dict[Edge, list[_Lookup]]:
+    # edges to these leaves, or to rows of them, to the lookups, where nothing else happens to them
+    rows = set(leaves)
+    for node, gap in reversed(plan.gaps.items()):
+        upstream = {n[0] for n in gap.nexts if n is not None}
+        if upstream and upstream <= rows:
+            rows.add(node)
+    looked, placed = defaultdict[Edge, list[_Lookup]](list), Counter[Edge]()
     for node, gap in plan.gaps.items():
-        name = operation(node)
-        if name in _PLACES:
-            places = all(map(_is_of_all, gap.states.values()))
+        edges = {number: n[:2] for number, n in enumerate(gap.nexts) if n is not None and n[0] in rows}
+        given = [(nr, lookup) for nr in gap.states for lookup in looked.pop((node, nr), ())]
+        whole = node in rows and all(placed[node, nr] == plan.arrivals.get((node, nr)) for nr in gap.states)
+        if edges and operation(node) in _PLACES and SPLIT not in gap.states.values():
+            found = {number: [_Lookup.at(gap, number, edge)] for number, edge in edges.items()}
+        elif whole and operation(node) in _PLACES | _KEEPS_ROWS and len(given) <= _MANY:
+            found = {number: [] for number in edges}
+            for nr, lookup in given:
+                returned = gap.call({nr: lookup.entries.to(tensor_at((node, nr)).dtype)[None]})
+                for number, edge in edges.items():
+                    entries = sum_to(returned[number], shape_of(edge), 1)[0].ne(0)
+                    found[number].append(lookup._replace(entries=entries))
         else:
-            kept = name in _KEEPS_ROWS or (name == "Slice" and shape_of((node, 0)) == shape_of(node.next_functions[0]))
-            places = kept and placed[node, 0] == plan.arrivals.get((node, 0))
-        if places:
-            placed.update(n[:2] for n in gap.nexts if n is not None)
-    shapes = {}
-    for node, parameter in plan.walk.leaves.items():
-        state = plan.states.get(node, {}).get(0)
-        of_all = not isinstance(state, Layout) or state.samples <= 1  # else rows are samples
-        if of_all and placed[node, 0] and placed[node, 0] == plan.arrivals.get((node, 0)):
-            shapes[parameter] = as_table(parameter.shape)
-    return {parameter: shape for parameter, shape in shapes.items() if shape is not None and parameter in loose}
+            continue
+        for number, edge in edges.items():
+            placed[edge] += 1
+            looked[edge] += found[number]
+    return {edge: lookups for edge, lookups in looked.items() if placed[edge] == plan.arrivals.get(edge)}
 
 
 def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides]]:
@@ -200,10 +234,11 @@ def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides
         for name, parameter in unit.parameters.items():
             if parameter in plan.uses:
                 found.setdefault(parameter, []).append(sides(unit, name, parameter, mean_input))
-    alone = len(plan.losses) == 1  # columns of several losses arrive one after the other, each as if there was another lookup
-    tables = tables_of(plan) if plan.loose and alone and not mean_input else {}
+    tables = {} if mean_input else tables_of(plan)
     for parameter in plan.loose:
-        rows, features = tables.get(parameter, (None, parameter.numel()))
-        table = rows is not None
-        found.setdefault(parameter, []).append(Sides((1, rows) if table else None, (1, features), structure=structure_by(None) if table else None))
+        side = Sides(None, (1, parameter.numel()))
+        if parameter in tables:
+            rows, features = as_table(parameter.shape)
+            side = Sides((1, rows), (1, features), structure=structure_by(None))
+        found.setdefault(parameter, []).append(side)
     return found
