@@ -13,8 +13,9 @@ from table import classify, default_dtype
 from test_derivatives import DOUBLE, SUBSAMPLING, Recorded, V
 from test_derivatives import close as equal
 from test_extensions import QUANTITIES, close, collect, run
-from torch import einsum, nn, randint, randn, tensor
+from torch import Tensor, einsum, nn, randint, randn, tensor
 from torch.nn import Embedding, EmbeddingBag, Flatten, Linear, Module, Sequential
+from torch.nn import functional as F
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives.embedding import EmbeddingBagDerivatives
@@ -177,6 +178,79 @@ def test_kronecker_factors_of_bags(name: str) -> None:
             lossfunc(head(linear(contents)), y).backward()
     close(bag.weight.kflr[0], linear.weight.kflr[1])
     close(bag.weight.kflr[1], linear.weight.kflr[0])
+
+
+def _whole(table: nn.Parameter, start: int, end: int) -> Tensor:
+    return table if end - start == len(table) else table[start:end]
+
+
+TABLES: dict[str, Callable[[Callable[[int, int], Tensor], Tensor], Tensor]] = {
+    "whole and a part": lambda rows, h: h + rows(0, 4)[:, None] + torch.cat([rows(1, 3)[:, None].expand(-1, h.shape[1], -1), h[:2]]),
+    "in a loop over samples": lambda rows, h: torch.stack([one + rows(0, 4) for one in h.unbind(1)], 1),
+    "a row for each sample": lambda rows, h: torch.stack([torch.cat([rows(i, i + 1), one]) for i, one in enumerate(h.unbind(1))], 1),
+    "twice by a sample": lambda rows, h: torch.cat([h[:, :1] + rows(0, 4)[:, None] + rows(0, 4)[:, None], h[:, 1:]], 1),
+    "added to itself": lambda rows, h: h + (rows(0, 4) + rows(0, 4)).unsqueeze(1),
+    "joined, in another order": lambda rows, h: h + torch.cat([rows(2, 4), rows(0, 2)]).unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", TABLES)
+def test_kronecker_factors_of_bare_tables(name: str, samples: int, losses: int) -> None:
+    """They are those of an embedding in which the same rows are looked up, samples second."""
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        start, table, lossfuncs = Linear(2, 3), nn.Parameter(randn(4, 3)), [extend(nn.MSELoss()) for _ in range(losses)]
+        x, y = randn(4, samples, 2), randn(samples, 3)
+
+        def factors(rows: Callable[[int, int], Tensor]) -> list[Tensor]:
+            model = extend(Net(lambda net, x: TABLES[name](rows, net.a(x)).tanh().mean(0), a=start, table=Table(table)))
+            with backpack(extensions.KFLR()):
+                out = model(x)
+                sum(weight * lossfunc(out, y) for weight, lossfunc in enumerate(lossfuncs, 1)).backward()
+            return table.kflr
+
+        bare = factors(lambda begin, end: _whole(table, begin, end))
+        for one, other in zip(bare, factors(lambda begin, end: F.embedding(torch.arange(begin, end), table)), strict=True):
+            close(one, other)
+
+
+def test_rows_of_a_bare_table_count_for_the_samples_that_see_them() -> None:
+    table, linear, lossfunc = nn.Parameter(randn(2, 3)), Linear(3, 2), extend(nn.MSELoss())
+    model = extend(Net(lambda net, x: net.a(torch.cat([x[:1] + net.table.p[1:], x[1:] + net.table.p])), a=linear, table=Table(table)))
+    with backpack(extensions.KFLR()):
+        lossfunc(model(randn(4, 2, 3)), randn(4, 2, 2)).backward()
+    assert table.kflr[0].tolist() == [0.75, 1]
+
+
+def test_factors_in_half_precision_count_every_lookup() -> None:
+    table, linear = nn.Parameter(randn(2, 3)), Linear(3, 2)
+    model = Net(lambda net, x: net.a(sum(x + net.table.p[:1] for _ in range(300))), a=linear, table=Table(table)).to(torch.bfloat16)
+    model, lossfunc = extend(model), extend(nn.MSELoss())
+    with backpack(extensions.KFLR()):
+        lossfunc(model(randn(4, 3, dtype=torch.bfloat16)), randn(4, 2, dtype=torch.bfloat16)).backward()
+    assert table.kflr[0].tolist() == [300, 0]
+
+
+def test_factors_of_rows_that_are_added_in_place_to_a_part_are_refused() -> None:
+    model, lossfunc = extend(Net(_in_place, a=Linear(3, 3), table=Table(nn.Parameter(randn(2, 3))))), extend(nn.MSELoss())
+    with backpack(extensions.KFLR()), pytest.raises(UnsupportedError, match=r"table.p of shape \[2, 3\]: used by an operation"):
+        lossfunc(model(randn(4, 3, 3)), randn(4, 3, 3)).backward()
+
+
+def _in_place(net: Net, x: Tensor) -> Tensor:
+    h = net.a(x).tanh()
+    h[:, 1:] += net.table.p
+    return h
+
+
+class Table(Module):
+    """A parameter, as a module."""
+
+    def __init__(self, table: nn.Parameter) -> None:
+        super().__init__()
+        self.p = table
 
 
 def test_factor_that_is_too_large() -> None:

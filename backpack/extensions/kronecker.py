@@ -131,7 +131,7 @@ class KroneckerRule(Rule):
             return KroneckerState(None, OutputSide(sums))
         counted = parameter in self._tables  # columns arrive one after the other, and all of the lookups are counted with the first
         self._tables.add(parameter)
-        inputs = wide(rows.to(parameter.dtype)) / max(1, next(iter(columns.values())).shape[1])
+        inputs = rows.to(torch.promote_types(parameter.dtype, torch.float32)) / max(1, next(iter(columns.values())).shape[1])
         return KroneckerState(torch.zeros_like(inputs)[None] if counted else inputs[None], OutputSide(sums))
 
     def add(self, one: KroneckerState, other: KroneckerState, parameter: Parameter) -> KroneckerState:
