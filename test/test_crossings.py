@@ -855,6 +855,15 @@ REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "largest": lambda h: torch.maximum(h, h.sin()),
     "chosen": lambda h: torch.where(h.detach() > 0, h, h.sin()),
     "product": lambda h: torch.baddbmm(h[:, :, :3], h, torch.ones(4, 6, 3)),
+    "solved": lambda h: torch.linalg.solve(h[..., :4], h),
+    "solved, one matrix": lambda h: torch.linalg.solve(h[:1, :, :4], h),
+    "solved, vectors": lambda h: torch.linalg.solve(h[..., :4], h[..., 0]),
+    "solved by a triangle": lambda h: torch.linalg.solve_triangular(h[..., :4], h, upper=True),
+    "solved by a triangle, transposed": lambda h: torch.linalg.solve_triangular(h[:, None, :, :4], h.mT[:, None], upper=False, left=False),
+    "solved by a root": lambda h: torch.cholesky_solve(h, h[..., :4]),
+    "inverse": lambda h: torch.linalg.inv(h[..., :4]),
+    "root": lambda h: torch.linalg.cholesky(torch.eye(4) + h @ h.mT),
+    "exponential": lambda h: torch.linalg.matrix_exp(h[..., :4]),
 }
 
 
@@ -874,7 +883,8 @@ def test_operations_that_tell_where_entries_go(name: str, pattern: str, monkeypa
         }[pattern]
         with monkeypatch.context() as patch:
             told = compare_with_columns(out, Layout(axis, tuple(labels), 24), patch) or told
-    assert told or pattern == "some" or name in ("other grouping", "sum of all", "padded, samples", "rolled, all")
+    found_out = ("other grouping", "sum of all", "padded, samples", "rolled, all", "solved, one matrix", "solved, vectors")
+    assert told or pattern == "some" or name in found_out
 
 
 class Products(Module):

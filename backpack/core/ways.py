@@ -33,7 +33,7 @@ _BROADCASTING = frozenset("Mul Div Add Sub Expand Fmod Remainder Maximum Minimum
 # these work on the last two axes, and on each entry of the axes in front alike
 _STACKED = frozenset(
     """Bmm Baddbmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
-    ScaledDotProductCudnnAttention""".split()
+    ScaledDotProductCudnnAttention LinalgSolveEx LinalgSolveTriangular LinalgInvEx LinalgCholeskyEx LinalgMatrixExp CholeskySolve""".split()
 )
 _PARTS = frozenset({"Split", "SplitWithSizes", "UnsafeSplit"})
 _SELECTS = frozenset({"Index", "IndexSelect", "Gather", "Slice"})
