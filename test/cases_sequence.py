@@ -52,6 +52,27 @@ graph(
     (2, 3),
     *BOTH,
 )
+for _name, _bias, _shape in (
+    ("biases", lambda net: net.bias, (2, 1, 2)),
+    ("biases without an axis of rows", lambda net: net.bias[:, None], (2, 2)),
+    ("biases of one stack of several", lambda net: net.bias[:2].unsqueeze(1), (3, 2)),
+    ("biases that are computed", lambda net: net.bias.exp()[:, None], (2, 2)),
+):
+    graph(
+        f"stack of matrices, {_name}",
+        lambda net, x, bias=_bias: net.a(net.tanh(torch.baddbmm(bias(net), net.b(x).transpose(0, 1), net.stack)).sum(0)),
+        layers(2, 4, tanh=Tanh, stack=parameter(2, 3, 2), bias=parameter(*_shape), b=lambda: Linear(3, 3)),
+        (2, 3),
+        "nested",
+        *(["other parameters"] if "computed" in _name else []),
+    )
+graph(
+    "stack of matrices, activations added",
+    lambda net, x: net.a(net.tanh(torch.baddbmm(net.c(x).transpose(0, 1), net.b(x).transpose(0, 1), net.stack)).sum(0)),
+    layers(2, 4, tanh=Tanh, stack=parameter(2, 3, 2), b=lambda: Linear(3, 3), c=lambda: Linear(3, 2)),
+    (2, 3),
+    *BOTH,
+)
 graph(
     "matrix that is computed",
     lambda net, x: net.a(net.tanh(F.linear(x, net.matrix * net.scale, net.bias.exp()))),

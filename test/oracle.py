@@ -179,7 +179,8 @@ def products(root: Tensor) -> list[Product]:
             continue
         seen.add(node)
         stack += [upstream for upstream, _ in node.next_functions]
-        left = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self", "BmmBackward0": "_saved_self"}.get(node.name())
+        left = {"MmBackward0": "_saved_self", "BmmBackward0": "_saved_self", "AddmmBackward0": "_saved_mat1", "BaddbmmBackward0": "_saved_batch1"}
+        left = left.get(node.name())
         leaf = node.next_functions[-1][0] if left is not None else None
         turned = leaf is not None and leaf.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0")
         turned = turned and len(leaf._input_metadata[0].shape) == 2 and not keeps_axes(leaf)
@@ -193,7 +194,9 @@ def products(root: Tensor) -> list[Product]:
         elif left is not None:
             out, x = GradientEdge(node, 0), getattr(node, left)
             first, last = (GradientEdge(*edge) if edge[0] is not None else None for edge in node.next_functions[-2:])
-            found += part_of_a_parameter(last, x, out) or rearranged(last, x, out) or rearranged(first, node._saved_mat2, out, on_the_left=True)
+            of_last = part_of_a_parameter(last, x, out) or rearranged(last, x, out)
+            left_hand = left != "_saved_batch1" and not of_last
+            found += rearranged(first, node._saved_mat2, out, on_the_left=True) if left_hand else of_last
     return found
 
 
@@ -429,6 +432,7 @@ class LayerUses(TorchFunctionMode):
         super().__init__()
         self.uses: list[Product | ConvolutionUse] = []
         self.lookups: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.cuts: list[tuple[Tensor, Tensor, Tensor]] = []
         self.scales: list[Tensor] = []
 
     def __torch_function__(self, func: Callable, types: tuple, args: tuple = (), kwargs: dict | None = None) -> object:  # noqa: D105
@@ -446,7 +450,7 @@ class LayerUses(TorchFunctionMode):
         elif func is Tensor.__getitem__ and isinstance(given[0], Parameter) and _cuts(given[1]):
             sizes = [size if size > 1 and axis < given[0].dim() - 1 else 1 for axis, size in enumerate(given[0].shape)]
             rows = torch.arange(prod(sizes)).view(sizes).expand(given[0].shape)[given[1]][..., 0].reshape(-1)
-            self.lookups.append((F.one_hot(rows, prod(sizes)).to(out.dtype), given[0], out))
+            self.cuts.append((F.one_hot(rows, prod(sizes)).to(out.dtype), given[0], out))
         elif func in (Tensor.__getitem__, torch.index_select, Tensor.index_select) and isinstance(given[0], Parameter) and given[0].dim() == 2:
             numbers = given[1] if func is Tensor.__getitem__ else given[2] if given[1] == 0 else None
             if not isinstance(numbers, Tensor | list) or (numbers := torch.as_tensor(numbers)).dtype == torch.bool:
@@ -885,14 +889,17 @@ class Oracle:
                 pairs = [[b, a.T @ a / self.N] for b, a in zip(B, A, strict=True)]
                 pairs = [pair[::-1] for pair in pairs] if uses[0].transposed else pairs
                 factors[name] = pairs[0] if len(pairs) == 1 else pairs
-            lookups = [(x.flatten(0, -2), z) for x, weight, z in mode.lookups if weight is param]
+            table = not uses and not any(scale is param for scale in mode.scales) and len(sizes := [size for size in param.shape if size > 1]) == 2
+            found = [(*lookup, self._times) for lookup in mode.lookups] + [(*cut, self._seen) for cut in mode.cuts * table]
+            lookups = [(x.flatten(0, -2), z) for x, weight, z, _ in found if weight is param]
+            times = [of for _, weight, _, of in found if weight is param]
             if lookups:
                 tracked = jacobian(flat, [z for _, z in lookups])
                 places = zip(tracked, lookups, strict=True)
                 T = sum((jac.reshape(*jac.shape[:2], len(x), z.shape[-1]) * x.sum(1)[:, None]).sum(2) for jac, (x, z) in places)
-                inputs = torch.cat([x * self._times(jac) for (x, _), jac in zip(lookups, tracked, strict=True)])
+                inputs = torch.cat([x * of(jac) for (x, _), jac, of in zip(lookups, tracked, times, strict=True)])
                 factors[name] = [inputs.square().sum(0) / self.N, torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
-            elif not uses and not any(scale is param for scale in mode.scales) and len(sizes := [size for size in param.shape if size > 1]) == 2:
+            elif table:
                 T = jacobian(flat, [param])[0].reshape(self.N, -1, *sizes).sum(2)
                 factors[name] = [param.new_ones(sizes[0]).detach(), torch.einsum("ndp,nde,neq->pq", T, hessian, T)]
         return factors
@@ -900,6 +907,10 @@ class Oracle:
     def _times(self, jac: Tensor) -> float:
         # the root of how many samples a row belongs to: an output that several samples depend on, ``[N, D, *out]``, is there for all
         return self.N**0.5 if ((jac != 0).any(1).sum(0) > 1).any() else 1.0
+
+    def _seen(self, jac: Tensor) -> float:
+        # the root of how many samples see rows that are cut out of a table
+        return sqrt((jac != 0).flatten(1).any(1).sum())
 
     # --- recursions along a chain of modules ------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from backpack.core.graph import has_saved, operation, saved, shape_of
 from backpack.core.linear import PRODUCTS, RESHAPES
 from backpack.core.loss_nodes import FUNCTIONS
 from backpack.core.node_functions import is_known
+from backpack.core.origins import STACKS
 from backpack.core.walk import Walk
 from backpack.core.ways import ELEMENTWISE
 from backpack.utils.errors import UnsupportedError
@@ -192,7 +193,7 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
     if name == "Index":
         chosen = saved(node, "indices")[0]
         return chosen is None or chosen.dtype.itemsize == 1 or len(saved(node, "indices")) > 1
-    if name in ("Bmm", "Baddbmm"):
+    if name in STACKS:
         return True  # the products are one for each row
     if name in PRODUCTS - _ENTRYWISE:
         return len(edges) == 1 and (name in ("Dot", "Mv") or edges[0][0] == len(node.next_functions) - 2)

@@ -27,6 +27,7 @@ from backpack.core.derivatives.rearranged import RearrangedDerivatives
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.leaves import axes_of, joins_leaves, part_of, way_to_leaf
 from backpack.core.mixing import is_made_of_constants, multiplies_data
+from backpack.core.origins import FACTORS, STACKS
 from backpack.core.samples import Layout, rows_along, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
@@ -194,7 +195,7 @@ def unit_of(
         layout: Where the samples lie in its output.
         walk: The graph.
         turned: Whether the weight is the transposed of what lies behind its edge.
-        ways: Nodes between factors and their leaves, where they are known.
+        ways: Nodes between factors and their leaves, where they are known; none for those that are no parameters themselves.
 
     Returns:
         The unit; ``None`` if a factor has samples.
@@ -204,11 +205,11 @@ def unit_of(
         edge = node.next_functions[number]
         if edge[0] is None or not walk.reach[edge[0]]:
             continue
-        way = ways.get(name) or way_to_leaf(edge, turned=turned and name == "weight")
-        if way is not None:
+        way = ways[name] if name in ways else way_to_leaf(edge, turned=turned and name == "weight")
+        if way:
             unit.parameters[name] = walk.leaves[way[-1]]
             unit.inside.update(way)
-        elif (operation(node) != "Bmm" or shape_of(edge)[0] == 1) and joins_leaves(edge[0], walk, name == "bias"):
+        elif (operation(node) not in STACKS or shape_of(edge)[0] == 1) and joins_leaves(edge[0], walk, name == "bias"):
             unit.split[name] = edge  # what lies beside them does not change their derivatives
         elif edge[0] in walk.has_data or multiplies_data(walk, edge[0], layout.samples):
             return None  # a product of two activations
@@ -240,7 +241,7 @@ def layer(
         layout: Where the samples lie in its output.
         walk: The graph.
         turned: Whether the weight is the transposed of what lies behind its edge.
-        ways: Nodes between factors and their leaves, where they are known.
+        ways: Nodes between factors and their leaves, where they are known; none for those that are no parameters themselves.
 
     Returns:
         The unit; ``None`` if a factor has samples.
@@ -254,44 +255,44 @@ def layer(
     return unit
 
 
-def _product(node: Node, states: States, walk: Walk, first: str, bias: bool = False) -> Unit | None:
+def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit | None:
     """Read ``x @ W``, perhaps with a bias and for a stack of matrices, as a layer with input ``x [*, N, K]`` and weight ``W``.
 
     Args:
         node: The node.
         states: Where the samples lie in the output.
         walk: The graph.
-        first: Under which name the node has saved the left factor.
         bias: Whether the first of the next edges is that of a term that is added.
 
     Returns:
         The layer; ``None`` if the samples do not lie along the rows, or are in the weight, or if the left factor is sparse.
     """
-    shape = shape_of((node, 0))
-    layout = rows_along(len(shape) - 2, shape[-2], states[node][0])
+    shape, (first, second) = shape_of((node, 0)), FACTORS[operation(node)]
+    layout, stack = rows_along(len(shape) - 2, shape[-2], states[node][0]), shape[:-2]
     if layout is None or (bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
         return None
-    if bias and node.next_functions[0][0] is not None and shape_of(node.next_functions[0]) != shape[-1:]:
+    if bias and node.next_functions[0][0] is not None and shape_of(node.next_functions[0]) != ((*stack, 1, shape[-1]) if stack else shape[-1:]):
         return None
     layout, (source, weight) = layout._replace(axis=len(shape) - 2), node.next_functions[int(bias) : int(bias) + 2]
     if source[0] is None or not checkpointed(node):  # there, it would have to be computed again
         given = saved(node, first)
         if given is not None and given.layout != torch.strided:
             return None
-    turned = weight[0] is not None and len(shape) == 2 and way_to_leaf(weight, True) is not None  # noqa: PLR2004
+    turned = weight[0] is not None and not stack and way_to_leaf(weight, True) is not None
 
     def matrix() -> Tensor:
-        value = saved(node, "mat2")
+        value = saved(node, second)
         if value is None:  # the input needs no gradient; if the weight needs none either, the bias is all there is
             value = torch.empty((0, shape[-1]) if weight[0] is None else shape_of(weight), device="meta")
         return value.mT if turned else value
 
     factors = {"weight": 2, "bias": 0} if bias else {"weight": 1}
+    apart: dict[str, list[Node]] = {"bias": []} if stack else {}  # biases of a stack are rows of what may have any shape
     found = None if turned or weight[0] is None else part_of(weight, node.next_functions[0] if bias else None, walk)
     if found is None:
         call = NodeCall(node, LINEAR if turned else _MATMUL, input0=lambda: saved(node, first), weight=matrix)
-        return layer(node, call, int(bias), factors, layout, walk, turned)
-    rule, ways = found
+        return layer(node, call, int(bias), factors, layout, walk, turned, apart)
+    rule, ways = found[0], found[1] | apart
     call = NodeCall(node, rule, input0=lambda: saved(node, first), weight=lambda: walk.leaves[ways["weight"][-1]], matrices=matrix)
     return layer(node, call, int(bias), factors, layout, walk, ways=ways)
 
@@ -326,10 +327,10 @@ def _left_product(node: Node, states: States, walk: Walk) -> Unit | None:
 @reads("Mm", "Bmm")
 def _either_product(node: Node, states: States, walk: Walk) -> Unit | None:
     found = None if walk.is_tracked(node.next_functions[1][0]) else _left_product(node, states, walk)
-    return found or _product(node, states, walk, "self") or _left_product(node, states, walk)
+    return found or _product(node, states, walk) or _left_product(node, states, walk)
 
 
-reads("Addmm")(partial(_product, first="mat1", bias=True))
+reads("Addmm", "Baddbmm")(partial(_product, bias=True))
 
 
 @reads("MkldnnRnnLayer")

@@ -28,6 +28,8 @@ MATRIX_PRODUCTS = PRODUCTS - {"Mul", "Addcmul", "PreluKernel", "LinalgCross"}
 """Operations that sum over products."""
 FACTORS = {"Mm": ("self", "mat2"), "Bmm": ("self", "mat2"), "Addmm": ("mat1", "mat2"), "Baddbmm": ("batch1", "batch2")}
 """Names of what products of matrices have saved."""
+STACKS = frozenset({"Bmm", "Baddbmm"})
+"""Those of stacks of matrices."""
 _MATRIX, _INTEGERS, _EXACT = 2, (torch.long, torch.int), (torch.float, torch.double)
 _FEW = 4
 """Numbers of positions below which samples could look like them."""

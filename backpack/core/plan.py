@@ -26,6 +26,7 @@ from backpack.core.misplacing import refuse_misplaced
 from backpack.core.mixing import OfData, mixed_by, mixes, refuse_summed
 from backpack.core.node_calls import Composite, Waiting, read
 from backpack.core.node_functions import is_known
+from backpack.core.origins import STACKS
 from backpack.core.refusals import bare, mixing, nowhere, refuse_compiled, refuse_one_row, refuse_other_rows, refuse_second_order, single, unrecorded
 from backpack.core.samples import Layout, plain_layout, settle, unite
 from backpack.core.slots import Edge, Slot
@@ -277,7 +278,7 @@ class Plan(Tracking):
             The unit; ``None`` if there is no rule, or it takes axes as they are.
         """
         shape = shape_of((node, 0))
-        if not shape or operation(node) == "Bmm":  # its matrices may belong to an axis each
+        if not shape or operation(node) in STACKS:  # its matrices may belong to an axis each
             return None
         axis = max(len(shape) - 2, 0)
         unit = read(node, {node: {0: Layout(axis, (0,) * shape[axis], 1)}}, self.walk)

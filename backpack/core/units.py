@@ -51,9 +51,9 @@ class Unit:
         return (self,)
 
     @property
-    def upstream(self) -> tuple[Edge | None]:
+    def upstream(self) -> tuple[Edge | None, ...]:
         """Where what it hands on goes."""
-        return (self.below,)
+        return (self.below, *self.split.values())
 
     @property
     def is_ours(self) -> bool:

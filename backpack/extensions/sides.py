@@ -11,7 +11,6 @@ from torch import Size, Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, LookupDerivatives
@@ -52,8 +51,7 @@ class _Lookup(NamedTuple):
     entries: Tensor
 
     @classmethod
-    def at(cls, gap: Gap, number: int, edge: Edge) -> _Lookup:
-        there = gap.crossings[number].returned or next(iter(gap.states.values()))
+    def by(cls, there: Layout, edge: Edge) -> _Lookup:
         samples = there.samples if there.plain else len({*there.labels} - {-1})
         return cls(samples, torch.ones(shape_of(edge), dtype=torch.bool, device=tensor_at(edge).device))
 
@@ -198,12 +196,17 @@ def _lookups(plan: Plan, leaves: Iterable[Node]) -> dict[Edge, list[_Lookup]]:
         if upstream and upstream <= rows:
             rows.add(node)
     looked, placed = defaultdict[Edge, list[_Lookup]](list), Counter[Edge]()
+    for unit in units_of(plan):  # the biases of a stack of matrices are added, too
+        if "bias" in unit.split and unit.split["bias"][0] in rows:
+            looked[unit.split["bias"]].append(_Lookup.by(unit.layout, unit.split["bias"]))
+            placed[unit.split["bias"]] += 1
     for node, gap in plan.gaps.items():
         edges = {number: n[:2] for number, n in enumerate(gap.nexts) if n is not None and n[0] in rows}
         given = [(nr, lookup) for nr in gap.states for lookup in looked.pop((node, nr), ())]
         whole = node in rows and all(placed[node, nr] == plan.arrivals.get((node, nr)) for nr in gap.states)
         if edges and operation(node) in _PLACES and SPLIT not in gap.states.values():
-            found = {number: [_Lookup.at(gap, number, edge)] for number, edge in edges.items()}
+            places = {number: gap.crossings[number].returned or next(iter(gap.states.values())) for number in edges}
+            found = {number: [_Lookup.by(places[number], edge)] for number, edge in edges.items()}
         elif whole and operation(node) in _PLACES | _KEEPS_ROWS and len(given) <= _MANY:
             found = {number: [] for number in edges}
             for nr, lookup in given:
