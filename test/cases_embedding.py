@@ -222,6 +222,34 @@ for _name, (_forward, _shape) in BARE.items():
     )
 
 
+MADE: dict[str, Callable[[Net], Tensor]] = {
+    "normalized": lambda net: F.normalize(net.p, dim=1),
+    "log_softmax": lambda net: net.p.log_softmax(0),
+    "standardized": lambda net: (net.p - net.p.mean(0)) / net.p.std(0).clamp(min=0.1),
+    "mixed by a buffer": lambda net: net.p + net.mixing.mixing @ net.p,
+}
+"""Tables ``[5, 3]`` that are made of a parameter."""
+
+
+class Mixing(Module):
+    """A matrix that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mixing", torch.randn(5, 5) / 5)
+
+
+def ends_of_edges(net: Net, x: Tensor, made: Callable[[Net], Tensor]) -> Tensor:
+    """Look up two rows for each sample, one of which is another sample's, too."""  # noqa: DOC201
+    table, first = made(net), torch.arange(len(x))
+    return net.b((net.a(x) + table[first]).tanh() * table[(2 * first + 1) % 5].tanh())
+
+
+for _name, _made in MADE.items():
+    _parts = layers(3, 3, p=parameter(5, 3), mixing=Mixing, b=lambda: Linear(3, 4))
+    graph(f"rows of a table for ends of edges, {_name}", partial(ends_of_edges, made=_made), _parts, (3,), "nested", "other parameters")
+
+
 def positions_of_two_losses(N: int) -> Problem:  # noqa: D103
     model = Net(lambda net, x: net.b((net.a(x) + net.p).tanh()).mean(1), **layers(3, 3, p=parameter(1, 2, 3), b=lambda: Linear(3, 4))())
     return Problem(model, randn(N, 2, 3), [Term(CrossEntropyLoss(), labels(N)), Term(MSELoss(), randn(N, 4), scale=0.5)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator
-from functools import partial
 from numbers import Number
 
 import torch
@@ -122,7 +121,7 @@ def is_made_of_constants(walk: Walk, node: Node, samples: int) -> bool:
     Returns:
         Whether it does.
     """
-    return is_of_parameter(walk, node, samples, partial(is_constant, walk))
+    return is_of_parameter(walk, node, samples)
 
 
 def is_same_for_all(walk: Walk, node: Node, samples: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import zip_longest
 
 import torch
@@ -22,7 +21,11 @@ from backpack.utils.differentiation import search
 LOOKUPS = frozenset("Embedding Index IndexSelect".split())
 """Operations that select rows of a table."""
 # all that these depend on is in the graph, but for settings and random numbers, if each of their inputs is
-_OF_INPUTS = ELEMENTWISE | PRODUCTS | STATIC - {"MaskedFill"} | {"Softmax", "NativeLayerNorm"}
+_OF_INPUTS = ELEMENTWISE | PRODUCTS | STATIC - {"MaskedFill"} | {"NativeLayerNorm"}
+_OF_INPUTS |= frozenset(
+    """Div Maximum Minimum Softmax LogSoftmax SafeSoftmax Logsumexp Logcumsumexp Norm LinalgVectorNorm Prod Cumprod Var Std VarMean StdMean Amax
+    Amin""".split()
+)
 _OF_INPUTS |= {f"Linalg{name}" for name in "Slogdet Det InvEx SolveEx CholeskyEx Eigh Svd Qr MatrixExp SolveTriangular LuFactorEx Lu".split()}
 MATRIX_PRODUCTS = PRODUCTS - {"Mul", "Addcmul", "PreluKernel", "LinalgCross"}
 """Operations that sum over products."""
@@ -38,14 +41,13 @@ _ROUNDINGS = 64
 _ENTRYWISE = frozenset("Add Sub Rsub Mul Div Where MaskedFill Index IndexSelect".split())
 
 
-def is_of_parameter(walk: Walk, node: Node, samples: int | None = None, is_constant: Callable[[Tensor], bool] | None = None) -> bool:
-    """Say whether a node makes something of parameters, and of nothing else, so of no data.
+def is_of_parameter(walk: Walk, node: Node, samples: int | None = None) -> bool:
+    """Say whether a node makes something of parameters, and of what is known to be constant, so of no data.
 
     Args:
         walk: The graph.
         node: The node.
-        samples: Number of samples, if constants and rows of a table count, too, as long as there are not as many.
-        is_constant: Says of a tensor that a matrix is multiplied with whether it is known to be the same for all samples.
+        samples: Number of samples, if other constants and rows of a table count, too, as long as there are not as many.
 
     Returns:
         Whether it does.
@@ -67,17 +69,22 @@ def is_of_parameter(walk: Walk, node: Node, samples: int | None = None, is_const
             pure, few = pure and not given[node], few and not given[node]
         else:
             data = None in upstream or operation(node) not in _OF_INPUTS
-            pure = pure and not data
-            data = data and few and not _uses_constants(walk, node, is_constant)
+            pure = pure and (not data or (operation(node) in _OF_INPUTS and _reads_constants(walk, node)))
+            data = data and few and not _uses_constants(walk, node)
             given[node] = data or any(given[n] for n in upstream if n is not None)
             few = few and not (data and operation(node) not in _ENTRYWISE) and not (given[node] and any(r % samples == 0 for r in rows_made(node)))
     return pure or few
 
 
-def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool]) -> bool:
-    # whether what takes part beside the graph is known to be constant, a number, or to have no rows of its own
+def _uses_constants(walk: Walk, node: Node) -> bool:
+    # whether what takes part beside the graph is known to be constant, or to have no rows of its own
     if operation(node) in _ENTRYWISE and any(walk.is_tracked(n) and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
         return True
+    return _reads_constants(walk, node)
+
+
+def _reads_constants(walk: Walk, node: Node) -> bool:
+    # whether what takes part beside the graph is known to be constant, or a number
     others = [
         tensor for tensor in saved_tensors(node, results=False) if not (is_made(walk, tensor) and tensor.requires_grad)
     ]  # frozen parameters are others
@@ -87,7 +94,7 @@ def _uses_constants(walk: Walk, node: Node, is_constant: Callable[[Tensor], bool
     if not others:
         norm = operation(node) == "NativeLayerNorm"  # has saved its weight, or has none
         return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) or (norm and n is None) for n, _ in node.next_functions)
-    return all(tensor is not None and (not tensor.dim() or is_constant(tensor)) for tensor in others)
+    return all(tensor is not None and (not tensor.dim() or is_constant(walk, tensor)) for tensor in others)
 
 
 def _made_from(node: Node) -> list[Tensor | None]:
