@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, check_rule, extend, extensions, register, results
+from backpack.core.crossings import Gap
 from backpack.core.derivatives import GenericLossDerivatives
 from backpack.core.recording import recorder_of
 from backpack.utils.errors import LossNotExtendedError, LossValueError, MixedSamplesError, NotRecordedError, ShapeError, UnsupportedError
@@ -666,3 +667,44 @@ def test_losses_that_write_on_the_prediction(extension: type) -> None:
     with backpack(extension()), pytest.raises(UnsupportedError, match="WritesOnPrediction.*in-place operation"):
         lossfunc(model(x), torch.zeros(N, C, dtype=torch.float64)).backward()
     assert results(model) == {}
+
+
+class Ends(nn.Module):
+    """Ends with a function of a parameter, which is no module's."""
+
+    def __init__(self, end: Callable[[nn.Module, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.matrix, self.kernel = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 1, 3))
+        self.end = end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self, self.layer(x).tanh())
+
+
+def slope(net: Ends, h: Tensor) -> Tensor:  # noqa: D103
+    point = h.detach().requires_grad_()
+    return torch.autograd.grad((point @ net.matrix).tanh().sum(), point, create_graph=True)[0]
+
+
+ENDS: dict[str, Callable[[Ends, Tensor], Tensor]] = {
+    "matrix": lambda net, h: h @ net.matrix,
+    "linear": lambda net, h: F.linear(h, net.matrix.T, net.matrix[0]),
+    "convolution": lambda net, h: F.conv1d(h[:, None], net.kernel),
+    "derivative": slope,
+}
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+@pytest.mark.parametrize("name", ENDS)
+def test_functional_layers_at_the_output_are_layers_under_any_loss(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their parameters get no masked columns, at a cost of all samples for each of them."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(Gap, "call_masked", lambda *_: pytest.fail("a layer is crossed sample by sample"))
+    net, x = extend(Ends(ENDS[name]).double()), torch.randn(samples, 3, dtype=torch.float64)
+    with backpack(extensions.BatchGrad()):
+        net(x).square().flatten(1).logsumexp(1).mean().backward()
+    for row, sample in enumerate(x):
+        parameters = [p for p in net.parameters() if p.grad is not None]
+        loss = net(sample[None]).square().flatten(1).logsumexp(1).sum() / samples
+        for p, expected in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            torch.testing.assert_close(p.grad_batch[row], expected)

@@ -300,7 +300,8 @@ class Plan(Tracking):
         Returns:
             Whether there is such a rule.
         """
-        if self._need is Need.MODULES or node in self._bare or not all(isinstance(state, Layout) for state in states.values()):
+        whole = self._bare.get(node, set()) <= states.keys()
+        if self._need is Need.MODULES or not whole or not all(isinstance(state, Layout) for state in states.values()):
             return False
         found = read(node, self.states, self.walk)
         if isinstance(found, Composite):
