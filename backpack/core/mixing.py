@@ -194,9 +194,8 @@ def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], upstream: tuple[Nod
         return how + ", as that input was made of derivatives, to which other samples contribute: a weight after a step of an inner loop, say"
     if operation(node) == "Repeat":
         return how + ", or copies what is none of samples: then write expand"
-    return how + ", or that is made of constants: then let them be a buffer of the model, or use a mini-batch of another size" * (
-        operation(node) in MATRIX_PRODUCTS
-    )
+    hint = ", or that is made of constants: then let them be a buffer of the model, and used as it is, or use a mini-batch of another size"
+    return how + hint * (operation(node) in MATRIX_PRODUCTS or operation(node).startswith("Linalg"))
 
 
 def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -> None:

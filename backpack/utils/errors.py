@@ -97,8 +97,8 @@ class UnsupportedError(BackpackError, NotImplementedError):
 
     It is raised before anything runs, for all parameters and reasons at once; ``error.about`` maps the parameters to their names, ``error.parts``
     holds one error a reason. Common cases: Kronecker factors of a weight that is no matrix of a linear map, or that is used in two orientations;
-    the Hessian's diagonal behind a function whose second derivative is not known; complex parameters and predictions; gradient penalties;
-    sharded models.
+    the Hessian's diagonal behind a function whose second derivative is not known; complex parameters and predictions; curvature of
+    gradient penalties; sharded models.
 
     Way out: leave the parameters out, as in the message (``exclude=``), and keep the rest. Or take a quantity that exists: a diagonal instead
     of factors, the generalized Gauss-Newton instead of the Hessian, a product of ``backpack.hessianfree``, which needs no structure, where
