@@ -14,6 +14,7 @@ from torch.func import grad, jacfwd, jvp, vjp, vmap
 from torch.nn import functional as F
 
 from backpack import backpack, extend, results
+from backpack.core.crossings import Gap
 from backpack.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
 from backpack.utils.errors import BackpackError, UnsupportedError
 
@@ -122,6 +123,48 @@ def test_derivatives(place: str, name: str, samples: int) -> None:
             made.loss(made.outputs()).backward()
         return
     check(made, Oracle(problem(name, samples, PLACES[place])))
+
+
+CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "plain": (lambda: nn.Conv1d(2, 3, 2), (2, 4)),
+    "stride": (lambda: nn.Conv2d(2, 3, (3, 2), stride=2, padding=(1, 0)), (2, 5, 4)),
+    "unused border": (lambda: nn.Conv2d(1, 2, 2, stride=(3, 2), bias=False), (1, 7, 5)),
+    "dilation": (lambda: nn.Conv1d(2, 1, 3, dilation=2, padding=1), (2, 7)),
+    "groups": (lambda: nn.Conv2d(4, 2, 2, groups=2), (4, 3, 3)),
+    "circular": (lambda: nn.Conv1d(2, 2, 3, padding=1, padding_mode="circular"), (2, 4)),
+    "volume": (lambda: nn.Conv3d(1, 2, 2, stride=(1, 2, 1)), (1, 2, 3, 2)),
+    "transposed": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 3)),
+    "transposed, groups": (lambda: nn.ConvTranspose2d(4, 2, (2, 3), stride=(2, 1), groups=2, dilation=(1, 2)), (4, 2, 3)),
+}
+
+
+class Slopes(nn.Module):
+    """The derivative of a function of what a convolution returns."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return slope(self.conv(x).tanh().square().flatten(1).sum(1), x).flatten(1)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_derivatives_of_convolutions(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are convolutions, too, the other way round: no columns of all samples are masked for each of them."""
+    make, shape = CONVOLUTIONS[name]
+
+    def made() -> Problem:
+        torch.manual_seed(0)
+        model, x = Slopes(make()).double(), torch.randn(samples, *shape, dtype=torch.float64)
+        return Problem(model, x, [Term(nn.MSELoss(), torch.randn_like(model(x)))])
+
+    oracle = Oracle(made())
+    monkeypatch.setattr(Gap, "call_masked", lambda *_: pytest.fail("a convolution is crossed sample by sample"))
+    check(made(), oracle)
 
 
 def layers(net: Net, x: Tensor) -> Tensor:

@@ -366,7 +366,7 @@ NETS: dict[str, tuple[Forward, Callable[[], Module], int]] = {
     "other factors": (twice_the_sum, rnn(3), 0),
 }
 BUT_FOR_A_BEGINNING = ["GRU, both directions, packed, given state"]  # where sequences begin at different steps, from states that need a gradient
-WITHOUT_FACTORS = {"other factors": "own.weight_hh_l0", "the same term for all": "terms"}
+WITHOUT_FACTORS = {"other factors": "own.weight_hh_l0"}
 MORE: dict[Forward, dict[str, Callable[[], Module]]] = {
     learned_state: {"hidden": parameter(1, 1, 2)},
     the_same_term_for_all: {"terms": parameter(7, 2)},

@@ -94,28 +94,34 @@ def _layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int
     return None if len(types) > 1 else layer(node, call, below, factors, layout, walk)
 
 
-@reads("Convolution")
+@reads("Convolution", "ConvolutionBackward")
 def _convolution(node: Node, states: States, walk: Walk) -> Unit | None:
-    layout, axes, transposed = _single(states[node]), len(shape_of((node, 0))) - 2, saved(node, "transposed")
+    back = operation(node) == "ConvolutionBackward"  # the gradient of the input is the transposed convolution of that of the output
+    layout, axes, transposed = _single(states[node]), len(shape_of((node, 0))) - 2, saved(node, "transposed") != back
     if layout is None or layout.axis != 0 or axes > 3:
         return None
-    weight, groups, edge = _saved_or_shape(node, "weight", 1), saved(node, "groups"), node.next_functions[1]
+    source, number = ("grad_output", 2) if back else ("input", 1)
+    weight, groups, edge = _saved_or_shape(node, "weight", number), saved(node, "groups"), node.next_functions[number]
     settings = {name: saved(node, name) for name in ("stride", "padding", "dilation", "output_padding")}
     settings = {name: value * axes if len(value) < axes else value for name, value in settings.items()}  # one number is that of all axes
     shape = weight().shape if edge[0] is None else shape_of(edge)
     channels = (shape[0], shape[1] * groups) if transposed else (shape[1] * groups, shape[0])
     settings |= {"in_channels": channels[0], "out_channels": channels[1]}
+    given = _saved_or_shape(node, source, 0)
+    if back and transposed:
+        sizes = zip(shape_of((node, 0))[2:], given().shape[2:], shape[2:], *map(settings.get, ("stride", "padding", "dilation")), strict=True)
+        settings["output_padding"] = [made - (n - 1) * s + 2 * p - d * (k - 1) - 1 for made, n, k, s, p, d in sizes]
     call = NodeCall(
         node,
         _CONVOLUTIONS[ConvTransposeNDDerivatives if transposed else ConvNDDerivatives, axes],
-        input0=_saved_or_shape(node, "input", 0),
+        input0=given,
         weight=weight,
         groups=lambda: groups,
         kernel_size=lambda: shape[2:],
         padding_mode=lambda: "zeros",
         **{name: lambda value=value: value for name, value in settings.items()},
     )
-    return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+    return _layer(node, call, 0, {"weight": number} if back else {"weight": number, "bias": 2}, layout, walk)
 
 
 @reads("GroupedMm")
