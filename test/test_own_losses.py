@@ -675,7 +675,7 @@ class Ends(nn.Module):
     def __init__(self, end: Callable[[nn.Module, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer, self.matrix, self.kernel = nn.Linear(3, 4), nn.Parameter(torch.randn(4, 3)), nn.Parameter(torch.randn(2, 1, 3))
-        self.end = end
+        self.cube, self.end = nn.Parameter(torch.randn(2, 4, 4)), end
 
     def forward(self, x: Tensor) -> Tensor:
         return self.end(self, self.layer(x).tanh())
@@ -691,6 +691,10 @@ ENDS: dict[str, Callable[[Ends, Tensor], Tensor]] = {
     "linear": lambda net, h: F.linear(h, net.matrix.T, net.matrix[0]),
     "convolution": lambda net, h: F.conv1d(h[:, None], net.kernel),
     "derivative": slope,
+    "bilinear": lambda net, h: F.bilinear(h, h.sin(), net.cube),
+    "bilinear, positions": lambda net, h: F.bilinear(h[:, None].cos(), torch.stack([h, h.sin()], 1)[:, :1], net.cube),
+    "stack": lambda net, h: torch.baddbmm(net.cube[:, :1], h.expand(2, -1, -1), net.cube).transpose(0, 1),
+    "token": lambda net, h: torch.cat([h, net.matrix.T.repeat(len(h), 1, 1)[:, 0]], 1),
 }
 
 

@@ -7,12 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, einsum
 from torch.autograd.graph import Node
 
 from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Samples
 from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
+from backpack.core.derivatives.bilinear import BilinearDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
@@ -20,7 +21,7 @@ from backpack.core.derivatives.grouped import GroupedDerivatives
 from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives, standardized
 from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.leaves import turns, way_to_leaf
-from backpack.core.node_calls import NodeCall, States, layer, reads
+from backpack.core.node_calls import Composite, NodeCall, States, layer, reads, unit_of
 from backpack.core.samples import Layout, rows_along
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
@@ -40,12 +41,14 @@ class SavedLayerNormDerivatives(LayerNormDerivatives):
 
 
 _CONVOLUTIONS = {(kind, n): kind(n) for kind in (ConvNDDerivatives, ConvTransposeNDDerivatives) for n in (1, 2, 3)}
-_LAYER_NORM, _GROUP_NORM, _BATCH_NORM, _EMBEDDING = (
+_LAYER_NORM, _GROUP_NORM, _BATCH_NORM, _EMBEDDING, _BILINEAR = (
     SavedLayerNormDerivatives(),
     GroupNormDerivatives(),
     BatchNormNdDerivatives(),
     EmbeddingDerivatives(),
+    BilinearDerivatives(),
 )
+_OUTER_PRODUCTS = [[1, 3], [0], [1, 2], [2, 3]]  # which axes bilinear adds to its factors, and sums over
 
 
 def _saved_or_shape(node: Node, name: str, number: int) -> Callable[[], Tensor | None]:
@@ -154,6 +157,36 @@ def _grouped_product(node: Node, states: States, walk: Walk) -> Unit | None:
         matrices=matrices,
     )
     return layer(node, call, 0, {"weight": 1}, layout, walk, ways={} if way is None else {"weight": way})
+
+
+@reads("Trilinear")
+def _bilinear(node: Node, states: States, walk: Walk) -> Composite | None:
+    """Read ``torch.nn.functional.bilinear``, a linear layer on the outer products of its inputs, both of which may be differentiated.
+
+    Args:
+        node: The node.
+        states: Where the samples lie in the output.
+        walk: The graph.
+
+    Returns:
+        The composite; ``None`` if it is another product of three factors, or samples are in the weight.
+    """
+    layout, products = _single(states[node]), [list(saved(node, name)) for name in ("expand1", "expand2", "expand3", "sumdim")]
+    if layout is None or layout.axis != 0 or walk.connected or products != _OUTER_PRODUCTS:
+        return None
+    given = {"input0": _saved_or_shape(node, "i1", 0), "weight": _saved_or_shape(node, "i2", 1), "input1": _saved_or_shape(node, "i3", 2)}
+    unit = unit_of(node, NodeCall(node, _BILINEAR, **given), {"weight": 1}, layout, walk)
+    below = [number for number in (0, 2) if walk.reach.get(node.next_functions[number][0])]
+
+    def send(number: int, columns: Tensor) -> Tensor:
+        other, turn = ("i1", "vno,oij,ni->vnj") if number else ("i3", "vno,oij,nj->vni")
+        return einsum(turn, columns, saved(node, "i2"), saved(node, other))
+
+    def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
+        return columns[0], [lambda part, number=number: send(number, columns[0][part]) for number in below]
+
+    edges = [(node.next_functions[number], layout) for number in below]
+    return None if unit is None else Composite([unit], pull, edges, [(node, 0)])
 
 
 @reads("NativeLayerNorm")

@@ -204,7 +204,7 @@ _TABLE: dict[type[Module], Row] = {
     **_all(
         f"{_BATCH_NORM}|{_NO_SAMPLES}", nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, **of_channels("running_mean", "running_var")
     ),
-    **_all(f"({_BATCH_NORM}( Repeat)*)?", nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, **of_channels()),
+    **_all(f"({_BATCH_NORM}( Repeat| Expand)*)?", nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, **of_channels()),
     **_all("NativeLayerNorm", nn.LayerNorm, NativeLayerNorm=ENTRIES),
     **_all("NativeGroupNorm", nn.GroupNorm, NativeGroupNorm=told(("group", "eps"), lambda call: (call.num_groups, call.eps))),
     **_all(_rms_norm, nn.RMSNorm, FusedRmsNorm=ENTRIES, Rsqrt=root_of_mean),
