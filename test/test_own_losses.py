@@ -694,7 +694,7 @@ ENDS: dict[str, Callable[[Ends, Tensor], Tensor]] = {
     "bilinear": lambda net, h: F.bilinear(h, h.sin(), net.cube),
     "bilinear, positions": lambda net, h: F.bilinear(h[:, None].cos(), torch.stack([h, h.sin()], 1)[:, :1], net.cube),
     "stack": lambda net, h: torch.baddbmm(net.cube[:, :1], h.expand(2, -1, -1), net.cube).transpose(0, 1),
-    "token": lambda net, h: torch.cat([h, net.matrix.T.repeat(len(h), 1, 1)[:, 0]], 1),
+    "token": lambda net, h: torch.cat([h, net.kernel.repeat(1, len(h), 1)[1]], 1),
 }
 
 

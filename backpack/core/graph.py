@@ -49,11 +49,12 @@ def operation(node: Node) -> str:
 
     Returns:
         ``"Mul"`` for ``MulBackward0``; the whole name for a custom function, which may be called like an operation of torch's. What repeats axes of
-        length one alone does what ``expand`` does.
+        length one of a leaf, and no others, does what ``expand`` does.
     """
     name, _, number = node.name().rpartition("Backward")
-    if name == "Repeat" and all(n in (1, made) for n, made in zip(shape_of(node.next_functions[0])[::-1], shape_of((node, 0))[::-1], strict=False)):
-        return "Expand"
+    if name == "Repeat" and node.next_functions[0][0].name() == LEAF:
+        sizes = zip(shape_of(node.next_functions[0])[::-1], shape_of((node, 0))[::-1], strict=False)
+        return "Expand" if all(size in (1, made) for size, made in sizes) else name
     return name if number else node.name()
 
 
