@@ -125,7 +125,7 @@ def test_derivatives(place: str, name: str, samples: int) -> None:
     check(made, Oracle(problem(name, samples, PLACES[place])))
 
 
-CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "plain": (lambda: nn.Conv1d(2, 3, 2), (2, 4)),
     "stride": (lambda: nn.Conv2d(2, 3, (3, 2), stride=2, padding=(1, 0)), (2, 5, 4)),
     "unused border": (lambda: nn.Conv2d(1, 2, 2, stride=(3, 2), bias=False), (1, 7, 5)),
@@ -135,27 +135,31 @@ CONVOLUTIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "volume": (lambda: nn.Conv3d(1, 2, 2, stride=(1, 2, 1)), (1, 2, 3, 2)),
     "transposed": (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 3)),
     "transposed, groups": (lambda: nn.ConvTranspose2d(4, 2, (2, 3), stride=(2, 1), groups=2, dilation=(1, 2)), (4, 2, 3)),
+    "norm of groups": (lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Conv1d(4, 2, 2)), (4, 3)),
+    "norm of groups behind a layer": (lambda: nn.Sequential(nn.Conv1d(2, 4, 2), nn.GroupNorm(2, 4)), (2, 4)),
+    "norm of layers": (lambda: nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)), (2, 3)),
+    "norm of the input": (lambda: nn.Sequential(nn.LayerNorm((2, 3)), nn.Linear(3, 2)), (2, 2, 3)),
 }
 
 
 class Slopes(nn.Module):
-    """The derivative of a function of what a convolution returns."""
+    """The derivative of a function of what layers return."""
 
-    def __init__(self, conv: nn.Module) -> None:
+    def __init__(self, layers: nn.Module) -> None:
         super().__init__()
-        self.conv = conv
+        self.layers = layers
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            return slope(self.conv(x).tanh().square().flatten(1).sum(1), x).flatten(1)
+            return slope(self.layers(x).tanh().square().flatten(1).sum(1), x).flatten(1)
 
 
 @pytest.mark.parametrize("samples", [1, 3, 4])
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_derivatives_of_convolutions(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are convolutions, too, the other way round: no columns of all samples are masked for each of them."""
-    make, shape = CONVOLUTIONS[name]
+@pytest.mark.parametrize("name", LAYERS)
+def test_derivatives_of_layers(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of convolutions are convolutions, too, the other way round; no columns of all samples are masked for each of them."""
+    make, shape = LAYERS[name]
 
     def made() -> Problem:
         torch.manual_seed(0)
@@ -163,7 +167,7 @@ def test_derivatives_of_convolutions(name: str, samples: int, monkeypatch: pytes
         return Problem(model, x, [Term(nn.MSELoss(), torch.randn_like(model(x)))])
 
     oracle = Oracle(made())
-    monkeypatch.setattr(Gap, "call_masked", lambda *_: pytest.fail("a convolution is crossed sample by sample"))
+    monkeypatch.setattr(Gap, "call_masked", lambda *_: pytest.fail("a layer is crossed sample by sample"))
     check(made(), oracle)
 
 

@@ -19,7 +19,7 @@ from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.grouped import GroupedDerivatives
 from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives, standardized
-from backpack.core.graph import operation, saved, shape_of, tensor_at
+from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.leaves import turns, way_to_leaf
 from backpack.core.node_calls import Composite, NodeCall, States, layer, reads, unit_of
 from backpack.core.samples import Layout, rows_along
@@ -40,9 +40,17 @@ class SavedLayerNormDerivatives(LayerNormDerivatives):
         return (rows - mean) * scale, scale
 
 
+class SlopeScaleDerivatives(LayerNormDerivatives):
+    """``weight * g`` in front of the Jacobian of a normalisation, in the gradient of its input."""
+
+    def normalised(self, module: Any, subsampling: Samples = None) -> Tensor:
+        return subsample(module.input0, subsampling=subsampling)
+
+
 _CONVOLUTIONS = {(kind, n): kind(n) for kind in (ConvNDDerivatives, ConvTransposeNDDerivatives) for n in (1, 2, 3)}
-_LAYER_NORM, _GROUP_NORM, _BATCH_NORM, _EMBEDDING, _BILINEAR = (
+_LAYER_NORM, _LAYER_NORM_SLOPE, _GROUP_NORM, _BATCH_NORM, _EMBEDDING, _BILINEAR = (
     SavedLayerNormDerivatives(),
+    SlopeScaleDerivatives(),
     GroupNormDerivatives(),
     BatchNormNdDerivatives(),
     EmbeddingDerivatives(),
@@ -207,6 +215,34 @@ def _layer_norm(node: Node, states: States, walk: Walk) -> Unit | None:
     return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
+@reads("NativeLayerNormBackward")
+def _slope_of_layer_norm(node: Node, states: States, walk: Walk) -> Composite | None:
+    """Read the gradient of the input of a layer normalisation, the symmetric Jacobian of ``x_hat`` on ``weight * g``, which depends on all three.
+
+    Args:
+        node: The node.
+        states: Where the samples lie in its outputs.
+        walk: The graph.
+
+    Returns:
+        The composite; ``None`` if gradients of parameters are used, too, or if something of the node would have to be differentiated.
+    """
+    layout, normalized = _single(states[node]), torch.Size(saved(node, "normalized_shape"))
+    if layout is None or layout.axis >= len(shape_of((node, 0))) - len(normalized) or walk.connected:
+        return None
+    read = {"input0": lambda: saved(node, "grad_out"), "weight": lambda: saved(node, "weight"), "normalized_shape": lambda: normalized}
+    unit = _layer(node, NodeCall(node, _LAYER_NORM_SLOPE, **read), 0, {"weight": 4}, layout, walk)
+    below = [number for number in (0, 1) if walk.reach.get(node.next_functions[number][0])]
+
+    def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
+        (mat,), given, shape = columns, (saved(node, name) for name in ("input", "mean", "rstd")), list(normalized)
+        x, mean, scale = (part.expand(len(mat), *part.shape).contiguous() for part in given)
+        inner = torch.ops.aten.native_layer_norm_backward(mat.contiguous(), x, shape, mean, scale, None, None, [True, False, False])[0]
+        return inner, [lambda part, number=number: call_node(node, [mat[part], None, None])[number] for number in below]
+
+    return None if unit is None else Composite([unit], pull, [(node.next_functions[number], layout) for number in below], [(node, 0)])
+
+
 def _norm_of_channels(node: Node, rule: BaseParameterDerivatives, layout: Layout | None, walk: Walk, **settings: str) -> Unit | None:
     """Read a normalization with a weight and a bias for each channel, on axis 1.
 
@@ -234,8 +270,30 @@ def _norm_of_channels(node: Node, rule: BaseParameterDerivatives, layout: Layout
 
 
 @reads("NativeGroupNorm")
-def _group_norm(node: Node, states: States, walk: Walk) -> Unit | None:
-    return _norm_of_channels(node, _GROUP_NORM, _single(states[node]), walk, num_groups="group", eps="eps")
+def _group_norm(node: Node, states: States, walk: Walk) -> Unit | Composite | None:
+    """Read ``torch.nn.functional.group_norm``; derivatives of its derivatives arrive at mean and deviation, too, and only pass to the input.
+
+    Args:
+        node: The node, with outputs ``[N, C, *]``, and mean and inverse deviation ``[N, groups]``.
+        states: Where the samples lie in them.
+        walk: The graph.
+
+    Returns:
+        The unit or composite; ``None`` where the samples do not lie on axis 0, or where something of the node would have to be differentiated.
+    """
+    layout, *others = set(states[node].values())
+    unit = None if others else _norm_of_channels(node, _GROUP_NORM, layout, walk, num_groups="group", eps="eps")
+    if unit is None or set(states[node]) == {0}:
+        return unit
+    if walk.connected:
+        return None
+
+    below = [] if unit.below is None else [(unit.below, layout)]
+
+    def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
+        return columns[0], [lambda part: call_node(node, [column[part] for column in columns])[0] for _ in below]
+
+    return Composite([unit], pull, below, [(node, nr) for nr in range(outputs_of(node))])
 
 
 @reads("NativeBatchNorm")
