@@ -14,8 +14,10 @@ from torch.func import grad, jacfwd, jvp, vjp, vmap
 from torch.nn import functional as F
 
 from backpack import backpack, extend, results
+from backpack.core import crossings
 from backpack.core.crossings import Gap
-from backpack.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance
+from backpack.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance, collector
+from backpack.extensions.positions import join
 from backpack.utils.errors import BackpackError, UnsupportedError
 
 FEATURES = 4
@@ -169,6 +171,23 @@ def test_derivatives_of_layers(name: str, samples: int, monkeypatch: pytest.Monk
     oracle = Oracle(made())
     monkeypatch.setattr(Gap, "call_masked", lambda *_: pytest.fail("a layer is crossed sample by sample"))
     check(made(), oracle)
+
+
+@pytest.mark.parametrize("name", ["tanh", "sigmoid", "softplus", "gelu", "elu", "relu", "softmax", "log_sigmoid", "differential equation"])
+def test_cost_of_derivatives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses of a weight and of its transposed are one; nothing is sent through activations to find out where samples lie."""
+    made, oracle, uses = problem(name, 3), Oracle(problem(name, 3)), []
+    monkeypatch.setattr(collector, "join", lambda parts: uses.append(join(parts)) or uses[-1])
+    monkeypatch.setattr(crossings, "probe", lambda *_: pytest.fail("samples are searched for"))
+    extend(made.model)
+    extend(made.losses[0])
+    with backpack(BatchGrad()):
+        made.loss(made.outputs()).backward()
+    for parameter, expected in used_in(made.model).items():
+        close(expected.grad_batch, oracle.grad_batch[parameter])
+    weight = next(iter(used_in(made.model).values())) if name == "differential equation" else made.model.inner.weight
+    (found,) = [found for found in uses if found and found[0][0].parameters.get("weight") is weight]
+    assert len(found) == 1
 
 
 def layers(net: Net, x: Tensor) -> Tensor:

@@ -102,10 +102,10 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
         return [None if shape is None else summed(layout, full, shape) for shape in shapes]
     if name in _STACKED:
         stays = layout.axis < len(full) - 2
-    elif name in ("Softmax", "SafeSoftmax", "LogSoftmax"):
+    elif name in ("Softmax", "SafeSoftmax", "LogSoftmax", "SoftmaxBackwardData", "LogSoftmaxBackwardData"):
         stays = not full or layout.axis != saved(node, "dim") % len(full)
     else:
-        stays = name in ELEMENTWISE
+        stays = name.removesuffix("Backward") in ELEMENTWISE  # derivatives of derivatives, too
     same = all(shape is None or shape == full or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
     return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
 
@@ -137,11 +137,12 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
     **dict.fromkeys((*_PARTS, "Slice", "Cat", "Cumsum"), lambda node, axis, axes: _axis_unless((saved(node, "dim"),), axis, axes)),
     **dict.fromkeys(("Flip", "Roll"), lambda node, axis, axes: _axis_unless(saved(node, "dims") or range(axes), axis, axes)),
     **{
-        f"{name}{axes}D{end}": partial(_axis_in_front, axes)
+        f"{name}{axes}D{end}{derivative}": partial(_axis_in_front, axes)
         for axes in (1, 2, 3)
         for name in """MaxPool AdaptiveMaxPool FractionalMaxPool AvgPool AdaptiveAvgPool ReflectionPad ReplicationPad UpsampleNearest
         UpsampleNearestExact UpsampleLinear UpsampleBilinear UpsampleBicubic UpsampleTrilinear""".split()
         for end in ("", "WithIndices", "Aa")
+        for derivative in ("", "Backward")
     },
     **dict.fromkeys(("Sum", "Mean"), lambda node, axis, axes: _axis_of_reduced(node, axis, axes) if has_saved(node, "dim") else None),
 }

@@ -4,7 +4,8 @@ Where uses see some of the samples each, as in a loop over samples, they are one
 parts of a weight are one use of all of it, in groups.
 
 Lookups in the weight of an affine layer are uses of it, too: their gradient ``sum_e onehot_e d_e^T`` is that of a layer with the gradients ``d_e`` in
-place of its inputs, and one-hot vectors in place of the gradients of its outputs.
+place of its inputs, and one-hot vectors in place of the gradients of its outputs. Likewise products with the transposed weight, as in derivatives of
+networks with respect to their inputs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Samples
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.derivatives.weight_parts import PartDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.plan import Plan
@@ -104,6 +106,21 @@ class Contribution(NamedTuple):
         table = isinstance(self.rule, EmbeddingDerivatives)
         layout = self.use.call.padding_idx if table else self.rule.weight_layout
         return (table, layout, inputs, rows, first)
+
+    def turned(self, other: Contribution) -> Contribution:
+        """Take gradients of outputs for inputs, and these for gradients, as a layer has them that multiplies by the transposed weight.
+
+        Args:
+            other: A use as such a layer.
+
+        Returns:
+            The contribution; as it is, if it is laid out in another way, or has several columns.
+        """
+        one = sum(map(len, self.rows.values())) == 1 and self.columns is not None and self.columns.shape[:2] == self.some.shape[1:3]
+        if not one or self.kind[:2] != (False, MatmulDerivatives.weight_from_matrix) or self.groups != 1:
+            return self
+        rows = {source: self.columns[None] for source in self.rows}
+        return self._replace(rule=other.rule, weight=other.weight, columns=self.some[0], rows=rows)
 
     def as_rows(self) -> Contribution:
         """Take each position for a row of its own.
@@ -221,8 +238,9 @@ def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
     Returns:
         For each kind of use: the joint use, and how many it stands for.
     """
-    groups: dict[tuple, list[Contribution]] = {}
-    for part in parts:
+    parts, groups = list(parts), dict[tuple, list[Contribution]]()
+    layer = next((part for part in parts if part.kind[:2] == (False, LinearDerivatives.weight_from_matrix)), None)
+    for part in parts if layer is None else (part.turned(layer) for part in parts):
         groups.setdefault(part.kind, []).append(part)
     joint = []
     for group in groups.values():
