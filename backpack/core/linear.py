@@ -27,11 +27,17 @@ LINEAR = RESHAPES | frozenset(
     Nansum PackPaddedSequence Trace Deg2Rad Rad2Deg MaskedScatter torch::autograd::Copy""".split()
 )
 """Operations that are linear."""
-PIECEWISE_LINEAR = MAX_POOLS | frozenset(
-    """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
+_BENT = frozenset("ThresholdBackward LeakyReluBackward HardtanhBackward RreluWithNoiseBackward HardshrinkBackward SoftshrinkBackward".split())
+"""Backward passes of operations that are linear almost everywhere: only on the gradient, their first argument, do they depend smoothly."""
+PIECEWISE_LINEAR = (
+    MAX_POOLS
+    | _BENT
+    | frozenset(
+        """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
     Amin Aminmax FractionalMaxPool2D FractionalMaxPool3D Sort Topk Kthvalue Median Nanmedian Mode Cummax Cummin NanToNum Fmax Fmin
     Sign Sgn Round Floor Ceil Trunc Frac Fmod Remainder Copysign Uniform Normal Bernoulli Cauchy Exponential Geometric LogNormal Random
     Zero Fill""".split()
+    )
 )
 """Operations that are linear almost everywhere."""
 _OF_COMPLEX = frozenset("ViewAsReal ViewAsComplex Conj ConjPhysical FftR2C FftC2C FftC2R".split())
@@ -42,8 +48,6 @@ ON_A_PART = "torch::autograd::CopySlices"
 """Any operation in place on a part of a tensor."""
 _ASSIGNMENT = "backpack.assignment"
 """Key in the metadata of such a node that says whether it is an assignment."""
-_BENT = frozenset("ThresholdBackward LeakyReluBackward HardtanhBackward RreluWithNoiseBackward".split())
-"""Backward passes of operations that are linear almost everywhere: only on the gradient, their first argument, do they depend smoothly."""
 PRODUCTS = frozenset("Mul Mm Bmm Addmm Baddbmm Addmv Mv Dot Vdot Linear Convolution PreluKernel Addcmul Trilinear LinalgCross SparseAddmm".split())
 """Operations that are linear in each of their factors."""
 

@@ -42,9 +42,15 @@ _ENTRYWISE = {
     "Addcmul0": ("addcmul", "self=- tensor1 tensor2 value"),
     "Addcdiv0": ("addcdiv", "self=- tensor1 tensor2 value"),
     "PreluKernel0": ("_prelu_kernel", "self weight"),
+    # derivatives, of which derivatives are taken
+    **{f"{name.title()}Backward0": (f"{name}_backward", "grad_output output") for name in ("tanh", "sigmoid")},
+    "GeluBackward0": ("gelu_backward", "grad_output self approximate"),
+    "SoftplusBackward0": ("softplus_backward", "grad_output self beta threshold"),
+    "EluBackward0": ("elu_backward", "grad_output alpha scale input_scale is_result self_or_result"),
+    "LogSigmoidBackward0": ("log_sigmoid_backward", "grad_output self buffer"),
 }
 # where the argument is clamped: the function is linear beyond, and torch's second derivative not a number
-_CURVED_WITHIN = {"gelu": (-40, 40), "mish": (-inf, 40)}
+_CURVED_WITHIN = {"gelu": (-40, 40), "gelu_backward": (-40, 40), "mish": (-inf, 40)}
 # whose first derivative torch takes for zero where they are: so is the second one, which is not finite, and harmless for what is always zero
 _NORMS = frozenset({"norm", "linalg_vector_norm"})
 _ZERO_AT_ZERO = _NORMS | {"std"}
