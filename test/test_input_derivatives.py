@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from backpack import backpack, extend, results
 from backpack.core import crossings
 from backpack.core.crossings import Gap
-from backpack.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance, collector
+from backpack.extensions import KFLR, BatchDiagGGNExact, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, Variance, collector
 from backpack.extensions.positions import join
 from backpack.utils.errors import BackpackError, UnsupportedError
 
@@ -213,6 +213,24 @@ def test_derivatives_by_torch_func(name: str, monkeypatch: pytest.MonkeyPatch) -
         extend(layer)
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="no extended model has returned.*torch.func serves there.*extended"):
         made.loss(made.outputs()).backward()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch, in forward mode
+@pytest.mark.parametrize("samples", [1, 3])
+def test_factors_of_forward_derivatives(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``jvp`` multiplies with the weight of a layer are further positions of it; backward, there are no factors."""
+    monkeypatch.setitem(NETS, "jvp", TRANSFORMS["jvp"])
+    made = problem("jvp", samples)
+    net, x, lossfunc = extend(made.model), made.x, extend(made.losses[0])
+    h, change = (t.detach() for t in jvp(lambda x: net.first(x).tanh(), (x,), (x.cos(),)))
+    z, dz = (t.detach().requires_grad_() for t in (net.inner(h), change @ net.inner.weight.T))
+    with backpack(KFLR()):
+        made.loss(made.outputs()).backward()
+    delta = sum(torch.autograd.grad((dz * z.cos() @ net.last.weight.T).sum(), (z, dz)))
+    close(net.inner.weight.kflr[0], 2 / samples * delta.T @ delta)
+    close(net.inner.weight.kflr[1], (h.T @ h + change.T @ change) / samples)
+    with backpack(KFLR()), pytest.raises(UnsupportedError, match="transposed, as in derivatives with respect to inputs, unless torch.func"):
+        lossfunc(slope(net.last(net.first(x := x.clone().requires_grad_()).sin()), x), x.detach()).backward()
 
 
 @pytest.mark.parametrize("samples", [1, 3])

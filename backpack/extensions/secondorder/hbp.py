@@ -137,7 +137,8 @@ class HBP(SecondOrderBackpropExtension):
             elif len({(use.inputs, use.structure) for use in uses}) > 1:
                 why = (
                     "{names}: used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
-                    "whole and in parts, or transposed), so that its Kronecker factors are not defined"
+                    "whole and in parts, or transposed, as in derivatives with respect to inputs, unless torch.func.jvp takes these), so that its "
+                    "Kronecker factors are not defined"
                 )
             elif (why := _too_large(parameter, uses[0])) is None:
                 continue
@@ -274,7 +275,8 @@ class KFAC(HBP):
     lie in front of those of inputs, apart from the others, count blocks.
 
     Refused are parameters with two or more axes longer than one in any other operation without a rule (also columns or a multiple of them in one
-    of these), and those that are used in two ways, whole and in parts, or in two orientations: take a diagonal for these, or freeze them.
+    of these), and those that are used in two ways, whole and in parts, or in two orientations: take a diagonal for these, or freeze them. Derivatives
+    with respect to inputs by ``torch.autograd.grad`` are such a use; those by ``torch.func.jvp``, within a model, are further positions.
 
     Embedding: ``[A, B]``, as if one-hot vectors were multiplied by its table ``[K, D]``. ``A [K]`` is the diagonal of the second moment of these
     vectors, how often each row was looked up divided by ``N``, and ``B [D, D]`` is as above. Positions that hold ``padding_idx`` count in neither.
