@@ -294,7 +294,8 @@ class _Study:
         else:
             samples = extension.samples(plan.batches[parameter])
             number = plan.batches[parameter] if samples is None else len(samples)
-            widths = {0: 1} if flow.is_gradient else {Source(start.call.order): width(flow, plan, node) for node, start in plan.losses.items()}
+            starts = [] if flow.is_gradient else [(start.call, width(flow, plan, node)) for node, start in plan.losses.items()]
+            widths = {flow.source(call, columns): columns for call, columns in starts} or {0: 1}
             state = {source: empty(columns, number, *parameter.shape) for source, columns in widths.items()}
         try:
             result = extension.finish(state, parameter)

@@ -62,7 +62,7 @@ class ModuleCall:
         kind: The module's class.
         found: What is known of it.
         derivatives: The rule of the module's class, or ``None``.
-        order: Position among all calls, in the order of the forward passes.
+        order: Position among all calls, in the order of the forward passes; ``turns``: those of losses with which one shares columns.
         root: Whether no other extended module was running; ``outer`` is the order of the one that was.
         inputs: One entry an argument: ``Slot`` for tensors, the value itself for others.
         keywords: Names of the last of them, if the module was called with names.
@@ -90,7 +90,7 @@ class ModuleCall:
     versions: Sequence[int | None] = ()
     places: Sequence[int] = ()
     detached: frozenset[int] = frozenset()
-    released = stays = False
+    released, stays, turns = False, False, (0, 0)
     _constants: Mapping[str, Tensor | None] = _NONE
     input0, input1, output = map(recorded, ("input0", "input1", "output"))  # what is read most, found at once
 

@@ -127,12 +127,12 @@ class LossNode:
         derivatives: The rule.
         inputs: The prediction without its data, samples on axis 0, classes on axis 1.
         path: Names of the function and of the node, for messages.
-        order: Position among all losses.
+        order: Position among all losses; ``turns``: those of the first ones with which it shares columns, and columns that are drawn.
         axes: How the saved tensor is permuted to get there.
         incoming: Gradient that has arrived at log-probabilities ``[N, C, *]``.
     """
 
-    is_loss, released, order, keywords = True, False, 0, ()
+    is_loss, released, order, turns, keywords = True, False, 0, (0, 0), ()
     incoming: Tensor | None = None
 
     def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...] | None) -> None:

@@ -30,7 +30,7 @@ from backpack.core.origins import STACKS
 from backpack.core.refusals import bare, mixing, nowhere, refuse_compiled, refuse_one_row, refuse_other_rows, refuse_second_order, single, unrecorded
 from backpack.core.samples import Layout, plain_layout, settle, unite
 from backpack.core.slots import Edge, Slot
-from backpack.core.starts import refuse_curved
+from backpack.core.starts import put_in_order, refuse_curved
 from backpack.core.tracking import Tracking
 from backpack.core.units import Unit
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Walk
@@ -93,8 +93,7 @@ class Plan(Tracking):
         if doubts or self._refusals:
             raise merge([*doubts, *self._refusals])
         if len(self.losses) > 1:
-            for position, node in enumerate(sorted(self.losses, key=sequence_number)):
-                self.losses[node].call.order = position - len(self.losses)  # in front of all other calls
+            put_in_order([self.losses[node] for node in sorted(self.losses, key=sequence_number)])
 
     def _visit(self, node: Node) -> None:
         """Choose unit or gap for a node, whose consumers have been visited.

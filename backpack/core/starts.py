@@ -6,7 +6,7 @@ whatever is linear in log-probabilities, from there to the root, is a cross-entr
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ from backpack.core.slots import Edge, Slot
 from backpack.core.walk import Walk
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
+FEW = 4
+"""Losses in one pass up to which each has columns of its own that are drawn: less noise, for as many times the cost."""
 _TEMPORAL = frozenset(("CtcLoss", "CudnnCtcLoss"))
 _TIME_FIRST = 3
 """Axes of ``[T, N, C]``."""
@@ -64,6 +66,22 @@ class Start(NamedTuple):
             return grad
         self.call.incoming = grad.permute(self.call.axes)
         return grad.new_ones(())
+
+
+def put_in_order(losses: Sequence[Start]) -> None:
+    """Give losses positions in front of all other calls, and say which share columns: those of other samples, and many, if columns are drawn.
+
+    Args:
+        losses: All losses, in the order of the forward passes.
+    """
+    taken: list[tuple[int, set[int]]] = []
+    for position, start in enumerate(losses, -len(losses)):
+        own = {*start.layout.labels} - {-1}
+        turn, samples = next((before for before in taken if before[1].isdisjoint(own)), (position, set()))
+        if not samples:
+            taken.append((turn, samples))
+        samples |= own
+        start.call.order, start.call.turns = position, (turn, turn if len(losses) <= FEW else -len(losses))
 
 
 def start_at(walk: Walk, node: Node, marks: Iterable[Mark], second_order: bool, curved: Node | None) -> Start | None:

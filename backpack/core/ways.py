@@ -164,10 +164,15 @@ def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Siz
         The crossing of each needed input; ``None`` if it is another node, or has to be found out.
     """
     name, full, given = operation(node), shape_of((node, number)), [shape for shape in shapes if shape is not None]
-    if layout.of_one or not full.numel() or not given:
+    if not full.numel() or not given:
         return None
     there: Layout | None = None
-    if name in SAME_ENTRIES:
+    if layout.of_one:
+        rows = [-1] * given[0][dim := saved(node, "dim") % len(given[0])] if name == "Select" else []
+        if len(rows) > 1 < layout.samples and -1 not in layout.labels:  # whose the other rows are is not known
+            rows[saved(node, "index")] = layout.labels[0]
+            there = Layout(dim, tuple(rows), layout.samples)
+    elif name in SAME_ENTRIES:
         there = seen_through_reshape(layout, full, given[0])
     elif name in _AXES and given[0] and (axis := _AXES[name](node, layout.axis, len(given[0]))) is not None:
         there = layout._replace(axis=axis)

@@ -13,7 +13,7 @@ from torch.nn import Module, Parameter
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
 from backpack.core.excluding import Excluded, Excluding, as_excluded
-from backpack.core.flow import Flow
+from backpack.core.flow import Flow, add_columns
 from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
 from backpack.core.slots import version_of
@@ -180,12 +180,12 @@ class BackpropExtension(Excluding, ABC):
 
         Args:
             kept: What was returned for the blocks before; ``None`` for the first one.
-            state: The linear part of further columns, which have other sources.
+            state: The linear part of further columns. Those of a source that both have are of other samples.
 
         Returns:
             What ``finish`` takes.
         """
-        return state if kept is None else {**kept, **state}
+        return state if kept is None else add_columns(kept, state)
 
     def forms_gradients(self, rows: Size, entries: int) -> bool:
         """Say whether what each sample contributes to the gradient of the weight of an affine layer is formed on the way to the quantity.

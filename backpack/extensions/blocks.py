@@ -19,13 +19,14 @@ from backpack.core.flow import Blocks, Flow
 from backpack.core.graph import tensor_at
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
+from backpack.core.starts import FEW
 from backpack.core.units import Unit
 from backpack.core.walk import Need
 from backpack.core.ways import SPLIT
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.costs import width
-from backpack.extensions.flows import ColumnFlow
+from backpack.extensions.flows import ColumnFlow, SqrtFlow
 from backpack.extensions.positions import is_tied
 from backpack.extensions.rules import ColumnRule, Rule, find_faster, finish_at_once
 from backpack.extensions.secondorder import HBP
@@ -99,7 +100,9 @@ def columns(flow: ColumnFlow, plan: Plan) -> int:
     Returns:
         Those of all losses, and those that are born on the way.
     """
-    return sum(width(flow, plan, node) for node in plan.losses) + flow.born(plan)
+    drawn = isinstance(flow, SqrtFlow) and flow.drawn
+    widths = {start.call.turns[1] if drawn else node: width(flow, plan, node) for node, start in plan.losses.items()}
+    return sum(widths.values()) + flow.born(plan)
 
 
 def _obstacle(flow: ColumnFlow, plan: Plan, collector: Collector, connection: Connection | None) -> str | None:
@@ -118,6 +121,8 @@ def _obstacle(flow: ColumnFlow, plan: Plan, collector: Collector, connection: Co
         return "a pass with create_graph=True keeps all of it"
     if any(extension.has_module_exts for extension in collector.readers(flow)):
         return "a module extension reads all of it"
+    if isinstance(flow, SqrtFlow) and flow.drawn and len(plan.losses) > FEW:
+        return f"what is drawn for more than {FEW} losses shares columns"
     if flow.coupled:
         return "samples are chosen repeatedly, or by negative indices, for a Monte-Carlo estimate"
     for extension in collector.readers(flow):

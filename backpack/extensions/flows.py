@@ -5,11 +5,11 @@ A flow is a value: extensions that need the same one share a single propagation 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Size, Tensor
@@ -40,18 +40,18 @@ FORMED = 2**20
 _KNOWN = ("backpack.", "torch.")  # whose rules and layers are linear in their parameters
 
 
-class Source:
+class Source(NamedTuple):
     """Where columns were born.
 
     Attributes:
         order: Position of the call in the forward passes.
         signs: ``[V, N]``, for columns that count negative for some samples; ``None`` if all count positive.
+        which: Tells the columns from others that were born there: how many they are, or which part of them.
     """
 
-    __slots__ = ("order", "signs")
-
-    def __init__(self, order: int, signs: Tensor | None = None) -> None:
-        self.order, self.signs = order, signs
+    order: int
+    signs: Tensor | None = None
+    which: Hashable = None
 
 
 def apply_to_all(columns: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
@@ -95,7 +95,7 @@ class ColumnFlow(Flow):
         return 0
 
     def part(self, source: Source, block: slice) -> Source:
-        return Source(source.order, None if source.signs is None else source.signs[block])
+        return Source(source.order, None if source.signs is None else source.signs[block], (source.which, block.start))
 
     def check(self, plan: Plan) -> None:
         """Accept every plan: the graph's own nodes carry columns exactly."""
@@ -129,6 +129,20 @@ class RootFlow(ColumnFlow):
         """Whether labels are drawn in place of a root."""
         return False
 
+    def source(self, call: ModuleCall, width: int) -> Source:
+        """Tell the columns of a loss that all count positive. Losses of other samples share columns, as samples of one loss do.
+
+        What is drawn is independent, so that losses of the same samples can, too: products of what belongs to two of them are zero in the mean.
+
+        Args:
+            call: The loss call.
+            width: Number of its columns.
+
+        Returns:
+            The source.
+        """
+        return Source(call.turns[self.drawn], None, width)
+
     def _in_blocks(self, call: ModuleCall, layout: Layout, scale: Callable[[Tensor], Tensor], signed: bool) -> Columns | None:
         """Factorize a Hessian that consists of blocks, of which a root would be mostly zeros: columns are formed where they are needed.
 
@@ -154,7 +168,7 @@ class RootFlow(ColumnFlow):
         mat, spread = scattered(values, signs, values.dtype, shape, layout, axis)
         if size == 1:
             mat.diagonal = (values.squeeze(2).square() * signs).reshape(shape)
-        return {Source(call.order, spread if signed else None): mat}
+        return {Source(call.order, spread) if signed else self.source(call, len(mat)): mat}
 
 
 @dataclass(frozen=True)
@@ -190,8 +204,9 @@ class SqrtFlow(RootFlow):
         if columns is not None:
             return columns
         mat = scaled(self._factor(call, grad, layout), call, grad)
-        # sampled rows are independent, so that those of one sample can share a column
-        return {Source(call.order): separate_rows(mat, None, layout)[0] if self.mc_samples is None else mat}
+        # rows of one sample that are drawn can share a column, like losses
+        mat = mat if self.drawn else separate_rows(mat, None, layout)[0]
+        return {self.source(call, len(mat)): mat}
 
     def _factor(self, call: ModuleCall, grad: Tensor, layout: Layout) -> Tensor:
         """Return the square root, zero for samples that were not asked for.
