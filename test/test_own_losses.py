@@ -12,7 +12,7 @@ from cases_loss import LogCosh
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack import backpack, check_rule, extend, extensions, register, results
+from backpack import backpack, check_rule, clear, extend, extensions, register, results
 from backpack.core.crossings import Gap
 from backpack.core.derivatives import GenericLossDerivatives
 from backpack.core.recording import recorder_of
@@ -580,6 +580,21 @@ class Hinge(nn.Module):
         return (1 - out * (2 * F.one_hot(y, 3) - 1)).relu().mean()
 
 
+class Huber(nn.Module):
+    """Curved near the targets alone."""
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.huber_loss(out, 100 * F.one_hot(y, 3).to(out))
+
+
+class Clipped(nn.Module):
+    """As in proximal policy optimization: curved unless all ratios of probabilities are clipped."""
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        ratio = (F.log_softmax(out, 1).gather(1, y[:, None]) + 20).exp()
+        return -torch.minimum(ratio, ratio.clamp(0.8, 1.2)).mean()
+
+
 class Contrast(nn.Module):
     """Each sample against all others."""
 
@@ -613,11 +628,13 @@ def test_losses_that_are_flat_where_margins_are_kept() -> None:
     """Zero is the curvature of a curved loss there; a loss that is curved nowhere is asked about, and one that mixes samples does so there, too."""
     layer, x, y = confident(5.0, torch.float64, 4)
     layer.bias.data.fill_(-2)
-    for loss, expected in ((SquaredHinge(), None), (Hinge(), "piecewise linear"), (Contrast(), "couples")):
+    flat = ((SquaredHinge(), None), (Huber(), None), (Clipped(), None))
+    for loss, expected in (*flat, (Hinge(), "piecewise linear"), (Contrast(), "couples")):
         with backpack(extensions.DiagGGNExact()), nullcontext() if expected is None else pytest.raises(NotImplementedError, match=expected):
             extend(loss)(extend(layer)(10 * x if expected == "couples" else x), y).backward()
         assert hasattr(layer.weight, "diag_ggn_exact") == (expected is None)
         assert expected is not None or not layer.weight.diag_ggn_exact.any()
+        clear(layer)
 
 
 class Welsch(nn.Module):

@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDerivatives
-from backpack.core.derivatives.loss_generic import OwnLossDerivatives, how_to_register
+from backpack.core.derivatives.loss_generic import GenericLossDerivatives, OwnLossDerivatives, how_to_register
 from backpack.core.graph import shape_of
+from backpack.core.linear import is_linear
 from backpack.core.loss_nodes import FUNCTIONS, function_at
 from backpack.core.samples import Layout
 from backpack.core.slots import Edge, Slot
 from backpack.utils.differentiation import search
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
 
-_OWN = OwnLossDerivatives()
+_OWN, _CURVED = OwnLossDerivatives(), GenericLossDerivatives()
 LINEAR_IN_LOG_PROBABILITIES = frozenset({"NllLoss", "NllLoss2D"})
 """Operations that make losses of log-probabilities."""
 
 
-def take_for_loss(call: ModuleCall) -> bool:
+def take_for_loss(call: ModuleCall, node: Node) -> bool:
     """Take a call for that of a loss, if it looks like one: differentiated automatically from now on.
 
     Args:
         call: A call, upstream of which there is no loss.
+        node: Node of what it returned.
 
     Returns:
         Whether a module without rule and parameters, extended on its own, has made one number of a prediction and something else.
@@ -38,8 +41,15 @@ def take_for_loss(call: ModuleCall) -> bool:
     prediction = call.inputs[0] if len(call.inputs) > 1 else None
     if not isinstance(prediction, Slot) or prediction.edge is None or not prediction.shape or not prediction.dtype.is_floating_point:
         return False
-    call.derivatives = _OWN
+    call.derivatives = _CURVED if _is_curved(call, node) else _OWN
     return True
+
+
+def _is_curved(call: ModuleCall, node: Node) -> bool:
+    # whether some operation is: where predictions are far away, or clipped, the curvature of such a loss may still be zero for all samples
+    given = {slot.edge[0] for slot in call.tensor_inputs if slot.edge is not None}
+    nodes = search([node], lambda inside: [n for n, _ in inside.next_functions if n is not None and n not in given])
+    return any(not is_linear(inside, lambda _: True) and not isinstance(inside, BackwardCFunction) for inside in nodes)
 
 
 def completes_softmax(call: ModuleCall, reach: Mapping[Node, int], is_linear: Callable[[Node], bool]) -> bool:
@@ -63,6 +73,10 @@ def completes_softmax(call: ModuleCall, reach: Mapping[Node, int], is_linear: Ca
         return False
     nodes = search([prediction], lambda node: [n for n, _ in node.next_functions if reach.get(n)] if is_linear(node) else [])
     return any(function_at(node) == "LogSoftmax" for node in nodes)
+
+
+def _has_no_rule(call: ModuleCall) -> bool:
+    return call.derivatives in (None, _OWN, _CURVED) or isinstance(call.derivatives, GenericDerivatives)
 
 
 def _makes_a_number(call: ModuleCall) -> bool:
@@ -157,7 +171,7 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
             )
         elif not call.recorder.bare and _makes_a_number(call):
             hint = f"{call.path} has parameters, but a loss is a function of the model's output: {write} for it"
-        elif call.recorder.bare and len(call.inputs) > 1 and (call.derivatives in (None, _OWN) or isinstance(call.derivatives, GenericDerivatives)):
+        elif call.recorder.bare and len(call.inputs) > 1 and _has_no_rule(call):
             hint = (
                 f"{call.path} has no rule, or depends on more than its arguments. If it is a loss, whose first argument is the prediction with the "
                 f"samples on axis 0, write {how_to_register(call)} before the forward pass"

@@ -188,7 +188,7 @@ class Walk:
                 self.passed.add(node)
             if node in self.passed:
                 continue
-            if mark.call.is_loss or (self.second_order and node not in self.to_loss and take_for_loss(mark.call)):
+            if mark.call.is_loss or (self.second_order and node not in self.to_loss and take_for_loss(mark.call, node)):
                 if not mark.base:  # else it ends further down
                     self.to_loss.add(node)
             elif node not in self.has_data and self.was_given_data(mark.call):
