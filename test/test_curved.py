@@ -82,6 +82,21 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
             "product": lambda u: torch.outer(u, u).sum(1) * u.sum().exp(),
         }.items()
     },
+    **{
+        f"derivative of {f.__name__}": lambda h, f=f: torch.autograd.grad(f(h).square().sum(), h, create_graph=True)[0]
+        for f in (torch.tanh, torch.sigmoid, F.gelu, F.softplus, F.elu, F.celu, F.selu, F.logsigmoid, F.leaky_relu, F.silu, F.mish)
+    },
+    "mse_loss": lambda h: F.mse_loss(h, h.sin(), reduction="none"),
+    "huber_loss": lambda h: F.huber_loss(POSITIVE.expand_as(h), h, reduction="none", delta=0.3),
+    "smooth_l1_loss": lambda h: F.smooth_l1_loss(h, h.flip(1), reduction="none", beta=0.4),
+    "soft_margin_loss": lambda h: F.soft_margin_loss(h, POSITIVE.sub(1).expand_as(h), reduction="none"),
+    "binary_cross_entropy": lambda h: F.binary_cross_entropy(h.sigmoid(), h.sin().square(), reduction="none"),
+    "binary_cross_entropy, weights": lambda h: F.binary_cross_entropy(h.sigmoid(), POSITIVE.div(2).expand_as(h), POSITIVE, reduction="none"),
+    "binary_cross_entropy_with_logits": lambda h: torch.distributions.Bernoulli(logits=h).log_prob(h.detach().sign().relu()),
+    "binary_cross_entropy_with_logits, weights": lambda h: F.binary_cross_entropy_with_logits(
+        h, POSITIVE.div(2).expand_as(h), POSITIVE, pos_weight=1 / POSITIVE, reduction="none"
+    ),
+    "cross_entropy of each row": lambda h: h * F.cross_entropy(h, h.argmax(1), POSITIVE, label_smoothing=0.1, reduction="none")[:, None],
     "exp of a row by a mask": lambda h: h.index_put((torch.arange(len(h)) == 0,), h[:1].exp()),
     "lerp by a number": lambda h: torch.lerp(h.sin(), h.flip(1), 0.3),
     "lerp by a scalar": lambda h: torch.lerp(h.sin(), h.flip(1), torch.full((), 0.3)),
@@ -172,6 +187,8 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "select_scatter": lambda h: torch.select_scatter(h, h[:, 1].sin(), 1, 0),
     "diagonal_scatter": lambda h: torch.diagonal_scatter(h[:, :, None] * h[:, None], h, 0, 1, 2).sum(2),
     "diag_embed": lambda h: h.sin().diag_embed().sum(1),
+    "complex of two parts": lambda h: torch.view_as_real(torch.fft.fft(torch.complex(h.sin(), h.flip(1)))).sum(-1),
+    "nll_loss": lambda h: h.sin() + F.nll_loss(h, h.argmax(1), reduction="none")[:, None],
     "trace": lambda h: torch.stack([u * u.diag().trace() for u in h.sin()]),
     "copy": lambda h: torch.empty_like(h).copy_(h.sin()),
     "copy of one column": lambda h: torch.empty_like(h).copy_(h[:, :1].sin()),
@@ -238,7 +255,7 @@ def build(name: str, N: int) -> Problem:
 
 def keys(node: Node | None, found: set[str]) -> set[str]:
     if node is not None:
-        found.add(node.name().replace("Backward", ""))
+        found.add(node.name().replace("Backward", "", 1))
         for upstream, _ in node.next_functions:
             keys(upstream, found)
     return found
@@ -341,6 +358,7 @@ def test_refusals_name_the_operation() -> None:
     refused(lambda net, x: net.b(torch.fft.fft(net.a(x)).square().real), "PowBackward0")
     refused(lambda net, x: net.b(net.a(x) + sum(torch.var_mean(net.a(x), 1, keepdim=True))), "VarMeanBackward0")
     refused(lambda net, x: torch.diag(net.a(x)[:, 0]) @ net.b(net.a(x)), "MmBackward0")  # sums over an axis of samples
+    refused(lambda net, x: net.b(net.a(x) * torch.stack([F.mse_loss(u, 0 * u) for u in net.a(x)])[:, None]), "MseLossBackward0")  # means
     refused(lambda net, x: net.b(net.norm(net.norm(net.a(x)))), r"couple several uses .*`weight \* F.layer_norm", norm=nn.LayerNorm(3))
 
 

@@ -40,7 +40,9 @@ PIECEWISE_LINEAR = (
     )
 )
 """Operations that are linear almost everywhere."""
-_OF_COMPLEX = frozenset("ViewAsReal ViewAsComplex Conj ConjPhysical FftR2C FftC2C FftC2R".split())
+LINEAR_IN_LOG_PROBABILITIES = frozenset({"NllLoss", "NllLoss2D"})
+"""Operations that make losses of log-probabilities."""
+_OF_COMPLEX = frozenset("Complex ViewAsReal ViewAsComplex Conj ConjPhysical FftR2C FftC2C FftC2R".split())
 """Operations that are linear in real and imaginary parts."""
 _LINEAR_IN_THE_FIRST = {"Div": 1, "Ldexp": 1, "GridSampler2D": 1, "GridSampler3D": 1, "Lerp": 2}
 """Operations that are linear in so many of their arguments, the first ones, where nothing else varies."""
@@ -63,7 +65,7 @@ def is_linear(node: Node, varies: Callable[[Node], Any]) -> bool:
         Whether it is.
     """
     name = operation(node)
-    if name in LINEAR or name in _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
+    if name in LINEAR | LINEAR_IN_LOG_PROBABILITIES | _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
         return True
     if node.name() == ON_A_PART:
         if _ASSIGNMENT not in node.metadata:

@@ -22,8 +22,6 @@ from backpack.utils.differentiation import search
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
 
 _OWN, _CURVED = OwnLossDerivatives(), GenericLossDerivatives()
-LINEAR_IN_LOG_PROBABILITIES = frozenset({"NllLoss", "NllLoss2D"})
-"""Operations that make losses of log-probabilities."""
 
 
 def take_for_loss(call: ModuleCall, node: Node) -> bool:

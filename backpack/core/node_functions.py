@@ -19,7 +19,7 @@ from backpack.core.linear import LINEAR, PIECEWISE_LINEAR
 from backpack.utils.precision import wide
 
 # Keys are names of nodes. Each has the name of a function, and the names of its arguments, which are those of what the node has saved, or
-# stand in front of it; - is saved nowhere, as the function is linear in it alone.
+# stand in front of it; - is saved nowhere, as the function is linear in it alone; ? may be None.
 _ENTRYWISE = {
     **{
         f"{name.title().replace('_', '')}0": (name, "self")
@@ -42,6 +42,12 @@ _ENTRYWISE = {
     "Addcmul0": ("addcmul", "self=- tensor1 tensor2 value"),
     "Addcdiv0": ("addcdiv", "self=- tensor1 tensor2 value"),
     "PreluKernel0": ("_prelu_kernel", "self weight"),
+    # losses of each entry
+    **{f"{name.title().replace('_', '')}0": (name, "self target reduction") for name in ("mse_loss", "soft_margin_loss")},
+    "HuberLoss0": ("huber_loss", "self target reduction delta"),
+    "SmoothL1Loss0": ("smooth_l1_loss", "self target reduction beta"),
+    "BinaryCrossEntropy0": ("binary_cross_entropy", "self target weight=? reduction"),
+    "BinaryCrossEntropyWithLogits0": ("binary_cross_entropy_with_logits", "self target weight=? pos_weight=? reduction"),
     # derivatives, of which derivatives are taken
     **{f"{name.title()}Backward0": (f"{name}_backward", "grad_output output") for name in ("tanh", "sigmoid")},
     "GeluBackward0": ("gelu_backward", "grad_output self approximate"),
@@ -164,6 +170,8 @@ def is_known(node: Node) -> bool:
     """
     if _key(node) in _WEIGHT_NORM and (saved(node, "dim") or not axes_of(node)):
         return False  # the norms are not those of the entries at an index of the first axis
+    if _key(node) in _ENTRYWISE and has_saved(node, "reduction") and saved(node, "reduction"):
+        return False  # a sum or a mean
     return operation(node) in LINEAR | PIECEWISE_LINEAR or _key(node) in _KNOWN
 
 
@@ -237,11 +245,12 @@ def coupling(node: Node, active: Collection[int]) -> Coupling:
         return _side_by_side(lambda v, g: v * (g / torch.linalg.vector_norm(v, dim=axes, keepdim=True)), [directions, lengths], active, len(axes))
     name, names = _ENTRYWISE[key] if key in _ENTRYWISE else _ALONG_AXES[key]
     names = [argument.partition("=") for argument in names.split()]
-    given = {argument: None if source == "-" else saved(node, source or argument) for argument, _, source in names}
+    given = {argument: None if source == "-" else saved(node, source.strip("?") or argument) for argument, _, source in names}
     if name == "hypot":
         given = _both_sides(node, given)
     # the gradient does not depend on what is not saved: the function is linear in it, or it is a constant in a term without variables
-    unsaved = {argument for argument, _, source in names if given[argument] is None and (source == "-" or saves_tensor(node, source or argument))}
+    missing = [(argument, source) for argument, _, source in names if given[argument] is None and source != "?"]
+    unsaved = {argument for argument, source in missing if source == "-" or saves_tensor(node, source or argument)}
     given |= dict.fromkeys(unsaved, torch.zeros((), dtype=like.dtype, device=like.device))
     shape = torch.Size(like.shape) if key in _ENTRYWISE else shape_of(node.next_functions[0])
     given = {argument: v.to(like.dtype).expand(shape) if isinstance(v, Tensor) else v for argument, v in given.items()}

@@ -17,8 +17,9 @@ from backpack.core.batches import rows_of, sample_axis
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.graph import operation, shape_of
+from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES
 from backpack.core.loss_nodes import LossNode, classes_of, function_at, normalizer, prediction_first, title
-from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, has_samples, refuse_axis, refuse_target
+from backpack.core.losses import has_samples, refuse_axis, refuse_target
 from backpack.core.mixing import is_shared, stands_beside
 from backpack.core.predictions import find_samples
 from backpack.core.refusals import bare

@@ -16,9 +16,9 @@ from backpack.core.batches import agrees_with_data, batch_of, known_axis, lists_
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.graph import operation, shape_of
 from backpack.core.joining import moves_rows
-from backpack.core.linear import is_linear
+from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, is_linear
 from backpack.core.loss_nodes import LossNode
-from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, refuse_without_loss
+from backpack.core.losses import refuse_without_loss
 from backpack.core.memory import are_cut
 from backpack.core.misplacing import factors_agree, refuse_misplaced
 from backpack.core.mixing import is_same_for_all

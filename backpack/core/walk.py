@@ -14,9 +14,9 @@ from backpack.core.batches import batch_of, given_to, is_single, lengths_of, nes
 from backpack.core.calls import KEY, Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.graph import LEAF, kind_of, operation
-from backpack.core.linear import is_linear
+from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, is_linear
 from backpack.core.loss_nodes import FUNCTIONS, normalizer, title
-from backpack.core.losses import LINEAR_IN_LOG_PROBABILITIES, completes_softmax, take_for_loss
+from backpack.core.losses import completes_softmax, take_for_loss
 from backpack.core.memory import place_of
 from backpack.core.operations import AGAIN, NAMES, as_described
 from backpack.core.owners import owners
