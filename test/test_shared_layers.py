@@ -16,7 +16,9 @@ from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, clear, explain, extend, extensions, register, results
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.utils.errors import BackpackError
+from backpack.extensions import KFLR, SqrtGGNExact
+from backpack.utils.errors import BackpackError, UnsupportedError
+from backpack.utils.kroneckers import kfacs_to_mat
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:Using backward:UserWarning")  # of torch, about create_graph
 
@@ -333,3 +335,39 @@ def test_parameters_that_were_replaced_are_refused() -> None:
     problem.model.trunk[3].weight.data = torch.zeros(3, 3, dtype=torch.float64)
     with pytest.raises(BackpackError, match="Other data were put into a parameter of trunk.3"), backpack(extensions.KFLR()):
         loss.backward()
+
+
+MAKES_A_WEIGHT = "of shape .*(makes the weight of another layer|without a rule)"
+
+
+class Updated(nn.Module):
+    """A layer whose weight is frozen, but for what a product adds to it."""
+
+    def __init__(self, made: Callable[[Tensor, Tensor], Tensor], *shapes: tuple[int, int]) -> None:
+        super().__init__()
+        self.made, self.base = made, nn.Parameter(torch.randn(5, 4), requires_grad=False)
+        self.left, self.right, self.out = *(nn.Parameter(torch.randn(shape)) for shape in shapes), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.linear(x, self.base + self.made(self.left, self.right)).tanh())
+
+
+@pytest.mark.parametrize("made", [torch.matmul, lambda left, right: (right.T @ left.T).T])
+def test_rows_of_a_weight_are_no_positions(made: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """The factors of an update of low rank had little to do with its block."""
+    model = extend(Updated(made, (5, 2), (2, 4)))
+    for kept, other in (("left", "right"), ("right", "left")):
+        with backpack(KFLR(exclude=[other])), pytest.raises(UnsupportedError, match=f"{kept} {MAKES_A_WEIGHT}"):
+            F.cross_entropy(model(torch.randn(3, 4)), torch.tensor([0, 1, 2])).backward()
+    with backpack(KFLR(exclude=["left", "right"])):
+        F.cross_entropy(model(torch.randn(3, 4)), torch.tensor([0, 1, 2])).backward()
+    assert len(model.out.weight.kflr) == 2
+
+
+def test_a_weight_that_is_made_in_one_row_has_factors() -> None:
+    torch.manual_seed(0)
+    model = extend(Updated(lambda left, right: (left.detach() @ right).view(5, 4), (1, 2), (2, 20)).double())
+    with backpack(KFLR(), SqrtGGNExact()):
+        F.cross_entropy(model(torch.randn(1, 4, dtype=torch.float64)), torch.tensor([1])).backward()
+    root = model.right.sqrt_ggn_exact.flatten(0, 1).flatten(1)
+    close(kfacs_to_mat(model.right.kflr), root.T @ root)

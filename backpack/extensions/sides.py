@@ -22,6 +22,7 @@ from backpack.core.slots import Edge
 from backpack.core.units import Unit
 from backpack.core.ways import SPLIT
 from backpack.extensions.combining import Structure
+from backpack.utils.differentiation import search
 
 _NUMBER = torch.zeros(())
 _MANY = 1000  # lookups of rows that are added to themselves again and again
@@ -220,6 +221,21 @@ def _lookups(plan: Plan, leaves: Iterable[Node]) -> dict[Edge, list[_Lookup]]:
             placed[edge] += 1
             looked[edge] += found[number]
     return {edge: lookups for edge, lookups in looked.items() if placed[edge] == plan.arrivals.get(edge)}
+
+
+def rows_of_weights(plan: Plan) -> set[Parameter]:
+    """Find weights of layers that are called once for all samples, and make several rows of the weight of another one: ``W + B @ A``.
+
+    Args:
+        plan: The plan.
+
+    Returns:
+        The weights. Such rows are no positions: what belongs to two of them is not added up.
+    """
+    edges = [edge for unit in units_of(plan) for name, edge in unit.split.items() if name != "bias"] if plan.shared else []
+    nodes = search([node for node, _ in edges], lambda node: [n for n, _ in edges_below(plan, node)])
+    made = [plan.shared[node] for node in nodes if node in plan.shared]
+    return {p for unit in made for name, p in unit.parameters.items() if name == "weight" and sides(unit, name, p).positions > 1}
 
 
 def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides]]:

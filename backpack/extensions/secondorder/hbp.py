@@ -29,7 +29,7 @@ from backpack.extensions.kronecker import KroneckerRule, KroneckerState, OutputS
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, checked_draws
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
-from backpack.extensions.sides import Sides, sides, sides_of, structure_by
+from backpack.extensions.sides import Sides, rows_of_weights, sides, sides_of, structure_by
 from backpack.utils.errors import ArgumentError, UnsupportedError, merge
 from backpack.utils.precision import wide
 
@@ -129,11 +129,13 @@ class HBP(SecondOrderBackpropExtension):
         Yields:
             One error a parameter.
         """
-        loose = {id(parameter) for parameter in plan.loose}
+        loose, made = {id(parameter) for parameter in plan.loose}, rows_of_weights(plan)
         for parameter, uses in sides_of(plan, self.averages_inputs).items():
             shape = list(parameter.shape)
             if id(parameter) in loose and uses[-1].inputs is None and sum(size > 1 for size in shape) > 1:
                 why = f"{{names}} of shape {shape}: used by an operation or a layer without a rule for Kronecker factors"
+            elif parameter in made:
+                why = f"{{names}} of shape {shape}: makes the weight of another layer (W + B @ A), so that its Kronecker factors are not defined"
             elif len({(use.inputs, use.structure) for use in uses}) > 1:
                 why = (
                     "{names}: used in two ways (for example as the weight of a layer and as the table of an Embedding, in a functional operation, "
