@@ -65,6 +65,11 @@ def test_what_is_extended() -> None:
     assert "torch.nn.CrossEntropyLoss()" in message(ArgumentTypeError, lambda: extend(F.cross_entropy))
 
 
+@pytest.mark.parametrize("arguments", [(nn.CrossEntropyLoss(),), (False, nn.CrossEntropyLoss())])
+def test_one_module_at_a_time_is_extended(arguments: tuple) -> None:
+    assert "model, lossfunc = extend(model), extend(lossfunc)" in message(ArgumentTypeError, lambda: extend(mlp(), *arguments))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("place", ["outside", "inside"])
 def test_scripted_module(place: str) -> None:
