@@ -48,6 +48,7 @@ class Note(NamedTuple):
         turn: Number of the pass that has written it; where passes accumulate, of the last one that it contains.
         version: How often the parameter had been changed in place, where passes accumulate.
         mark: Tells the result, see ``mark_of``.
+        partial: Whether ``subsampling`` leaves out samples, or repeats some.
     """
 
     extension: Any
@@ -58,6 +59,7 @@ class Note(NamedTuple):
     turn: int = 0
     version: int = 0
     mark: Any = None
+    partial: bool = False
 
 
 def mark_of(value: Any) -> Any:
