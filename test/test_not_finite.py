@@ -83,8 +83,26 @@ def test_scale_of_a_loss(extension: type[BackpropExtension], scale: float) -> No
 def test_no_labels_are_drawn_from_logits_that_are_not_finite(bad: float) -> None:
     model, x = extend(nn.Linear(4, 3)), torch.rand(2, 4)
     x[1, 0] = bad
-    with backpack(DiagGGNMC()), pytest.raises(LossValueError, match="CrossEntropyLoss: the probabilities of the classes are not finite"):
-        extend(nn.CrossEntropyLoss())(model(x), torch.tensor([0, 2])).backward()
+    lossfunc, y = extend(nn.CrossEntropyLoss()), torch.tensor([0, 2])
+    said = r"CrossEntropyLoss: the probabilities of the classes are not finite.*\(DiagGGNExact, KFLR\), or call backward outside of the context"
+    with backpack(DiagGGNMC()), pytest.raises(LossValueError, match=said):
+        lossfunc(model(x), y).backward()
+    with backpack(DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    assert not model.weight.diag_ggn_exact.isfinite().any()
+
+
+def test_scaler_where_no_labels_can_be_drawn() -> None:
+    """A pass without quantities lets it skip the step."""
+    model, lossfunc, scaler = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
+    loss = lossfunc(model(torch.full((2, 4), inf)), torch.tensor([0, 2]))
+    with backpack(*([DiagGGNMC()] if loss.isfinite() else [])):
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 2.0  # noqa: PLR2004
 
 
 class Masked(nn.Module):
