@@ -333,6 +333,7 @@ class Earlier:
                 one, other = (str(_shapes(part.value)) for part in parts)
                 why = f"of shapes {one} and {other}" if one != other else "of different structure: they use the parameter in another way"
                 raise UnsupportedError(f"{what}: passes that accumulate have results {why}.")
-            united.append((parameter, field, combination.united(parts), note))
+            partial = note.partial or self._found[key, field][2].partial
+            united.append((parameter, field, combination.united(parts), note._replace(partial=partial)))
         for entry in united:
             store(*entry)

@@ -270,7 +270,7 @@ def _with_quantities(request: Request) -> Any:
             except BackpackError as error:
                 raise all_refused(error, roots, extensions, only, request.returns) from None
             if plan is None:
-                if not walk.double and (walk.parameters or not request.returns):
+                if not walk.double and (walk.parameters or not request.inputs):
                     _remove_stale(walk, (), extensions, entry)
                 return request.execute()
             plan.complete = not request.inputs

@@ -7,11 +7,12 @@ from collections.abc import Callable
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed import ProcessGroup
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from backpack.accumulation import carried, combination_of, store
-from backpack.extensions.combining import Part, Parts
+from backpack.extensions.combining import Note, Part, Parts
 from backpack.utils.errors import ArgumentError, UnsupportedError, require_module
+from backpack.utils.nested import tensors_in
 
 _REDUCED = "reduced"
 
@@ -55,8 +56,8 @@ def reduce(model: Module, group: ProcessGroup | None = None, average: bool = Tru
 
     Raises:
         ArgumentError: If ``torch.distributed`` is not initialized, or all quantities were reduced before.
-        UnsupportedError: If ranks carry different quantities, or one that is not made of those of its parts (``KFRA``, ``HBP`` with averages,
-            ``HMP``, ``GGNMP``, ``PCHMP``).
+        UnsupportedError: If ranks carry different quantities, or of other shapes or types, or one that is not made of those of its parts
+            (``KFRA``, ``HBP`` with averages, ``HMP``, ``GGNMP``, ``PCHMP``).
 
     Example:
         >>> model = DistributedDataParallel(extend(model))
@@ -73,28 +74,44 @@ def reduce(model: Module, group: ProcessGroup | None = None, average: bool = Tru
         results = carried(model, union=True, doing=_REDUCED)
     except (ArgumentError, UnsupportedError) as error:
         failure = error
-    samples = _agree(failure, {what: (type(note.extension).__name__, part.samples) for what, _, _, note, part in results}, group)
+    own = {what: (type(note.extension).__name__, part.samples, _form(parameter, note, part)) for what, parameter, _, note, part in results}
+    samples = _agree(failure, own, group)
     factor = 1 / dist.get_world_size(group) if average else 1
     for what, parameter, field, note, part in results:
         combination = combination_of(note.extension, what)
-        own = combination.scaled(part, factor)
-        whole = combination.united(Ranks(own, samples[what], group))
+        whole = combination.united(Ranks(combination.scaled(part, factor), samples[what], group))
         store(parameter, field, whole, note, _REDUCED)
 
 
-def _agree(failure: Exception | None, own: dict[str, tuple[str, int]], group: ProcessGroup | None) -> dict[str, int]:
+def _form(parameter: Parameter, note: Note, part: Part) -> str:
+    """Describe what the same result has in common on all ranks.
+
+    Args:
+        parameter: The parameter.
+        note: What is known about the result.
+        part: The result.
+
+    Returns:
+        Shapes and types.
+    """
+    types = dict.fromkeys(str(tensor.dtype) for tensor in (parameter, *tensors_in(part.value)))
+    shapes = [parameter.shape, *combination_of(note.extension, "").shapes(part)]
+    return f"{[list(shape) for shape in shapes]} in {', '.join(types)}"
+
+
+def _agree(failure: Exception | None, own: dict[str, tuple[str, int, str]], group: ProcessGroup | None) -> dict[str, int]:
     """Let all ranks know what all ranks have, since nobody must wait for a rank that has nothing to say.
 
     Args:
         failure: Why this rank cannot go on, if it cannot.
-        own: What this rank has: name of the result to (extension, number of samples).
+        own: What this rank has: name of the result to (extension, number of samples, shapes and types).
         group: The ranks.
 
     Returns:
         Name of the result to number of samples on all ranks.
 
     Raises:
-        UnsupportedError: If a rank cannot go on, or ranks have different results.
+        UnsupportedError: If a rank cannot go on, or ranks have different results, or of other shapes or types.
     """
     everybody: list = [None] * dist.get_world_size(group)
     dist.all_gather_object(everybody, (None if failure is None else str(failure), own), group=group)
@@ -103,7 +120,7 @@ def _agree(failure: Exception | None, own: dict[str, tuple[str, int]], group: Pr
     for rank, (message, _) in enumerate(everybody):
         if message is not None:
             raise UnsupportedError(f"Rank {rank} cannot reduce its results: {message}")
-    kinds = [{(what, kind) for what, (kind, _) in results.items()} for _, results in everybody]
+    kinds = [{(what, kind) for what, (kind, *_) in results.items()} for _, results in everybody]
     for rank, some in enumerate(kinds):
         if some != kinds[0]:
             different = sorted(f"{what} ({kind})" for what, kind in some ^ kinds[0])
@@ -111,4 +128,11 @@ def _agree(failure: Exception | None, own: dict[str, tuple[str, int]], group: Pr
                 f"Ranks 0 and {rank} carry different results: {', '.join(different[:4])}. Use the same extensions everywhere, and leave out what a "
                 "rank does not use (`exclude=`)."
             )
+    for rank, (_, results) in enumerate(everybody):
+        for what, (_, _, form) in results.items():
+            if form != (first := everybody[0][1][what][2]):
+                raise UnsupportedError(
+                    f"{what} has other shapes, or another type, on rank {rank} than on rank 0 ({form}, and {first}, with its parameter first). Give "
+                    "all ranks the same model, in the same precision, and backpack(..., dtype=) the same type."
+                )
     return {what: sum(results[what][1] for _, results in everybody) for what in own}

@@ -37,7 +37,7 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         The same object; with ``use_converter``, a new ``torch.fx.GraphModule`` that shares the parameters.
 
     Raises:
-        ArgumentTypeError: If ``module`` is no ``torch.nn.Module``.
+        ArgumentTypeError: If ``module`` is no ``torch.nn.Module``, or ``debug`` or ``use_converter`` no ``bool``.
         UnsupportedError: If it was scripted, or contains a module that was; with ``use_converter``, if a graph would be another function.
 
     Example:
@@ -52,6 +52,12 @@ def extend(module: Module, debug: bool = False, use_converter: bool = False) -> 
         else:
             hint = "Give it the module itself; functions have one in torch.nn: extend(torch.nn.CrossEntropyLoss())."
         raise ArgumentTypeError(f"extend() needs a torch.nn.Module, got {module!r} of type {type(module).__name__}. {hint}")
+    for name, value in {"debug": debug, "use_converter": use_converter}.items():
+        if not isinstance(value, bool):
+            raise ArgumentTypeError(
+                f"extend() takes a single module, and {name} is True or False, got {value!r} of type {type(value).__name__}. "
+                "Extend each: model, lossfunc = extend(model), extend(lossfunc)."
+            )
     for path, child in module.named_modules():
         if isinstance(child, torch.jit.RecursiveScriptModule):
             raise UnsupportedError(

@@ -16,7 +16,6 @@ from backpack.core.batches import rows_of
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import find_inner
-from backpack.core.refusals import refuse_graph
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
@@ -115,6 +114,45 @@ def refuse_same_graph(walk: Walk, outer: Walk) -> None:
         raise UnsupportedError(
             "A backward pass under a context of its own was called inside of another one, from a hook, and through the same graph: each would see "
             "the gradients of the other. Call it afterwards, or run the forward pass again for it."
+        )
+
+
+def refuse_graph(walk: Walk, returns: bool) -> None:
+    """Refuse graphs in which no quantity is defined, or from which parameters are missing; warn where nothing is extended.
+
+    Args:
+        walk: The graph.
+        returns: Whether gradients are returned instead of accumulated (``torch.autograd.grad``).
+
+    Raises:
+        NotRecordedError: If the loss is extended, but no parameter belongs to an extended module.
+        UnsupportedError: If the graph contains derivatives of derivatives, or parts of it are hidden.
+    """
+    if walk.double and not (returns and walk.to_loss.isdisjoint(walk.roots)):  # of a product with second derivatives, there are none
+        raise UnsupportedError(
+            "backward was called on a graph that contains derivatives which no extended model has returned, so that it takes derivatives of "
+            "derivatives: a gradient penalty, say, or a loss that is made of derivatives (score matching, differential equations). Quantities are "
+            "computed of derivatives with respect to data only, with a row for each sample: take these inside of the context, with "
+            "torch.autograd.grad(..., create_graph=True), or in the model's forward pass, and return them: torch.func serves there, too, if the "
+            "module that calls it is extended, and not only a part of it, which is called. "
+            "Of any other term, call backward outside of the context; or leave it out, with backpack.leave_out(penalty), if it was computed in a "
+            "forward pass of its own."
+        )
+    if walk.hidden:
+        raise UnsupportedError(
+            "A part of the model is checkpointed with use_reentrant=True, which hides its graph and its parameters: their quantities would be "
+            "missing. Write use_reentrant=False (torch.utils.checkpoint recommends it, too)."
+        )
+    if walk.foreign and not walk.parameters and any(call.is_loss for call in walk.calls):
+        raise NotRecordedError(
+            f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
+            "`model = extend(model)` before the forward pass."
+        )
+    if walk.foreign and not (walk.parameters or returns or all(map(owners.released, walk.leaves.values()))):
+        warn(
+            f"backward was called inside of backpack(...), but nothing was computed: none of the {walk.foreign} parameters that it reaches belongs "
+            "to an extended module. Write `model = extend(model)`, the whole model, before the forward pass, or call backward outside the context.",
+            stacklevel=11,  # the line that calls loss.backward()
         )
 
 

@@ -163,6 +163,24 @@ def refused(rank: int, ranks: int) -> dict:
     return out
 
 
+def unequal(rank: int, ranks: int) -> dict:
+    """Layers of other shapes, or types, on the ranks; each gets an error, and nothing is changed."""
+    out = {}
+    for name, extension, width, kind, kept in (
+        ("width", extensions.Variance, C + rank, torch.float64, None),
+        ("width, side by side", extensions.BatchGrad, C + rank, torch.float64, None),
+        ("precision", extensions.KFLR, C, (torch.float64, torch.float32)[rank], None),
+        ("kept", extensions.Variance, C, torch.float64, (None, torch.float32)[rank]),
+    ):
+        net, (x, y) = extend(nn.Linear(D, width).to(kind)), data(ranks)[rank]
+        with backpack.backpack(extension(), dtype=kept):
+            extend(nn.CrossEntropyLoss())(net(x.to(kind)), y).backward()
+        before = results(net)
+        out[name] = message(lambda net=net: backpack.distributed.reduce(net))
+        assert all(value is before[p][f] for p, fields in results(net).items() for f, value in fields.items())
+    return out
+
+
 def sharded(rank: int, ranks: int) -> dict:
     """Models whose parameters are spread over ranks, extended before or after."""
     mesh = init_device_mesh("cpu", (ranks,))

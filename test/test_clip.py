@@ -194,6 +194,22 @@ def test_chosen_samples_in_another_order() -> None:
         close(parameter.grad, expected[name], rtol=1e-6)
 
 
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("chosen", [[0], [0, 1, 1], [0, -3, 1]])
+def test_some_of_the_samples_are_refused(chosen: list[int], accumulate: bool) -> None:
+    """The gradient of all of them is not made of their gradients."""
+    model, x = extend(nn.Linear(3, 2)), torch.randn(3, 3)
+    with backpack(BatchGrad(subsampling=chosen), accumulate=accumulate):
+        model(x).square().sum().backward()
+        if accumulate and chosen == [0]:
+            model(x[:1]).square().sum().backward()
+    before = model.weight.grad.clone()
+    with pytest.raises(ArgumentError, match=r"weight carries grad_batch of some of the samples only.*BatchGrad\(\)"):
+        clip_per_sample(model, 1.0)
+    assert torch.equal(model.weight.grad, before)
+    assert len(clip_factors(model, 1.0)) == len(model.weight.grad_batch)  # factors of the chosen ones
+
+
 def test_different_samples_are_refused() -> None:
     """Two choices of samples in one pass, and two mini-batches in one pass."""
     model, x = extend(nn.Linear(3, 2)), torch.randn(4, 3)

@@ -19,7 +19,7 @@ import backpack
 from backpack import extend, extensions
 from backpack.utils.errors import ArgumentError
 
-PROGRAMS = {2: ["wrapped", "mean_over_all", "summed", "refused", "sharded"], 4: ["mean_over_all"]}
+PROGRAMS = {2: ["wrapped", "mean_over_all", "summed", "refused", "unequal", "sharded"], 4: ["mean_over_all"]}
 """Number of ranks to functions of ``distributed_programs``: starting a process takes longer than all of them."""
 
 
@@ -136,6 +136,13 @@ def test_refused_on_all_ranks() -> None:
     assert one["HMP on one rank"].startswith("UnsupportedError: Rank 1 cannot reduce its results: 0.weight.hmp")
     assert other["HMP on one rank"].startswith("UnsupportedError: 0.weight.hmp")
     assert all("was reduced between passes" in outcome["accumulate after"] for outcome in (one, other))
+
+
+def test_other_shapes_or_types_are_refused() -> None:
+    for outcome in run("unequal", 2):
+        assert all("has other shapes, or another type, on rank 1 than on rank 0" in text for text in outcome.values()), outcome
+        assert "weight.variance" in outcome["width"]
+        assert "([[5, 3], [5, 3]] in torch.float64, and [[4, 3], [4, 3]] in torch.float64, with" in outcome["width"]
 
 
 def test_sharded_models_are_refused() -> None:

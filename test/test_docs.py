@@ -74,6 +74,17 @@ def test_pages_have_scripts() -> None:
     assert TEXTS.keys() - BLOCKS.keys() == silent
 
 
+def test_hook_at_modules_that_share_a_parameter() -> None:
+    """The one that is shown deletes what it has read."""
+    names: dict[str, Callable] = {"nn": nn}
+    exec(re.search(r"^def largest.*?(?=^with)", TEXTS["docs/start.md"], re.M | re.S)[0], names)
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
+    model[2].weight = model[0].weight
+    with backpack.backpack(extensions.BatchGrad(), extension_hook=names["largest"]):
+        model(torch.rand(4, 3)).sum().backward()
+    assert all(hasattr(p, "largest_norm") and not hasattr(p, "grad_batch") for p in model.parameters())
+
+
 def test_training_loops_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is shown of frameworks does what it says, where these call it as theirs do."""
 

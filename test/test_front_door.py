@@ -1438,13 +1438,17 @@ def test_quantities_of_chosen_parameters(returned: bool) -> None:
     assert problem.model[0].weight.grad is None
 
 
-def test_gradients_of_inputs_have_no_quantities() -> None:
-    """An adversarial example between pass and step leaves what belongs to ``.grad``."""
+@pytest.mark.parametrize("returned", [False, True])
+def test_gradients_of_inputs_have_no_quantities(returned: bool) -> None:
+    """An adversarial example between pass and step leaves what belongs to ``.grad``, also under another context."""
     problem = extended()
+    x = (2 * problem.x).requires_grad_()
     with backpack(BatchGrad()):
         loss_of(problem).backward()
-        x = (2 * problem.x).requires_grad_()
         torch.autograd.grad(problem.terms[0]([problem.model(x)]), x)
+    with backpack(BatchGrad()):
+        loss = problem.terms[0]([problem.model(x)])
+        torch.autograd.grad(loss, x) if returned else loss.backward(inputs=[x])
     check(problem.model, "grad_batch")
 
 

@@ -20,7 +20,7 @@ from backpack.hessianfree.ggnvp import ggn_vector_product, ggn_vector_product_fr
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.hessianfree.lop import L_op, transposed_jacobian_vector_product
 from backpack.hessianfree.rop import R_op, jacobian_vector_product
-from backpack.utils.errors import ArgumentError, UnsupportedError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 
 def rand(*shape: int) -> Tensor:
@@ -487,6 +487,20 @@ def test_vectors_have_to_fit(inputs: list[Tensor]) -> None:
         torch.testing.assert_close(iterables[0], torch.autograd.functional.jvp(map_a, (x, z), (v_x, v_z))[1])
     for some in (L_op(iter([loss]), iter([x, z]), None), L_op([loss], (x, z), [None])):
         torch.testing.assert_close(some, torch.autograd.grad(loss, (x, z), retain_graph=True))
+
+
+def test_mappings_are_refused(inputs: list[Tensor]) -> None:
+    """Their keys are no tensors."""
+    x, z, _ = inputs
+    y, v = {"logits": map_a(x, z)}, rand(2, 3)
+    for product in (
+        lambda: ggn_vector_product_from_plist((y["logits"] ** 2).sum(), y, [x], v),
+        lambda: R_op(y, x, v),
+        lambda: L_op([y], x, None),
+        lambda: hessian_vector_product((y["logits"] ** 2).sum(), x, {"x": v}),
+    ):
+        with pytest.raises(ArgumentTypeError, match=r"got one of type (dict, with a str|list, with a dict).*output\['logits'\]"):
+            product()
 
 
 def test_output_of_another_call_is_refused() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack import backpack, extend, results, unextend
+from backpack import backpack, extend, leave_out, results, unextend
 from backpack.custom_module.branching import Parallel
 from backpack.extensions import GGNMP, HBP, KFAC, KFLR, KFRA, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
@@ -26,6 +26,7 @@ from backpack.utils.errors import (
     LossNotExtendedError,
     LossValueError,
     MixedSamplesError,
+    NotRecordedError,
     UnsupportedError,
 )
 
@@ -63,6 +64,11 @@ def test_what_is_extended() -> None:
     assert "torch.nn.Sequential" in message(ArgumentTypeError, lambda: extend([nn.Linear(4, 3), nn.Linear(3, 2)]))
     assert "the module itself" in message(ArgumentTypeError, lambda: extend(mlp().parameters()))
     assert "torch.nn.CrossEntropyLoss()" in message(ArgumentTypeError, lambda: extend(F.cross_entropy))
+
+
+@pytest.mark.parametrize("arguments", [(nn.CrossEntropyLoss(),), (False, nn.CrossEntropyLoss())])
+def test_one_module_at_a_time_is_extended(arguments: tuple) -> None:
+    assert "model, lossfunc = extend(model), extend(lossfunc)" in message(ArgumentTypeError, lambda: extend(mlp(), *arguments))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -265,6 +271,33 @@ def test_nothing_is_extended(extension: type) -> None:
         F.cross_entropy(unextend(extend(mlp()))(X), Y).backward()
     assert [one.filename for one in warned] == [__file__]
     assert all(hasattr(p, extension().savefield) for p in model.parameters())
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_penalty_with_a_pass_of_its_own(extension: type) -> None:
+    model = extend(mlp())
+
+    def penalty() -> Tensor:
+        return 0.01 * model[0].weight.square().sum() + model[2].weight.norm()
+
+    with backpack(extension()):
+        F.cross_entropy(model(X), Y).backward()
+        found = results(model)
+        leave_out(penalty()).backward()
+        assert results(model) == found
+        said = message(NotRecordedError, penalty().backward)
+    assert said.startswith("0.weight, 2.weight: backward was called on what is made of parameters alone")
+    assert "leave_out(penalty).backward()" in said
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize(("call", "cause"), [(lambda layer: layer.forward(X), "model.forward"), (lambda layer: torch.vmap(layer)(X), "torch.vmap")])
+def test_calls_that_pass_hooks_by(call: Callable[[nn.Module], Tensor], cause: str, extension: type) -> None:
+    layer = extend(nn.Linear(4, 3))
+    with backpack(extension()):
+        said = message(NotRecordedError, F.cross_entropy(call(layer), Y).backward)
+    assert cause in said
+    assert "as model(X) of the whole mini-batch" in said
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])

@@ -72,9 +72,17 @@ def test_one_sample(extension: type[BackpropExtension], change: str, loss: type[
 
 @pytest.mark.parametrize("extension", [DiagGGNExact, DiagGGNMC, DiagHessian])
 @pytest.mark.parametrize("scale", [nan, inf])
-def test_scale_of_a_loss(extension: type[BackpropExtension], scale: float) -> None:
-    model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())
-    with backpack(extension()), pytest.raises(LossValueError, match="CrossEntropyLoss is scaled by a number that is not finite"):
+@pytest.mark.parametrize(
+    ("lossfunc", "path"),
+    [
+        (extend(nn.CrossEntropyLoss()), "CrossEntropyLoss"),
+        (F.cross_entropy, r"cross_entropy \(LogSoftmaxBackward0\)"),
+        (lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1, reduction="none").sum(), r"cross_entropy \(LogSoftmaxBackward0\)"),
+    ],
+)
+def test_scale_of_a_loss(extension: type[BackpropExtension], lossfunc: Callable[[Tensor, Tensor], Tensor], path: str, scale: float) -> None:
+    model, said = extend(nn.Linear(4, 3)), rf"{path} is scaled by a number that is not finite.*Multiply it by a finite one"
+    with backpack(extension()), pytest.raises(LossValueError, match=said):
         (scale * lossfunc(model(torch.rand(2, 4)), torch.tensor([0, 2]))).backward()
     assert not hasattr(model.weight, extension().savefield)
 
@@ -83,8 +91,26 @@ def test_scale_of_a_loss(extension: type[BackpropExtension], scale: float) -> No
 def test_no_labels_are_drawn_from_logits_that_are_not_finite(bad: float) -> None:
     model, x = extend(nn.Linear(4, 3)), torch.rand(2, 4)
     x[1, 0] = bad
-    with backpack(DiagGGNMC()), pytest.raises(LossValueError, match="CrossEntropyLoss: the probabilities of the classes are not finite"):
-        extend(nn.CrossEntropyLoss())(model(x), torch.tensor([0, 2])).backward()
+    lossfunc, y = extend(nn.CrossEntropyLoss()), torch.tensor([0, 2])
+    said = r"CrossEntropyLoss: the probabilities of the classes are not finite.*\(DiagGGNExact, KFLR\), or call backward outside of the context"
+    with backpack(DiagGGNMC()), pytest.raises(LossValueError, match=said):
+        lossfunc(model(x), y).backward()
+    with backpack(DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    assert not model.weight.diag_ggn_exact.isfinite().any()
+
+
+def test_scaler_where_no_labels_can_be_drawn() -> None:
+    """A pass without quantities lets it skip the step."""
+    model, lossfunc, scaler = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss()), torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
+    loss = lossfunc(model(torch.full((2, 4), inf)), torch.tensor([0, 2]))
+    with backpack(*([DiagGGNMC()] if loss.isfinite() else [])):
+        scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 2.0  # noqa: PLR2004
 
 
 class Masked(nn.Module):

@@ -569,15 +569,31 @@ def test_buffer_that_is_overwritten_after_the_forward_pass(name: str) -> None:
     assert results(problem.model) == {}
 
 
-def test_statistics_that_torch_overwrites_uncounted() -> None:
+@pytest.mark.parametrize("zero", [False, True])
+def test_statistics_that_torch_overwrites_uncounted(zero: bool) -> None:
     """A forward pass in training mode between the passes: torch's own gradient is wrong then."""
     problem = between(lambda: BatchNorm1d(3).eval())()
     for module in (problem.model, *problem.losses):
         extend(module)
     loss = problem.loss(problem.outputs())
     problem.model[1].train()(torch.randn(5, 3, dtype=torch.float64))
-    with backpack(BatchGrad()), pytest.raises(OverwrittenError, match="num_batches_tracked of 1 was changed in place"):
+    if zero:
+        problem.model[1].num_batches_tracked.zero_()
+    with backpack(BatchGrad()), pytest.raises(OverwrittenError, match=r"num_batches_tracked of 1 was changed in place.*overwrites running_mean"):
         loss.backward()
+
+
+def test_counter_that_is_set_to_zero() -> None:
+    """No rule reads how many mini-batches the running statistics are made of."""
+    problem = between(lambda: BatchNorm1d(3).eval())()
+    for module in (problem.model, *problem.losses):
+        extend(module)
+    problem.model[1].num_batches_tracked.add_(7)
+    loss = problem.loss(problem.outputs())
+    problem.model[1].num_batches_tracked.zero_()
+    with backpack(BatchGrad()):
+        loss.backward()
+    close(problem.model[0].weight.grad_batch, Oracle(problem).grad_batch["0.weight"])
 
 
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact, DiagHessian])

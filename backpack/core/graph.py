@@ -334,6 +334,18 @@ def saved_tensors(node: Node, results: bool = True) -> Iterator[Tensor]:
         yield from (part for part in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(part, Tensor))
 
 
+def reads_data(nodes: Iterable[Node]) -> bool:
+    """Say whether nodes have saved a constant that has axes, as those do that multiply with data, or compare with targets.
+
+    Args:
+        nodes: Graph nodes.
+
+    Returns:
+        Whether one has.
+    """
+    return any(tensor.dim() and not tensor.requires_grad for node in nodes for tensor in saved_tensors(node))
+
+
 def saved_maxima(nodes: Iterable[Node]) -> Tensor | None:
     """Return the positions of the maxima, which a max-pooling has saved for autograd.
 

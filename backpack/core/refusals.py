@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from warnings import warn
 
 import torch
 from torch.autograd.graph import Node
@@ -11,9 +10,8 @@ from torch.nn import Parameter
 
 from backpack.core.batches import batch_of, first_shape, lacks_batch
 from backpack.core.calls import ModuleCall
-from backpack.core.graph import compiled, operation, saved, shape_of
+from backpack.core.graph import compiled, operation, reads_data, saved, shape_of
 from backpack.core.linear import RESHAPES
-from backpack.core.owners import owners
 from backpack.core.samples import Layout, plain_layout, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
@@ -93,11 +91,19 @@ def unrecorded(walk: Walk, node: Node) -> NotRecordedError:
     for part in filter(compiled, walk.order):
         if any(leaf in walk.leaves and walk.reach[leaf] & walk.reach[node] for leaf, _ in part.next_functions):
             return NotRecordedError(_of_compiled(part), walk.named(walk.reach[part]))
+    if not (walk.marks or reads_data(walk.order)):
+        return NotRecordedError(
+            "{names}: backward was called on what is made of parameters alone, as far as its graph tells: a penalty on weights, say. It belongs to "
+            "no sample. Call its backward outside of the context, or give it to backpack.leave_out(): leave_out(penalty).backward().",
+            walk.named(walk.reach[node]),
+        )
     return NotRecordedError(
         "No forward pass of an extended module was recorded for {names}. It may have run before extend(); after CTX.remove_hooks(), which undoes "
-        "that; under disable() or no_grad(); with other parameters (torch.func.functional_call, or replaced since); or compiled. Run it again after "
-        "extend(). Where a part of the model is to carry nothing any more, as if only the last layer was extended again, call unextend() on that "
-        "part. If the loss uses nothing that a module has returned, but an attribute that the model sets, say, let the model return that. "
+        "that; under disable() or no_grad(); with other parameters (torch.func.functional_call, or replaced since); compiled; past the hooks, as "
+        "model.forward(X); or inside of torch.vmap. Run it again after extend(), as model(X) of the whole mini-batch. Where a part of the model is "
+        "to carry nothing any more, as if only the last layer was extended again, call unextend() on that part. If the loss uses nothing that a "
+        "module has returned, but an attribute that the model sets, say, let the model return that. A penalty on weights, of no sample, is given to "
+        "backpack.leave_out(). "
         f"{_NOT_COMPILED}",
         walk.named(walk.reach[node]),
     )
@@ -357,43 +363,4 @@ def refuse_one_row(walk: Walk, loss: object, below: Edge, layout: Layout) -> Non
             "on axis 0 there lie no samples, it seems, but steps in time, say. Return the samples on axis 0 (transpose, or batch_first=True), and "
             "extend the whole model; for the loss of a single sample, take a slice (out[i : i + 1]).",
             walk.named(walk.reach[node]),
-        )
-
-
-def refuse_graph(walk: Walk, returns: bool) -> None:
-    """Refuse graphs in which no quantity is defined, or from which parameters are missing; warn where nothing is extended.
-
-    Args:
-        walk: The graph.
-        returns: Whether gradients are returned instead of accumulated (``torch.autograd.grad``).
-
-    Raises:
-        NotRecordedError: If the loss is extended, but no parameter belongs to an extended module.
-        UnsupportedError: If the graph contains derivatives of derivatives, or parts of it are hidden.
-    """
-    if walk.double and not (returns and walk.to_loss.isdisjoint(walk.roots)):  # of a product with second derivatives, there are none
-        raise UnsupportedError(
-            "backward was called on a graph that contains derivatives which no extended model has returned, so that it takes derivatives of "
-            "derivatives: a gradient penalty, say, or a loss that is made of derivatives (score matching, differential equations). Quantities are "
-            "computed of derivatives with respect to data only, with a row for each sample: take these inside of the context, with "
-            "torch.autograd.grad(..., create_graph=True), or in the model's forward pass, and return them: torch.func serves there, too, if the "
-            "module that calls it is extended, and not only a part of it, which is called. "
-            "Of any other term, call backward outside of the context; or leave it out, with backpack.leave_out(penalty), if it was computed in a "
-            "forward pass of its own."
-        )
-    if walk.hidden:
-        raise UnsupportedError(
-            "A part of the model is checkpointed with use_reentrant=True, which hides its graph and its parameters: their quantities would be "
-            "missing. Write use_reentrant=False (torch.utils.checkpoint recommends it, too)."
-        )
-    if walk.foreign and not walk.parameters and any(call.is_loss for call in walk.calls):
-        raise NotRecordedError(
-            f"The loss is extended, but none of the {walk.foreign} parameters that it reaches belongs to an extended module: write "
-            "`model = extend(model)` before the forward pass."
-        )
-    if walk.foreign and not (walk.parameters or returns or all(map(owners.released, walk.leaves.values()))):
-        warn(
-            f"backward was called inside of backpack(...), but nothing was computed: none of the {walk.foreign} parameters that it reaches belongs "
-            "to an extended module. Write `model = extend(model)`, the whole model, before the forward pass, or call backward outside the context.",
-            stacklevel=11,  # the line that calls loss.backward()
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from math import nan
 from typing import NamedTuple
 
 from torch import Tensor
@@ -61,12 +62,12 @@ class Start(NamedTuple):
             grad: Gradient of the output of the node at which it is hooked.
 
         Returns:
-            The gradient of the value of the loss.
+            The gradient of the value of the loss; no number where the one that has arrived is not finite, for which the loss is refused.
         """
         if not isinstance(self.call, LossNode) or self.call.axes is None:
             return grad
         self.call.incoming = grad.permute(self.call.axes)
-        return grad.new_ones(())
+        return grad.new_full((), 1.0 if grad.isfinite().all() else nan)
 
 
 def put_in_order(losses: Sequence[Start]) -> None:

@@ -331,12 +331,12 @@ class Collector(Reader):
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
         setattr(parameter, extension.savefield, value)
         written(value)
-        samples = self._plan.batches.get(parameter, 0)
-        chosen = extension.get_subsampling()
-        samples = samples if chosen is None else len(chosen)
+        batch, chosen = self._plan.batches.get(parameter, 0), extension.get_subsampling()
+        partial = chosen is not None and sorted(index % max(batch, 1) for index in chosen) != list(range(batch))
         version = version_of(parameter) if self._combines else 0
         mark = ref(value) if isinstance(value, Tensor) else mark_of(value)
-        owners.carry(parameter, extension.savefield, Note(extension, samples, extra, frozenset(), self._context, self._turn, version, mark))
+        note = Note(extension, batch if chosen is None else len(chosen), extra, frozenset(), self._context, self._turn, version, mark, partial)
+        owners.carry(parameter, extension.savefield, note)
         self._written.append((parameter, extension.savefield))
 
     def _happened(self, event: Any) -> None:

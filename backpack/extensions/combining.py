@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
+
+from backpack.utils.nested import tensors_in
 
 
 class Noted(NamedTuple):
@@ -46,6 +48,7 @@ class Note(NamedTuple):
         turn: Number of the pass that has written it; where passes accumulate, of the last one that it contains.
         version: How often the parameter had been changed in place, where passes accumulate.
         mark: Tells the result, see ``mark_of``.
+        partial: Whether ``subsampling`` leaves out samples, or repeats some.
     """
 
     extension: Any
@@ -56,6 +59,7 @@ class Note(NamedTuple):
     turn: int = 0
     version: int = 0
     mark: Any = None
+    partial: bool = False
 
 
 def mark_of(value: Any) -> Any:
@@ -188,7 +192,18 @@ class Combination(ABC):
         Returns:
             Whether they can.
         """
-        return True
+        return self.shapes(one) == self.shapes(other)
+
+    def shapes(self, part: Part) -> list[Size]:
+        """Return the shapes that parts have in common.
+
+        Args:
+            part: The part.
+
+        Returns:
+            Those of its tensors, without axes of samples.
+        """
+        return [tensor.shape for tensor in tensors_in(part.value)]
 
     @abstractmethod
     def scaled(self, part: Part, factor: float) -> Part:
@@ -240,9 +255,8 @@ class PerSample(Combination):
         """
         self._degree, self._axis = degree, axis
 
-    def fits(self, one: Part, other: Part) -> bool:
-        shapes = [(part.value.shape[: self._axis], part.value.shape[self._axis + 1 :]) for part in (one, other)]
-        return shapes[0] == shapes[1]
+    def shapes(self, part: Part) -> list[Size]:
+        return [shape[: self._axis] + shape[self._axis + 1 :] for shape in super().shapes(part)]
 
     def scaled(self, part: Part, factor: float) -> Part:
         return part._replace(value=part.value * factor**self._degree)
@@ -302,7 +316,7 @@ class Factors(Combination):
         return part.extra is None and (len(part.value) > 1 or isinstance(part.value[0], list))
 
     def fits(self, one: Part, other: Part) -> bool:
-        return one.extra == other.extra and [f.shape for f in _flat(one)] == [f.shape for f in _flat(other)]
+        return one.extra == other.extra and super().fits(one, other)
 
     def scaled(self, part: Part, factor: float) -> Part:
         factors = [given if self._is_mean(k, part) else given * factor for k, given in enumerate(_flat(part))]

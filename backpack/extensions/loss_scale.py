@@ -25,7 +25,10 @@ def position_weights(call: ModuleCall, grad: Tensor) -> Tensor | None:
     if grad.numel() == 1 and grad.item() == 1.0:
         return None
     if not grad.isfinite().all():
-        raise LossValueError(f"{call.path} is scaled by a number that is not finite on its way to the tensor on which backward was called.")
+        raise LossValueError(
+            f"{call.path} is scaled by a number that is not finite on its way to the tensor on which backward was called. Multiply it by a "
+            "finite one, or leave it out of the sum."
+        )
     return call.derivatives.position_weights(call, (grad,))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backpack.core.state import recording
 from backpack.utils.differentiation import complete_gradients, lacks_terms
-from backpack.utils.errors import ArgumentError, UnsupportedError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError
 
 Tensors = Tensor | Sequence[Tensor]
 
@@ -106,8 +106,19 @@ def as_list(tensors: Tensors) -> list[Tensor]:
 
     Returns:
         All of them.
+
+    Raises:
+        ArgumentTypeError: If something else is among them, as the keys of a mapping are.
     """
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    for other in several:
+        if not isinstance(other, Tensor | None):  # torch decides where None may stand for one
+            raise ArgumentTypeError(
+                f"Products with Jacobians, Hessians and Gauss-Newton matrices need a tensor or a sequence of tensors, got one of type "
+                f"{type(tensors).__name__}, with a {type(other).__name__}. Of a mapping, or of nested tensors, give those that matter, as "
+                "output['logits']."
+            )
+    return several
 
 
 def check_shapes(name: str, vectors: Sequence[Tensor | None], fitting: str, tensors: Sequence[Tensor]) -> None:

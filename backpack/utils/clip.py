@@ -51,13 +51,18 @@ def clip_per_sample(model: Module, max_norm: float) -> Tensor:
         The factors ``[N]``.
 
     Raises:
-        ArgumentError: As ``clip_factors``, or if a parameter does not carry ``grad_batch``.
+        ArgumentError: As ``clip_factors``, or if a parameter does not carry ``grad_batch``, or that of some of the samples.
     """
     found = _of_last_pass(model, max_norm, "clip_per_sample")
-    for name, _, fields in found:
+    for name, parameter, fields in found:
         if "grad_batch" not in fields:
             raise ArgumentError(
                 f"{name} carries no grad_batch of the last pass: write backpack(BatchGrad()), or use clip_factors() and a second backward pass."
+            )
+        if getattr(owners.notes(parameter).get("grad_batch"), "partial", False):
+            raise ArgumentError(
+                f"{name} carries grad_batch of some of the samples only, or of repeated ones (subsampling=...), of which .grad would be made: write "
+                "backpack(BatchGrad()), or, for the gradient of these samples, call backward on their losses alone."
             )
     factors = _factors(max_norm, [(name, parameter, "grad_batch") for name, parameter, _ in found])
     for _, parameter, _ in found:

@@ -148,12 +148,14 @@ class BranchingError(UnsupportedError):
 class NotRecordedError(BackpackError, AttributeError):
     """An extended module or its parameters took part in a graph, but its forward pass was not recorded.
 
-    Cause: the forward pass ran before ``extend``, under ``disable()`` or under ``no_grad()``; the model is not extended, but the loss is; the
-    module was deleted in between; or an earlier backward pass over the same graph has given back what was recorded. Or an extension hook or a module
+    Cause: the forward pass ran before ``extend``, under ``disable()`` or under ``no_grad()``, as ``model.forward(X)``, or inside of ``torch.vmap``;
+    the model is not extended, but the loss is; the module was deleted in between; or an earlier backward pass over the same graph has given back
+    what was recorded. Or ``backward`` was called on a penalty on weights alone, which belongs to no sample. Or an extension hook or a module
     extension reads a ``module.input0`` or ``module.output`` that was not kept.
 
-    Way out: ``model = extend(model)`` first, then the forward pass; keep a reference to the model; ``retain_graph=True`` for all passes over a
-    graph but the last. Tensors for reading: ``backpack(..., retain_graph=True)`` around the forward pass.
+    Way out: ``model = extend(model)`` first, then the forward pass, as ``model(X)``; keep a reference to the model; ``retain_graph=True`` for all
+    passes over a graph but the last; ``backpack.leave_out(penalty).backward()``. Tensors for reading: ``backpack(..., retain_graph=True)`` around
+    the forward pass.
     """
 
     code = "not-recorded"

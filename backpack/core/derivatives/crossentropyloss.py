@@ -328,7 +328,10 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives, BlockLossDerivatives):
                 pass
             else:
                 return labels if probs.dim() == 2 else labels.reshape(mc_samples, probs.shape[0], *probs.shape[2:])
-        raise LossValueError("CrossEntropyLoss: the probabilities of the classes are not finite (nan or inf logits), so that no labels can be drawn.")
+        raise LossValueError(
+            "CrossEntropyLoss: the probabilities of the classes are not finite (nan or inf logits), so that no labels can be drawn. Take a "
+            "quantity that draws none (DiagGGNExact, KFLR), or call backward outside of the context where the loss is not finite."
+        )
 
 
 class LogProbabilitiesDerivatives(CrossEntropyLossDerivatives):
