@@ -196,6 +196,12 @@ def test_factors_of_bags(options: dict[str, object]) -> None:
     assert [row.verdict for row in report] == 6 * [AGREES]
 
 
+def test_sparse_gradients() -> None:
+    chosen = [e for e in everything() if not isinstance(e, (extensions.KFRA, extensions.PCHMP))]
+    model = Sequential(Embedding(6, 3, sparse=True), Flatten(), Linear(6, 2))
+    assert {row.verdict for row in verify(model, CrossEntropyLoss(), randint(6, (4, 2)), randint(2, (4,)), chosen)} == {AGREES}
+
+
 def test_log_probabilities_that_were_changed_are_not_compared() -> None:
     model, chosen = Sequential(Linear(4, 3), nn.LogSoftmax(1)), [extensions.DiagGGNExact(), extensions.BatchGrad(), extensions.DiagHessian()]
     report = verify(model, nn.NLLLoss(), randn(5, 4), randint(3, (5,)), chosen, output=lambda out: out / 2)
