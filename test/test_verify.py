@@ -253,6 +253,23 @@ def test_kronecker_factors_of_layers() -> None:
         assert len(report) == 2 * len(list(model.parameters()))
 
 
+class Forward(Module):
+    """A layer and its derivative, taken forward: one call, and two products with the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(2, 3)
+
+    def forward(self, x: Tensor, direction: Tensor) -> Tensor:
+        return sum(torch.func.jvp(self.layer, (x,), (direction,)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch, in forward mode
+def test_factors_of_weights_of_which_calls_are_not_all_uses() -> None:
+    report = verify(Forward(), CrossEntropyLoss(), (randn(1, 2), randn(1, 2)), randint(3, (1,)), [extensions.KFLR(), extensions.BatchGrad()])
+    assert [row.verdict for row in report] == [NOT_COMPARED, AGREES, AGREES, AGREES]
+
+
 class Positions(Module):
     """Layers that are called once for all samples: added, multiplied, behind one another, and one that is called with samples, too."""
 
