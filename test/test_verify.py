@@ -425,6 +425,22 @@ def test_precision_of_the_model_sets_the_tolerance() -> None:
     assert verdicts(report)["one.weight", "DiagGGNExact"] is WRONG
 
 
+class Force(Module):
+    """The gradient of a potential with respect to what it is given, by ``torch.func``, which does not run under hooks of saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.potential = Sequential(Linear(2, 4), Tanh(), Linear(4, 1, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda point: self.potential(point).squeeze()))(x)
+
+
+def test_models_that_differentiate_by_torch_func() -> None:
+    report = verify(Force(), MSELoss(), randn(3, 2), randn(3, 2), [extensions.BatchGrad(), extensions.DiagGGNExact()])
+    assert [row.verdict for row in report] == 6 * [AGREES]
+
+
 # --- planted mistakes -------------------------------------------------------------------------------------------------------------------------
 
 

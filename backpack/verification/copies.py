@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
 from backpack.backward import backpack
+from backpack.core.graph import saved_tensors
 from backpack.extending import extend, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.differentiation import nodes_below
 from backpack.utils.errors import ArgumentError
 from backpack.utils.nested import call_with, tensors_in
 from backpack.utils.random_state import random_state_kept
@@ -182,22 +183,14 @@ class Copies:
         Raises:
             ArgumentError: If it does not run.
         """
-        found = []
-
-        def see(tensor: Tensor) -> Tensor:
-            if tensor.is_floating_point() or tensor.is_complex():
-                found.append(torch.finfo(tensor.dtype).eps)
-            return tensor.detach()
-
         model, lossfunc, _ = self.copy(None)
         try:
-            with saved_tensors_hooks(see, lambda tensor: tensor):
-                z, loss = self.forward(model, lossfunc)
-                loss(z)
+            z, loss = self.forward(model, lossfunc)
+            kept = [z, *(tensor for node in nodes_below([loss(z)]) for tensor in saved_tensors(node))]
         except RuntimeError as error:
             hint = "" if self._dtype is None else f" It is a copy in {self._dtype}: with dtype=None, it keeps its own type."
             raise ArgumentError(f"verify() could not run the model and the loss: {error}.{hint}") from error
-        return max([*found, torch.finfo(z.dtype).eps])
+        return max(torch.finfo(tensor.dtype).eps for tensor in kept if tensor.is_floating_point() or tensor.is_complex())
 
     def keep_random_state(self) -> Callable[[], None]:
         """Remember where the random generators stand.
