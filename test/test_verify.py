@@ -898,6 +898,26 @@ def test_model_that_cannot_be_copied() -> None:
         verify(model, MSELoss(), torch.rand(4, 3), torch.rand(4, 2), extensions.BatchGrad())
 
 
+class Steps(Module):
+    """Returns its steps on axis 0, and samples behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(x), self.layer(x.tanh()), self.layer(2 * x)])
+
+
+@pytest.mark.parametrize("quantity", [extensions.BatchGrad, extensions.Variance, extensions.KFLR])
+def test_samples_behind_steps(quantity: type[BackpropExtension]) -> None:
+    """They are no mistake of the library."""
+    X, y = randn(5, 2), randn(5, 3, 2)
+    with pytest.raises(ArgumentError, match=r"shape is \[3, 5, 2\], and there are 5 samples\. Write output="):
+        verify(Steps(), lambda out, y: F.mse_loss(out.transpose(0, 1), y), X, y, quantity())
+    assert [row.verdict for row in verify(Steps(), F.mse_loss, X, y, quantity(), output=lambda out: out.transpose(0, 1))] == [AGREES, AGREES]
+
+
 class Spectral(Module):
     """A filter with complex parameters, as in neural operators."""
 

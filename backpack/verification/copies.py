@@ -13,6 +13,7 @@ from torch.nn import Module, Parameter
 
 from backpack.backward import backpack
 from backpack.core.graph import saved_tensors
+from backpack.explaining import explain_loss
 from backpack.extending import extend, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.differentiation import nodes_below
@@ -216,10 +217,7 @@ class Copies:
         Returns:
             The copy, which values that are functions need; value of each parameter that has one; names of those that are left out.
         """
-        model, lossfunc, extension = self.copy(extension)
-        extend(model)
-        if isinstance(lossfunc, Module):
-            extend(lossfunc)
+        model, lossfunc, extension = self._extended(extension)
         with backpack(extension):
             z, loss = self.forward(model, lossfunc)
             loss(z).backward()
@@ -227,3 +225,23 @@ class Copies:
         named = dict(model.named_parameters())
         values = {name: vars(p)[field] for name, p in named.items() if field in vars(p)}
         return model, values, {name for name, p in named.items() if id(p) in excluded}
+
+    def samples(self, extension: BackpropExtension) -> int | None:
+        """Ask the library how many samples there are.
+
+        Args:
+            extension: For which extension.
+
+        Returns:
+            Their number; ``None`` if it finds none, or different numbers for different parameters.
+        """
+        model, lossfunc, extension = self._extended(extension)
+        z, loss = self.forward(model, lossfunc)
+        return explain_loss(model, loss(z), [extension]).samples
+
+    def _extended(self, extension: BackpropExtension) -> tuple[Module, Callable[..., Tensor], BackpropExtension]:
+        model, lossfunc, extension = self.copy(extension)
+        for module in (model, lossfunc):
+            if isinstance(module, Module):
+                extend(module)
+        return model, lossfunc, extension
