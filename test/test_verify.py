@@ -17,7 +17,7 @@ from torch.nn import Conv2d, CrossEntropyLoss, Embedding, Flatten, Linear, Modul
 from torch.nn import functional as F
 
 from backpack import backpack as context
-from backpack import extend, extensions, register, results, verify
+from backpack import explain, extend, extensions, register, results, verify
 from backpack.core.derivatives import crossentropyloss
 from backpack.core.derivatives.activations import SigmoidDerivatives
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -887,6 +887,26 @@ def test_arguments() -> None:
     for name, value in {"samples": 0, "entries": 1.5, "rtol": 0.0, "atol": -1.0, "output": 3, "dtype": "x"}.items():
         with pytest.raises(ArgumentError, match=name):
             verify(model, lossfunc, X, y, grad, **{name: value})
+
+
+class OwnLoss(Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Linear(3, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.part(x), y)
+
+
+def test_model_that_returns_its_loss() -> None:
+    """It has no output that could be followed; what the message names works."""
+    model, X, y, grad = OwnLoss(), randn(4, 3), randint(2, (4,)), extensions.BatchGrad()
+    with pytest.raises(ArgumentError, match=r"got a tensor of shape \[\].*give the part that makes this tensor.*explain\(\) takes it whole"):
+        verify(model, lambda loss, y: loss, (X, y), None, grad)
+    nothing_wrong(verify(model.part, F.cross_entropy, X, y, grad))
+    assert explain(model, lambda loss, y: loss, (X, y), None, grad).samples == 4
 
 
 def test_model_that_cannot_be_copied() -> None:

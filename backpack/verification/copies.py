@@ -122,7 +122,11 @@ class Copies:
         z = z if self._output is None else self._output(z)
         if not isinstance(z, Tensor) or not z.dim() or not len(z):
             what = f"a tensor of shape {list(z.shape)}" if isinstance(z, Tensor) else f"a {type(z).__name__}"
-            raise ArgumentError(f"verify() needs a tensor [N, ...] that enters the loss, got {what}. Write output=lambda out: out.logits, say.")
+            raise ArgumentError(
+                f"verify() needs a tensor [N, ...] that enters the loss, got {what}. Write output=lambda out: out.logits, say. Of a model "
+                "that returns its loss, give the part that makes this tensor, and the loss as a function; explain() takes it whole, with "
+                "lambda loss, y: loss."
+            )
         if not z.requires_grad:
             raise ArgumentError("verify() found no parameter that requires a gradient and takes part in the output of the model.")
         self._refuse_foreign(z, model, lossfunc, "The model")
