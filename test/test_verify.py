@@ -17,7 +17,7 @@ from torch.nn import Conv2d, CrossEntropyLoss, Embedding, Flatten, Linear, Modul
 from torch.nn import functional as F
 
 from backpack import backpack as context
-from backpack import extend, extensions, register, results, verify
+from backpack import explain, extend, extensions, register, results, verify
 from backpack.core.derivatives import crossentropyloss
 from backpack.core.derivatives.activations import SigmoidDerivatives
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -196,6 +196,12 @@ def test_factors_of_bags(options: dict[str, object]) -> None:
     assert [row.verdict for row in report] == 6 * [AGREES]
 
 
+def test_sparse_gradients() -> None:
+    chosen = [e for e in everything() if not isinstance(e, (extensions.KFRA, extensions.PCHMP))]
+    model = Sequential(Embedding(6, 3, sparse=True), Flatten(), Linear(6, 2))
+    assert {row.verdict for row in verify(model, CrossEntropyLoss(), randint(6, (4, 2)), randint(2, (4,)), chosen)} == {AGREES}
+
+
 def test_log_probabilities_that_were_changed_are_not_compared() -> None:
     model, chosen = Sequential(Linear(4, 3), nn.LogSoftmax(1)), [extensions.DiagGGNExact(), extensions.BatchGrad(), extensions.DiagHessian()]
     report = verify(model, nn.NLLLoss(), randn(5, 4), randint(3, (5,)), chosen, output=lambda out: out / 2)
@@ -245,6 +251,23 @@ def test_kronecker_factors_of_layers() -> None:
         report = verify(model, MSELoss(), X, randn(model(X).shape), kinds)
         assert {row.verdict for row in report} == {AGREES}
         assert len(report) == 2 * len(list(model.parameters()))
+
+
+class Forward(Module):
+    """A layer and its derivative, taken forward: one call, and two products with the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(2, 3)
+
+    def forward(self, x: Tensor, direction: Tensor) -> Tensor:
+        return sum(torch.func.jvp(self.layer, (x,), (direction,)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # of torch, in forward mode
+def test_factors_of_weights_of_which_calls_are_not_all_uses() -> None:
+    report = verify(Forward(), CrossEntropyLoss(), (randn(1, 2), randn(1, 2)), randint(3, (1,)), [extensions.KFLR(), extensions.BatchGrad()])
+    assert [row.verdict for row in report] == [NOT_COMPARED, AGREES, AGREES, AGREES]
 
 
 class Positions(Module):
@@ -400,6 +423,22 @@ def test_precision_of_the_model_sets_the_tolerance() -> None:
     nothing_wrong(verify(model, CrossEntropyLoss(), X, y, [extensions.BatchGrad(), extensions.DiagGGNExact(), extensions.KFLR()]))
     report = verify(model, CrossEntropyLoss(), X, y, extensions.DiagGGNExact(), rtol=1e-15, atol=0.0)
     assert verdicts(report)["one.weight", "DiagGGNExact"] is WRONG
+
+
+class Force(Module):
+    """The gradient of a potential with respect to what it is given, by ``torch.func``, which does not run under hooks of saved tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.potential = Sequential(Linear(2, 4), Tanh(), Linear(4, 1, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(torch.func.grad(lambda point: self.potential(point).squeeze()))(x)
+
+
+def test_models_that_differentiate_by_torch_func() -> None:
+    report = verify(Force(), MSELoss(), randn(3, 2), randn(3, 2), [extensions.BatchGrad(), extensions.DiagGGNExact()])
+    assert [row.verdict for row in report] == 6 * [AGREES]
 
 
 # --- planted mistakes -------------------------------------------------------------------------------------------------------------------------
@@ -850,6 +889,26 @@ def test_arguments() -> None:
             verify(model, lossfunc, X, y, grad, **{name: value})
 
 
+class OwnLoss(Module):
+    """Returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Linear(3, 2)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.part(x), y)
+
+
+def test_model_that_returns_its_loss() -> None:
+    """It has no output that could be followed; what the message names works."""
+    model, X, y, grad = OwnLoss(), randn(4, 3), randint(2, (4,)), extensions.BatchGrad()
+    with pytest.raises(ArgumentError, match=r"got a tensor of shape \[\].*give the part that makes this tensor.*explain\(\) takes it whole"):
+        verify(model, lambda loss, y: loss, (X, y), None, grad)
+    nothing_wrong(verify(model.part, F.cross_entropy, X, y, grad))
+    assert explain(model, lambda loss, y: loss, (X, y), None, grad).samples == 4
+
+
 def test_model_that_cannot_be_copied() -> None:
     """It keeps tensors of an earlier graph: the reason is that of ``copy.deepcopy``, and their places are named."""
     model = Sequential(Linear(3, 2))
@@ -857,6 +916,26 @@ def test_model_that_cannot_be_copied() -> None:
     model.register_buffer("state", model(torch.rand(1, 3)))
     with pytest.raises(ArgumentError, match=r"verify\(\) works on a copy of the model.*graph leaves.*kept in state, 0\.last: detach them"):
         verify(model, MSELoss(), torch.rand(4, 3), torch.rand(4, 2), extensions.BatchGrad())
+
+
+class Steps(Module):
+    """Returns its steps on axis 0, and samples behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([self.layer(x), self.layer(x.tanh()), self.layer(2 * x)])
+
+
+@pytest.mark.parametrize("quantity", [extensions.BatchGrad, extensions.Variance, extensions.KFLR])
+def test_samples_behind_steps(quantity: type[BackpropExtension]) -> None:
+    """They are no mistake of the library."""
+    X, y = randn(5, 2), randn(5, 3, 2)
+    with pytest.raises(ArgumentError, match=r"shape is \[3, 5, 2\], and there are 5 samples\. Write output="):
+        verify(Steps(), lambda out, y: F.mse_loss(out.transpose(0, 1), y), X, y, quantity())
+    assert [row.verdict for row in verify(Steps(), F.mse_loss, X, y, quantity(), output=lambda out: out.transpose(0, 1))] == [AGREES, AGREES]
 
 
 class Spectral(Module):

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
 from backpack.backward import backpack
+from backpack.core.graph import saved_tensors
+from backpack.explaining import explain_loss
 from backpack.extending import extend, unextend
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.utils.differentiation import nodes_below
 from backpack.utils.errors import ArgumentError
 from backpack.utils.nested import call_with, tensors_in
 from backpack.utils.random_state import random_state_kept
@@ -120,7 +122,11 @@ class Copies:
         z = z if self._output is None else self._output(z)
         if not isinstance(z, Tensor) or not z.dim() or not len(z):
             what = f"a tensor of shape {list(z.shape)}" if isinstance(z, Tensor) else f"a {type(z).__name__}"
-            raise ArgumentError(f"verify() needs a tensor [N, ...] that enters the loss, got {what}. Write output=lambda out: out.logits, say.")
+            raise ArgumentError(
+                f"verify() needs a tensor [N, ...] that enters the loss, got {what}. Write output=lambda out: out.logits, say. Of a model "
+                "that returns its loss, give the part that makes this tensor, and the loss as a function; explain() takes it whole, with "
+                "lambda loss, y: loss."
+            )
         if not z.requires_grad:
             raise ArgumentError("verify() found no parameter that requires a gradient and takes part in the output of the model.")
         self._refuse_foreign(z, model, lossfunc, "The model")
@@ -182,22 +188,14 @@ class Copies:
         Raises:
             ArgumentError: If it does not run.
         """
-        found = []
-
-        def see(tensor: Tensor) -> Tensor:
-            if tensor.is_floating_point() or tensor.is_complex():
-                found.append(torch.finfo(tensor.dtype).eps)
-            return tensor.detach()
-
         model, lossfunc, _ = self.copy(None)
         try:
-            with saved_tensors_hooks(see, lambda tensor: tensor):
-                z, loss = self.forward(model, lossfunc)
-                loss(z)
+            z, loss = self.forward(model, lossfunc)
+            kept = [z, *(tensor for node in nodes_below([loss(z)]) for tensor in saved_tensors(node))]
         except RuntimeError as error:
             hint = "" if self._dtype is None else f" It is a copy in {self._dtype}: with dtype=None, it keeps its own type."
             raise ArgumentError(f"verify() could not run the model and the loss: {error}.{hint}") from error
-        return max([*found, torch.finfo(z.dtype).eps])
+        return max(torch.finfo(tensor.dtype).eps for tensor in kept if tensor.is_floating_point() or tensor.is_complex())
 
     def keep_random_state(self) -> Callable[[], None]:
         """Remember where the random generators stand.
@@ -223,10 +221,7 @@ class Copies:
         Returns:
             The copy, which values that are functions need; value of each parameter that has one; names of those that are left out.
         """
-        model, lossfunc, extension = self.copy(extension)
-        extend(model)
-        if isinstance(lossfunc, Module):
-            extend(lossfunc)
+        model, lossfunc, extension = self._extended(extension)
         with backpack(extension):
             z, loss = self.forward(model, lossfunc)
             loss(z).backward()
@@ -234,3 +229,23 @@ class Copies:
         named = dict(model.named_parameters())
         values = {name: vars(p)[field] for name, p in named.items() if field in vars(p)}
         return model, values, {name for name, p in named.items() if id(p) in excluded}
+
+    def samples(self, extension: BackpropExtension) -> int | None:
+        """Ask the library how many samples there are.
+
+        Args:
+            extension: For which extension.
+
+        Returns:
+            Their number; ``None`` if it finds none, or different numbers for different parameters.
+        """
+        model, lossfunc, extension = self._extended(extension)
+        z, loss = self.forward(model, lossfunc)
+        return explain_loss(model, loss(z), [extension]).samples
+
+    def _extended(self, extension: BackpropExtension) -> tuple[Module, Callable[..., Tensor], BackpropExtension]:
+        model, lossfunc, extension = self.copy(extension)
+        for module in (model, lossfunc):
+            if isinstance(module, Module):
+                extend(module)
+        return model, lossfunc, extension

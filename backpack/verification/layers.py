@@ -30,6 +30,8 @@ from torch.nn import (
 
 _CONVOLUTIONS = (Conv1d, Conv2d, Conv3d)
 _TRANSPOSED = (ConvTranspose1d, ConvTranspose2d, ConvTranspose3d)
+_TURNS = ("TBackward", "TransposeBackward", "PermuteBackward")
+"""Operations that are no use of a weight themselves: what comes of them may be used more than once."""
 
 
 def _kind(module: Module) -> type[Module] | None:
@@ -248,6 +250,7 @@ def uses(output: Tensor) -> dict[Tensor, int]:
             if hasattr(node, "variable"):
                 counts[node.variable] = counts.get(node.variable, 0) + 1
             elif node is not None and node not in seen:
-                seen.add(node)
+                if not node.name().startswith(_TURNS):
+                    seen.add(node)
                 stack.append(node)
     return counts

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from typing import Any
 
 import torch
-from torch import Generator, Tensor, einsum
-from torch.autograd import grad
+from torch import Generator, Tensor, autograd, einsum
 
 _FEW = 256
 """Numbers of an output for which a backward pass each is affordable."""
 _JOINS = ("StackBackward", "CatBackward", "AddBackward")
 """Operations that put log-probabilities of several softmaxes together."""
+
+
+def grad(*args: Any, **kwargs: Any) -> tuple[Tensor | None, ...]:
+    """Return what ``torch.autograd.grad`` does, dense: gradients of some tables are sparse."""
+    return tuple(g.to_dense() if g is not None and g.is_sparse else g for g in autograd.grad(*args, **kwargs))
 
 
 class Incomparable(Exception):  # noqa: N818  it is no error

@@ -180,7 +180,13 @@ def _judge(at: Comparison, copies: Copies, rtol: float | None, atol: float | Non
     scale = max((compared.largest for found in numbers.values() for compared in found), default=0.0)
     rtol = 10 * reference.precision**0.5 if rtol is None else rtol
     atol = _FLOOR * reference.precision * scale if atol is None else atol
-    return [_compared(row, numbers[row.parameter], rtol, atol) if row.parameter in numbers else row for row in rows]
+    rows = [_compared(row, numbers[row.parameter], rtol, atol) if row.parameter in numbers else row for row in rows]
+    if any(row.verdict is Verdict.WRONG for row in rows) and (found := copies.samples(at.extension)) not in (None, len(reference.output)):
+        raise ArgumentError(
+            f"verify() needs the samples on axis 0 of what enters the loss. Its shape is {list(reference.output.shape)}, and there are {found} "
+            "samples. Write output=lambda out: out.transpose(0, 1), say, with a loss function that takes it like that."
+        )
+    return rows
 
 
 def _numbers(at: Comparison, name: str, values: dict[str, Any], excluded: set[str]) -> list[Numbers]:
