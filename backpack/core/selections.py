@@ -84,15 +84,12 @@ def selection(node: Node) -> Selection | None:
     """Read what a node selects.
 
     Args:
-        node: The node.
+        node: The node, of one of these operations.
 
     Returns:
-        The entries; ``None`` if it is another node, or other entries are selected for each one along other axes.
+        The entries; ``None`` if other ones are selected for each entry along other axes.
     """
-    name = operation(node)
-    if name not in SELECTS:
-        return None
-    shape = shape_of(node.next_functions[0])
+    name, shape = operation(node), shape_of(node.next_functions[0])
     if name == "PackPaddedSequence":
         running = saved(node, "result1")  # how many sequences there are at each step
         places = (torch.arange(running[0]) < running[:, None]).nonzero(as_tuple=True)

@@ -193,7 +193,8 @@ def layout_behind(node: Node, layout: Layout, given: torch.Size, made: torch.Siz
     if name in SAME_ENTRIES:
         return seen_through_reshape(layout, given, made)
     if name in SELECTS:
-        there = None if (chosen := selection(node)) is None else chosen.behind(layout)
+        chosen = selection(node)
+        there = None if chosen is None else chosen.behind(layout)
         return None if there is None or there.of_one else there
     axes = range(len(made)) if name in _AXES else ()
     axis = next((axis for axis in axes if _AXES[name](node, axis, len(given)) == layout.axis), None)
@@ -242,7 +243,13 @@ def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
         The crossing of its input; ``None`` if it is another node, or has to be found out.
     """
     full = shape_of((node, 0))
-    chosen = selection(node) if layout.samples > 1 and full and full.numel() else None
+    if operation(node) not in SELECTS or not full or not full.numel() or not layout.samples:
+        return None
+    if layout.samples == 1:
+        labels = label_tensor((0,), torch.device("cpu")).expand(shape_of(node.next_functions[0]))
+        there = layout_of(labels, labels, 1, layout.axis)  # any axis will do
+        return [Crossing(Way.DATA, there, there)]
+    chosen = selection(node)
     if chosen is None:
         return None
     if layout.of_one:
