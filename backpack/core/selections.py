@@ -95,7 +95,7 @@ def selection(node: Node) -> Selection | None:
         places = (torch.arange(running[0]) < running[:, None]).nonzero(as_tuple=True)
         return Selection(0, shape[:2], places[::-1] if saved(node, "batch_first") else places)
     if name != "Index":
-        full, (dim, rows) = list(shape_of((node, 0))), rows_of(node) or (0, None)
+        full, (dim, rows) = list(shape_of((node, 0))), numbered_rows(node) or (0, None)
         if rows is None or full[:dim] + full[dim:][1:] != list(shape[:dim] + shape[dim:][1:]):  # for some entries along other axes alone
             return None
         return Selection(dim % len(shape), shape[dim:][:1], (rows,))
@@ -111,7 +111,7 @@ def selection(node: Node) -> Selection | None:
     return Selection(first, sizes, tuple(places[used] for places in numbers))
 
 
-def rows_of(node: Node) -> tuple[int, Tensor] | None:
+def numbered_rows(node: Node) -> tuple[int, Tensor] | None:
     """Read which rows a node selects, or adds others to.
 
     Args:

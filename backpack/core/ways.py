@@ -15,7 +15,7 @@ from backpack.core.arrangements import arrangement
 from backpack.core.graph import call_node, has_saved, operation, saved, shape_of, tensor_at
 from backpack.core.linear import LINEAR, SAME_ENTRIES
 from backpack.core.samples import Layout, after_sum, along, filled, label_tensor, layout_of, settle, unite
-from backpack.core.selections import SELECTS, rows_of, selection
+from backpack.core.selections import SELECTS, numbered_rows, selection
 
 STATIC = LINEAR - frozenset(
     """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect MaskedScatter Scatter ScatterAdd Where
@@ -273,7 +273,7 @@ def _of_added(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
         The crossing of each needed input; ``None`` if it is another node, or has to be found out.
     """
     full = shape_of((node, 0))
-    rows = rows_of(node) if operation(node) in _ADDS and layout.samples > 1 and full and full.numel() else None
+    rows = numbered_rows(node) if operation(node) in _ADDS and layout.samples > 1 and full and full.numel() else None
     if rows is None:
         return None
     dim, index = rows[0] % len(full), rows[1]
@@ -324,7 +324,7 @@ def axis_kept(node: Node, layout: Layout, shape: torch.Size) -> Layout | None:
     name, full = operation(node), shape_of((node, 0))
     if not full:
         return None
-    if name == "Slice" and layout.axis == (rows := rows_of(node))[0] % len(shape):
+    if name == "Slice" and layout.axis == (rows := numbered_rows(node))[0] % len(shape):
         labels = torch.full((shape[layout.axis],), -1).index_copy(0, rows[1], torch.tensor(layout.labels))
         return layout._replace(labels=tuple(labels.tolist()))
     stays = name in ELEMENTWISE or (name in _BROADCASTING and shape == full)
