@@ -792,6 +792,62 @@ def test_rows_that_are_selected_by_number(name: str, rows: list[int], labels: tu
     compare_with_columns(out, Layout(axis, labels[: out.shape[axis]], 4), monkeypatch)
 
 
+MASK = torch.tensor([[1, 0, 1, 1, 0], [0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1, 0, 0]]).bool()
+LENGTHS = torch.tensor([3, 5, 1, 4, 2])
+INDEXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mask": lambda h: h[MASK[: len(h)]],
+    "mask of bytes": lambda h: h[MASK[: len(h)].byte()],
+    "mask, steps in front": lambda h: h.transpose(0, 1)[MASK[: len(h)].T],
+    "places": lambda h: h[MASK[: len(h)].nonzero(as_tuple=True)],
+    "places in another order, some twice": lambda h: h[(torch.tensor([1, 0, 4, 1, 0]) % len(h) - len(h), torch.tensor([4, -1, 0, 4, -4]))],
+    "last steps": lambda h: h[ROWS[: len(h)], LENGTHS[: len(h)] - 1],
+    "last steps, counted from behind": lambda h: h[ROWS[: len(h)], -LENGTHS[: len(h)]],
+    "last steps, axis kept": lambda h: h[ROWS[: len(h), None], LENGTHS[: len(h), None] - 1],
+    "last steps, rows by a mask": lambda h: h[ROWS[: len(h)] >= 0, LENGTHS[: len(h)] - 1],
+    "last steps, behind another axis": lambda h: h[:, None][ROWS[: len(h)], 0, LENGTHS[: len(h)] - 1],
+    "grid": lambda h: h[ROWS[: len(h), None], torch.tensor([0, -1, 3])],
+    "steps": lambda h: h[:, torch.tensor([0, -1, 3])],
+    "steps, two axes": lambda h: h[:, torch.tensor([[0, 1], [-1, 3]])],
+    "entries of steps": lambda h: h[:, torch.tensor([0, -1, 3]), torch.tensor([2, 0, 1])],
+    "entry of each": lambda h: h[ROWS[: len(h)], :, LENGTHS[: len(h)] % 3],
+    "entry of each step": lambda h: h[ROWS[: len(h), None], ROWS, LENGTHS[: len(h), None] % 3],
+    "packed": lambda h: pack_padded_sequence(h, LENGTHS[: len(h)].sort(descending=True).values, batch_first=True).data,
+    "packed, steps in front": lambda h: pack_padded_sequence(h.transpose(0, 1), LENGTHS[: len(h)], enforce_sorted=False).data,
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("name", INDEXED)
+def test_entries_that_are_selected_by_indices(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What follows from indices is what columns that are sent through the node tell, along each axis."""
+    out = INDEXED[name](torch.randn(5, 5, 3, requires_grad=True) * 1)
+    for axis, rows in enumerate(out.shape):
+        for labels in ([row % samples for row in range(rows)], [-1, *(row * row % samples for row in range(rows - 1))]):
+            several = len({*labels} - {-1}) > 1
+            with monkeypatch.context() as patch:
+                assert compare_with_columns(out, Layout(axis, tuple(labels), samples), patch) or not (several or samples == 1)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("name", INDEXED)
+def test_losses_of_selected_entries(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of their samples, and no numbers are sent to find out which."""
+    torch.manual_seed(0)
+    select, model = INDEXED[name], extend(Sequential(Linear(4, 4), Sigmoid(), Linear(4, 3))).double()
+    x, y = torch.randn(samples, 5, 4, **DOUBLE), torch.randn(samples, 5, 3, **DOUBLE)
+    with monkeypatch.context() as patch, backpack(BatchGrad(), DiagGGNExact()):
+        for function in ("crossings.probe", "predictions.call_once") if samples > 1 else ():
+            patch.setattr(f"backpack.core.{function}", lambda *_: pytest.fail("numbers are sent"))
+        F.mse_loss(select(model(x)), select(y)).backward()
+    out, owners = select(model(x)).flatten(), select(torch.arange(samples)[:, None, None].expand(samples, 5, 3)).flatten()
+    terms = F.mse_loss(out, select(y).flatten(), reduction="none") / len(out)
+    for parameter in model.parameters():
+        sums = (terms[owners == n].sum() for n in range(samples))
+        close(parameter.grad_batch, torch.stack([torch.autograd.grad(term, parameter, retain_graph=True)[0] for term in sums]))
+        jacobian = torch.stack([torch.autograd.grad(entry, parameter, retain_graph=True)[0] for entry in out])
+        close(parameter.diag_ggn_exact, 2 / len(out) * jacobian.square().sum(0))
+
+
 def compare_with_columns(out: Tensor, layout: Layout, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Compare what an operation tells of the samples with what columns tell that are sent through its node; say whether it tells anything."""
     node, states = out.grad_fn, {out.output_nr: layout}

@@ -9,13 +9,13 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.arrangements import arrangement
 from backpack.core.graph import call_node, has_saved, operation, saved, shape_of, tensor_at
 from backpack.core.linear import LINEAR, SAME_ENTRIES
 from backpack.core.samples import Layout, after_sum, along, filled, label_tensor, layout_of, settle, unite
+from backpack.core.selections import SELECTS, numbered_rows, selection
 
 STATIC = LINEAR - frozenset(
     """Index IndexSelect IndexAdd IndexCopy IndexFill IndexPut Gather Take AsStrided MaskedSelect MaskedScatter Scatter ScatterAdd Where
@@ -36,7 +36,6 @@ _STACKED = frozenset(
     ScaledDotProductCudnnAttention LinalgSolveEx LinalgSolveTriangular LinalgInvEx LinalgCholeskyEx LinalgMatrixExp CholeskySolve""".split()
 )
 _PARTS = frozenset({"Split", "SplitWithSizes", "UnsafeSplit"})
-_SELECTS = frozenset({"Index", "IndexSelect", "Gather", "Slice"})
 OF_ONE = frozenset({"Select", "Mul", "Where", "MaskedFill"})
 """Operations that may take what belongs to one sample out of a tensor of all."""
 _ADDS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce"})
@@ -182,7 +181,7 @@ def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Siz
 
 
 def layout_behind(node: Node, layout: Layout, given: torch.Size, made: torch.Size) -> Layout | None:
-    """Say where the samples lie in what a node makes that reshapes, turns, cuts, joins, or sums, pads, pools or resizes along other axes.
+    """Say where the samples lie in what a node makes that reshapes, turns, cuts, selects, joins, or sums, pads, pools or resizes along other axes.
 
     Args:
         node: The node.
@@ -198,6 +197,10 @@ def layout_behind(node: Node, layout: Layout, given: torch.Size, made: torch.Siz
         return None
     if name in SAME_ENTRIES:
         return seen_through_reshape(layout, given, made)
+    if name in SELECTS:
+        chosen = selection(node)
+        there = None if chosen is None else chosen.behind(layout)
+        return None if there is None or there.of_one else there
     axes = range(len(made)) if name in _AXES else ()
     axis = next((axis for axis in axes if _AXES[name](node, axis, len(given)) == layout.axis), None)
     return None if axis is None or made[axis] != len(layout.labels) else layout._replace(axis=axis)
@@ -234,8 +237,37 @@ def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> La
     return None if found is None else found._replace(axis=there + found.axis)
 
 
-def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
-    """Say how a node carries the samples that selects rows, or adds rows to others, by their numbers.
+def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
+    """Say how a node carries the samples that selects entries by their numbers.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+
+    Returns:
+        The crossing of its input; ``None`` if it is another node, or has to be found out.
+    """
+    full = shape_of((node, 0))
+    if operation(node) not in SELECTS or not full or not full.numel() or not layout.samples:
+        return None
+    if layout.samples == 1:
+        labels = label_tensor((0,), torch.device("cpu")).expand(shape_of(node.next_functions[0]))
+        there = layout_of(labels, labels, 1, layout.axis)  # any axis will do
+        return [Crossing(Way.DATA, there, there)]
+    chosen = selection(node)
+    if chosen is None:
+        return None
+    if layout.of_one:
+        if not len(chosen.sizes) == len(chosen.made) == 1 or operation(node) == "Slice":
+            return None
+        if layout.axis != chosen.axis < len(full) - 1 and not settle(layout).plain:  # those that were not selected may be of other samples
+            layout = Layout(chosen.axis, (max(layout.labels),) * full[chosen.axis], layout.samples)
+    there = chosen.before(layout)
+    return [Crossing(Way.MASKED, None, None) if there is None else Crossing(Way.DATA, there, there)]
+
+
+def _of_added(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples that adds rows to others by their numbers.
 
     Args:
         node: The node.
@@ -245,15 +277,11 @@ def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) 
     Returns:
         The crossing of each needed input; ``None`` if it is another node, or has to be found out.
     """
-    name, full = operation(node), shape_of((node, 0))
-    rows = _rows(node) if name in _SELECTS or name in _ADDS else None
-    if rows is None or layout.samples < 2 or not full or not full.numel():
+    full = shape_of((node, 0))
+    rows = numbered_rows(node) if operation(node) in _ADDS and layout.samples > 1 and full and full.numel() else None
+    if rows is None:
         return None
     dim, index = rows[0] % len(full), rows[1]
-    if name == "Slice" and (layout.axis != dim or layout.of_one):
-        return None
-    if name in _SELECTS and layout.axis != dim < len(full) - 1 and layout.of_one and not settle(layout).plain:
-        layout = Layout(dim, (max(layout.labels),) * full[dim], layout.samples)  # of one sample: those that were not selected may be of others
     crossings: list[Crossing | None] = []
     for number, shape in enumerate(shapes):
         there = layout
@@ -262,47 +290,12 @@ def _of_rows(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) 
             continue
         if shape[:dim] + shape[dim + 1 :] != full[:dim] + full[dim + 1 :]:
             return None
-        if layout.axis == dim and name in _SELECTS:
-            labels = _labels_of_selected(label_tensor(layout.labels, index.device), index % shape[dim], shape[dim], layout.samples)
-            if labels is None:
-                crossings.append(Crossing(Way.MASKED, None, None))
-                continue
-            there = layout._replace(labels=labels)
-        elif layout.axis == dim and number:
+        if layout.axis == dim and number:
             if len(index) != shape[dim]:
                 return None
             there = layout._replace(labels=tuple(label_tensor(layout.labels, index.device)[index].tolist()))
         crossings.append(Crossing(Way.DATA, there, there))
     return crossings
-
-
-def _rows(node: Node) -> tuple[int, Tensor] | None:
-    # an axis, and the numbers of rows along it, if nothing but those tells where an entry goes
-    if operation(node) == "Index":
-        dims = [(dim, index) for dim, index in enumerate(saved(node, "indices")) if index is not None]
-        dim, index = dims[0]
-        return (dim, index.nonzero()[:, 0] if index.dtype in (torch.bool, torch.uint8) else index) if len(dims) == 1 and index.dim() == 1 else None
-    if operation(node) == "Slice":
-        dim = saved(node, "dim")
-        return dim, torch.arange(saved(node, "self_sym_sizes")[dim])[saved(node, "start") : saved(node, "end") : saved(node, "step")]
-    dim, index = saved(node, "dim"), saved(node, "index")
-    if index is None:  # nothing was added but constants
-        return None
-    if index.dim() > 1:
-        others = [axis for axis in range(index.dim()) if axis != dim % index.dim()]
-        if any(not index.shape[axis] or (index.shape[axis] > 1 and index.stride(axis)) for axis in others):
-            return None
-        index = index.movedim(dim, -1)[(0,) * len(others)]
-    return dim, index.reshape(-1)
-
-
-def _labels_of_selected(labels: Tensor, index: Tensor, rows: int, samples: int) -> tuple[int, ...] | None:
-    # to which samples rows belong of which some were selected; None if they are used by several
-    known = labels >= 0
-    low, high = (
-        labels.new_full((rows,), start).scatter_reduce(0, index[known], labels[known], how) for start, how in ((samples, "amin"), (-1, "amax"))
-    )
-    return None if ((low != high) & (high >= 0)).any() else tuple(high.tolist())
 
 
 def united(ones: Iterable[Layout | None], others: Iterable[Layout | None]) -> list[Layout]:
@@ -336,7 +329,7 @@ def axis_kept(node: Node, layout: Layout, shape: torch.Size) -> Layout | None:
     name, full = operation(node), shape_of((node, 0))
     if not full:
         return None
-    if name == "Slice" and layout.axis == (rows := _rows(node))[0] % len(shape):
+    if name == "Slice" and layout.axis == (rows := numbered_rows(node))[0] % len(shape):
         labels = torch.full((shape[layout.axis],), -1).index_copy(0, rows[1], torch.tensor(layout.labels))
         return layout._replace(labels=tuple(labels.tolist()))
     stays = name in ELEMENTWISE or (name in _BROADCASTING and shape == full)
@@ -393,7 +386,7 @@ def known_crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.S
     """
     number, layout = next(iter(states.items()))
     if len(states) == 1 and not number:
-        known = _same_axis(node, layout, shapes) or _of_rows(node, layout, shapes)
+        known = _same_axis(node, layout, shapes) or _of_selected(node, layout) or _of_added(node, layout, shapes)
         if known is not None:
             return known
     return _rearranged(node, number, layout, shapes) if all(state == layout for state in states.values()) else None
