@@ -183,10 +183,13 @@ def test_which_samples_use_a_number_that_is_filled_in_is_told_anew() -> None:
         pass_over(model, x, torch.arange(5) % 3)
 
 
-@pytest.mark.parametrize("function", [Tanh, Expand])
+@pytest.mark.parametrize("function", [Tanh, Expand, *(type(name, (Tanh,), {}) for name in ("Convolution", "NativeLayerNorm", "LeakyRelu"))])
 def test_functions_that_are_named_like_those_of_torch(function: type[Function]) -> None:
     torch.manual_seed(0)
-    pass_over(extend(Net(lambda h, _: function.apply(h))), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3)
+    model, x, y = extend(Net(lambda h, _: function.apply(h))), torch.randn(5, 4, **DOUBLE), torch.arange(5) % 3
+    pass_over(model, x, y)
+    with backpack(DiagHessian()), pytest.raises(UnsupportedError, match=f"{function.__name__}Backward.* a curved operation"):
+        F.cross_entropy(model(x), y).backward()
 
 
 class HalveBackward(Function):

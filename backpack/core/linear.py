@@ -27,7 +27,7 @@ LINEAR = RESHAPES | frozenset(
     Nansum PackPaddedSequence Trace Deg2Rad Rad2Deg MaskedScatter torch::autograd::Copy""".split()
 )
 """Operations that are linear."""
-_BENT = frozenset("ThresholdBackward LeakyReluBackward HardtanhBackward RreluWithNoiseBackward HardshrinkBackward SoftshrinkBackward".split())
+_BENT = frozenset(f"{name}Derivative" for name in "Threshold LeakyRelu Hardtanh RreluWithNoise Hardshrink Softshrink".split())
 """Backward passes of operations that are linear almost everywhere: only on the gradient, their first argument, do they depend smoothly."""
 PIECEWISE_LINEAR = (
     MAX_POOLS

@@ -105,9 +105,9 @@ def _layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int
     return None if len(types) > 1 else layer(node, call, below, factors, layout, walk)
 
 
-@reads("Convolution", "ConvolutionBackward")
+@reads("Convolution", "ConvolutionDerivative")
 def _convolution(node: Node, states: States, walk: Walk) -> Unit | None:
-    back = operation(node) == "ConvolutionBackward"  # the gradient of the input is the transposed convolution of that of the output
+    back = operation(node) == "ConvolutionDerivative"  # the gradient of the input is the transposed convolution of that of the output
     layout, axes, transposed = _single(states[node]), len(shape_of((node, 0))) - 2, saved(node, "transposed") != back
     if layout is None or layout.axis != 0 or axes > 3:
         return None
@@ -215,7 +215,7 @@ def _layer_norm(node: Node, states: States, walk: Walk) -> Unit | None:
     return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
-@reads("NativeLayerNormBackward")
+@reads("NativeLayerNormDerivative")
 def _slope_of_layer_norm(node: Node, states: States, walk: Walk) -> Composite | None:
     """Read the gradient of the input of a layer normalisation, the symmetric Jacobian of ``x_hat`` on ``weight * g``, which depends on all three.
 

@@ -104,7 +104,7 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
     elif name in ("Softmax", "SafeSoftmax", "LogSoftmax", "SoftmaxBackwardData", "LogSoftmaxBackwardData"):
         stays = not full or layout.axis != saved(node, "dim") % len(full)
     else:
-        stays = name.removesuffix("Backward") in ELEMENTWISE  # derivatives of derivatives, too
+        stays = name.removesuffix("Derivative") in ELEMENTWISE  # derivatives of derivatives, too
     same = all(shape is None or shape == full or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
     return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
 
@@ -141,7 +141,7 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
         for name in """MaxPool AdaptiveMaxPool FractionalMaxPool AvgPool AdaptiveAvgPool ReflectionPad ReplicationPad UpsampleNearest
         UpsampleNearestExact UpsampleLinear UpsampleBilinear UpsampleBicubic UpsampleTrilinear""".split()
         for end in ("", "WithIndices", "Aa")
-        for derivative in ("", "Backward")
+        for derivative in ("", "Derivative")
     },
     **dict.fromkeys(("Sum", "Mean"), lambda node, axis, axes: _axis_of_reduced(node, axis, axes) if has_saved(node, "dim") else None),
 }
