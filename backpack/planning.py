@@ -287,7 +287,25 @@ def all_refused(
                 asked_in(plan, others, Collector(plan, others))
         except BackpackError as error:
             errors.append(error)
-    return first if len(errors) == 1 else merge(errors)
+    whole = first if len(errors) == 1 else merge(errors)
+    modular = [extension for extension in extensions if extension.flow is not None and extension.flow.needs is Need.MODULES]
+    others = tuple(extension for extension in extensions if extension not in modular)
+    if modular and others and _is_accepted(roots, others, only, returns):
+        names = " and ".join(type(extension).__name__ for extension in modular)
+        hint = f" Beside {names}, only modules are read, and no functions: in a context without {names}, the other quantities are computed."
+        whole = merge(type(part)(part.template + hint, part.about) for part in whole.parts)
+    return whole
+
+
+def _is_accepted(roots: list[Any], extensions: tuple[BackpropExtension, ...], only: frozenset[int] | None, returns: bool) -> bool:
+    # whether nothing is refused
+    try:
+        plan = make_plan(walk_from(roots, extensions, only), roots, extensions, returns)
+        if plan is not None:
+            asked_in(plan, extensions, Collector(plan, extensions))
+    except BackpackError:
+        return False
+    return True
 
 
 def excluded_by(extensions: Iterable[BackpropExtension]) -> frozenset[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, leave_out, results, unextend
 from backpack.custom_module.branching import Parallel
-from backpack.extensions import GGNMP, HBP, KFAC, KFLR, KFRA, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
+from backpack.extensions import GGNMP, HBP, HMP, KFAC, KFLR, KFRA, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension
 from backpack.hessianfree.hvp import hessian_vector_product
@@ -475,3 +476,23 @@ def test_steps_on_the_first_axis() -> None:
     with backpack(BatchGrad()):
         model(x.transpose(0, 1)).square().sum().backward()
     assert len(model.head.weight.grad_batch) == x.shape[1]
+
+
+class Functional(nn.Module):
+    """Calls its first layer as a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(F.linear(x, self.first.weight, self.first.bias).tanh())
+
+
+def test_refusals_name_extensions_that_read_modules_only() -> None:
+    """What works alone is refused beside them, also where they leave the parameter out."""
+    model, x, y = extend(Functional()), torch.randn(2, 3), torch.tensor([0, 3])
+    beside = (KFAC(), HMP(exclude=["first"]))
+    for others, expected in (((KFAC(),), None), (beside, "first.weight.*a context without HMP"), ((HMP(),), "^((?!without HMP).)*$")):
+        with backpack(*others), nullcontext() if expected is None else pytest.raises(UnsupportedError, match=expected):
+            F.cross_entropy(model(x), y).backward()
