@@ -10,9 +10,9 @@ from torch.nn import Module, Parameter
 
 from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
-from backpack.core.slots import version_of
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Combination, MicroBatches, Note, Part, is_marked, mark_of
+from backpack.utils.differentiation import version_of
 from backpack.utils.errors import ArgumentError, UnsupportedError, require_module
 from backpack.utils.numbers import is_number
 

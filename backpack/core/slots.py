@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from backpack.core.derivatives.records import number_of
+from backpack.utils.differentiation import version_of
 from backpack.utils.errors import OverwrittenError
 
 Edge = tuple[Node, int]
@@ -161,21 +162,6 @@ def recorded(name: str) -> property:
         The attribute.
     """
     return property(partial(shown, name=name))
-
-
-def version_of(tensor: Tensor) -> int:
-    """Count how often a tensor was changed in place.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        Number of changes; 0 for tensors of inference mode, which do not count.
-    """
-    try:
-        return tensor._version
-    except RuntimeError:
-        return 0
 
 
 def versions_of(parameters: Mapping[str, Tensor | None], constants: Mapping[str, Tensor | None]) -> list[int | None]:

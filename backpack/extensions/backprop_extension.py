@@ -16,11 +16,11 @@ from backpack.core.excluding import Excluded, Excluding, as_excluded
 from backpack.core.flow import Flow, add_columns
 from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
-from backpack.core.slots import version_of
 from backpack.extensions.combining import Combination
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
 from backpack.extensions.saved_quantities import SavedQuantities
+from backpack.utils.differentiation import version_of
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, FailModeError, OverwrittenError, UnsupportedError
 from backpack.utils.nested import tensors_in
 from backpack.utils.subsampling import are_indices

@@ -20,7 +20,6 @@ from backpack.core.connect import Connection
 from backpack.core.flow import Columns, Flow, Reader, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.slots import version_of
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted, mark_of
 from backpack.extensions.flows import GRADIENT, carried_for
@@ -30,7 +29,7 @@ from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Contribution, join, joins
 from backpack.extensions.rules import FromGradient, Rule, find_faster
 from backpack.extensions.spared import Spared, gradient_at
-from backpack.utils.differentiation import undifferentiable
+from backpack.utils.differentiation import undifferentiable, version_of
 from backpack.utils.errors import BackpackError, UnattributedError, merge
 from backpack.utils.pages import written
 from backpack.utils.precision import in_type

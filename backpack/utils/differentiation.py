@@ -201,3 +201,18 @@ def square_root(value: Tensor) -> Tensor:
         return value.sqrt()
     positive = value > 0
     return value.where(positive, 1).sqrt().where(positive, 0)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Count how often a tensor was changed in place.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        Number of changes; 0 for tensors of inference mode, which do not count.
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        return 0

@@ -12,7 +12,7 @@ from backpack.core.derivatives.kinds import ConstantJacobianDerivatives
 from backpack.core.derivatives.normalization import ScaleShiftDerivatives
 from backpack.core.derivatives.records import module_of
 from backpack.core.derivatives.registry import register
-from backpack.core.slots import version_of
+from backpack.utils.differentiation import version_of
 from backpack.utils.errors import MixedSamplesError, OverwrittenError, batch_norm_raise_error_if_train
 from backpack.utils.subsampling import subsample
 
