@@ -75,12 +75,13 @@ def test_one_sample(extension: type[BackpropExtension], change: str, loss: type[
 @pytest.mark.parametrize(
     ("lossfunc", "path"),
     [
-        (extend(nn.CrossEntropyLoss()), "CrossEntropyLoss"),
+        (nn.CrossEntropyLoss(), "CrossEntropyLoss"),
         (F.cross_entropy, r"cross_entropy \(LogSoftmaxBackward0\)"),
         (lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1, reduction="none").sum(), r"cross_entropy \(LogSoftmaxBackward0\)"),
     ],
 )
 def test_scale_of_a_loss(extension: type[BackpropExtension], lossfunc: Callable[[Tensor, Tensor], Tensor], path: str, scale: float) -> None:
+    lossfunc = extend(lossfunc) if isinstance(lossfunc, nn.Module) else lossfunc
     model, said = extend(nn.Linear(4, 3)), rf"{path} is scaled by a number that is not finite.*Multiply it by a finite one"
     with backpack(extension()), pytest.raises(LossValueError, match=said):
         (scale * lossfunc(model(torch.rand(2, 4)), torch.tensor([0, 2]))).backward()

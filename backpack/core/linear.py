@@ -65,7 +65,7 @@ def is_linear(node: Node, varies: Callable[[Node], Any]) -> bool:
         Whether it is.
     """
     name = operation(node)
-    if name in LINEAR | LINEAR_IN_LOG_PROBABILITIES | _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
+    if name in LINEAR | _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
         return True
     if node.name() == ON_A_PART:
         if _ASSIGNMENT not in node.metadata:

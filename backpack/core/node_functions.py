@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.graph import has_saved, operation, saved, saves_tensor, shape_of, tensor_at
-from backpack.core.linear import LINEAR, PIECEWISE_LINEAR
+from backpack.core.linear import LINEAR, LINEAR_IN_LOG_PROBABILITIES, PIECEWISE_LINEAR
 from backpack.utils.precision import wide
 
 # Keys are names of nodes. Each has the name of a function, and the names of its arguments, which are those of what the node has saved, or
@@ -172,7 +172,7 @@ def is_known(node: Node) -> bool:
         return False  # the norms are not those of the entries at an index of the first axis
     if _key(node) in _ENTRYWISE and has_saved(node, "reduction") and saved(node, "reduction"):
         return False  # a sum or a mean
-    return operation(node) in LINEAR | PIECEWISE_LINEAR or _key(node) in _KNOWN
+    return operation(node) in LINEAR | PIECEWISE_LINEAR | LINEAR_IN_LOG_PROBABILITIES or _key(node) in _KNOWN
 
 
 def product(node: Node) -> Product | None:

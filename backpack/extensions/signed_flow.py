@@ -21,7 +21,7 @@ from backpack.core.derivatives.blocks import has_root
 from backpack.core.derivatives.records import number_of
 from backpack.core.flow import Columns, Use
 from backpack.core.graph import operation, shape_of
-from backpack.core.linear import PRODUCTS, is_linear
+from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, PRODUCTS, is_linear
 from backpack.core.node_functions import product
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born, columns_of, has_complex, is_solvable, residual, sizes_of
@@ -217,7 +217,8 @@ def curved_in(walk: Walk, concerned: int, gap: Gap) -> int:
     reached = [walk.reach[n[0]] & concerned for n in nexts if n is not None]
     if name in PRODUCTS:
         return reduce(or_, (a & b for a, b in combinations(reached, 2)), 0)
-    return 0 if is_linear(gap.node, lambda n: walk.reach.get(n, 0) & concerned) else reduce(or_, reached, 0)
+    linear = name in LINEAR_IN_LOG_PROBABILITIES or is_linear(gap.node, lambda n: walk.reach.get(n, 0) & concerned)
+    return 0 if linear else reduce(or_, reached, 0)
 
 
 def _coupled(walk: Walk, concerned: int, unit: Unit) -> bool:
