@@ -233,7 +233,7 @@ def test_factors_of_forward_derivatives(samples: int, monkeypatch: pytest.Monkey
         lossfunc(slope(net.last(net.first(x := x.clone().requires_grad_()).sin()), x), x.detach()).backward()
 
 
-@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("samples", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", NETS)
 def test_hessian_of_derivatives(name: str, samples: int) -> None:
     """Exact where the derivative is made of known operations; refused where it is an operation of its own."""
