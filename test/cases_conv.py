@@ -54,6 +54,7 @@ LAYERS: dict[str, tuple[Callable[[], Module], tuple[int, ...]]] = {
         (4, 3),
     ),
     "ConvTranspose1d, much padding": (lambda: ConvTranspose1d(1, 2, 2, padding=2), (1, 5)),
+    "ConvTranspose1d, further positions": (lambda: ConvTranspose1d(2, 3, 2, stride=2, dilation=4, padding=1, output_padding=3), (2, 3)),
     "ConvTranspose1d, gaps": (lambda: ConvTranspose1d(2, 2, 1, stride=3, output_padding=2), (2, 3)),
     "ConvTranspose2d": (lambda: ConvTranspose2d(2, 3, 2), (2, 2, 3)),
     "ConvTranspose2d, rectangular": (

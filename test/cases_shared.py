@@ -86,11 +86,16 @@ def both_directions() -> Module:
     return tied(Conv2d(2, 2, 3, padding=1, bias=False), ConvTranspose2d(2, 2, 3, padding=1, bias=False), "weight")
 
 
+def down_and_up() -> Module:
+    return tied(Conv2d(2, 2, 2, stride=2, bias=False), ConvTranspose2d(2, 2, 2, stride=2, bias=False), "weight")
+
+
 def both_directions_as_functions(net: Net, x: Tensor) -> Tensor:
     h = F.conv2d(net.a(x).reshape(-1, 2, 3, 3), net.kernel, padding=1).tanh()
     return net.b(F.conv_transpose2d(h, net.kernel, padding=1).mean((2, 3)))
 
 
+graph("kernel of a convolution and a transposed one, strides", *between(down_and_up, 2, 2, 4, 2), (3,), *USES, "two orientations")
 graph("kernel of a convolution and a transposed one", *between(both_directions, 2, 2, 3, 3), (3,), *USES, "two orientations")
 graph(
     "kernel of a convolution and a transposed one, functions",

@@ -238,6 +238,22 @@ def test_samples_as_groups(layer: Callable[[], nn.Conv2d], N: int) -> None:
     close(conv.weight.diag_ggn_exact_batch, 2 * slopes.square())
 
 
+def test_strides_of_transposed_convolutions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their inputs are not unfolded with zeros in between: columns at their outputs are, as many as there are entries of the input."""
+    torch.manual_seed(0)
+    x, y = randn(3, 2, 2, 2, dtype=DOUBLE), torch.tensor([0, 1, 2])
+    model = classifier(nn.ConvTranspose2d(2, 4, 2, stride=2), nn.Tanh(), nn.ConvTranspose2d(4, 2, (3, 2), 2, 1, 1, groups=2), width=112).to(DOUBLE)
+    expected = results(model, x, y)
+    for layer in (model[0], model[2]):
+        monkeypatch.setattr(derivatives_for(layer), "turned", lambda *args: None)  # as if positions were further ones
+    by_inputs = results(model, x, y)
+    monkeypatch.undo()
+    monkeypatch.setattr(ConvTransposeNDDerivatives, "columns", None)
+    for name, value in results(model, x, y).items():
+        close(value, expected[name])
+        close(value, by_inputs[name])
+
+
 def test_autocast() -> None:
     """Under autocast a layer is read off its graph node, with the tensors that the kernel saw, behind the cast of its parameters."""
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from backpack.core.arrangements import ragged
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Samples
+from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
@@ -82,10 +83,14 @@ class Contribution(NamedTuple):
             places = grads.new_zeros(len(grads), size).scatter_(1, lookups.indices[:, None], 1)
             columns, rows = (part.reshape(samples, 1, len(grads) // max(samples, 1), part.shape[1]).mT for part in (grads, places))
             return cls(use, name, _LINEAR, columns, dict.fromkeys(use.value, rows[None]), call.weight)
+        values = use.value
+        if isinstance(rule, ConvTransposeNDDerivatives) and name == "weight" and values.keys() == {0}:  # the gradient: factors have their own sides
+            rule, call, mat = rule.turned(call, values[0]) or (rule, call, values[0])
+            values = {0: mat}
         part = isinstance(rule, PartDerivatives) and use.layout.plain
         view, columns = (rule.own_rows, rule.own_columns) if part else (rule.rows, rule.columns)
         inputs = (None, None) if name == "bias" else (columns(call), call.weight)
-        return cls(use, name, rule, inputs[0], {source: view(call, mat) for source, mat in use.value.items()}, inputs[1], rule.own if part else None)
+        return cls(use, name, rule, inputs[0], {source: view(call, mat) for source, mat in values.items()}, inputs[1], rule.own if part else None)
 
     @property
     def some(self) -> Tensor:
@@ -322,6 +327,8 @@ def _along_positions(parts: list[Tensor]) -> Tensor:
     Returns:
         ``[..., K, sum of L]``.
     """
+    if len(parts) == 1:
+        return parts[0]
     if parts[0].stride(-2) < parts[0].stride(-1):
         return torch.cat([part.mT for part in parts], dim=-2).mT
     return torch.cat(parts, dim=-1)

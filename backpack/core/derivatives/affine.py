@@ -97,6 +97,19 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         """
         return None
 
+    def easier(self, module: Module, mat: Tensor, subsampling: Samples = None) -> tuple[AffineDerivatives, Module, Tensor]:
+        """Say which layer's per-sample products with the weight are the same and cheaper: its own, by default.
+
+        Args:
+            module: The layer with its recorded input and output.
+            mat: ``[V, *output]``.
+            subsampling: Samples that ``mat`` is about; ``None`` for all.
+
+        Returns:
+            Derivatives, layer, and columns at its output, ``mat`` or ``[1, V * N, ...]``.
+        """
+        return self, module, mat
+
     def groups(self, module: Module) -> int:
         """Number of groups of channels that do not meet.
 

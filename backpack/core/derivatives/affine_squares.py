@@ -89,6 +89,7 @@ def squared_norms(
     vectors = layer.vectors(module)
     if vectors is not None:
         return (torch.linalg.vector_norm(wide(vectors), dim=1) * norms_at_output(mat, notes)).square()
+    layer, module, mat = layer.easier(module, mat)
     rows = wide(layer.rows(module, mat)[0])
     samples, groups, outputs, positions = rows.shape
     if positions == 1:
@@ -174,6 +175,8 @@ def sum_of_squares(
     if vectors is not None:
         squares, factors = wide(vectors).square(), squares_at_output(mat, signs, notes).t()
         return factors @ squares if scale == 1 else torch.addmm(squares.new_empty(()), factors, squares, beta=0, alpha=scale)
+    layer, module, mat = layer.easier(module, mat)
+    signs = signs if signs is None else signs.reshape(mat.shape[:2])
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
         squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)
@@ -198,6 +201,8 @@ def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, si
     Returns:
         ``[N, *weight]``.
     """
+    if len(mat) == 1:
+        layer, module, mat = layer.easier(module, mat)
     rows = layer.rows(module, mat)
     if rows.shape[4] == 1:
         squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)
