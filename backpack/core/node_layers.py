@@ -47,12 +47,20 @@ class SlopeScaleDerivatives(LayerNormDerivatives):
         return subsample(module.input0, subsampling=subsampling)
 
 
+class SlopeOfFixedNormDerivatives(BatchNormNdDerivatives):
+    """Gradient of the input of a batch normalisation in evaluation mode, in which only the deviation is divided by."""
+
+    def normalised(self, module: Any, subsampling: Samples = None) -> Tensor:
+        return subsample(module.input0, subsampling=subsampling) * self._running(module)[1]
+
+
 _CONVOLUTIONS = {(kind, n): kind(n) for kind in (ConvNDDerivatives, ConvTransposeNDDerivatives) for n in (1, 2, 3)}
-_LAYER_NORM, _LAYER_NORM_SLOPE, _GROUP_NORM, _BATCH_NORM, _EMBEDDING, _BILINEAR = (
+_LAYER_NORM, _LAYER_NORM_SLOPE, _GROUP_NORM, _BATCH_NORM, _SLOPE_OF_FIXED_NORM, _EMBEDDING, _BILINEAR = (
     SavedLayerNormDerivatives(),
     SlopeScaleDerivatives(),
     GroupNormDerivatives(),
     BatchNormNdDerivatives(),
+    SlopeOfFixedNormDerivatives(),
     EmbeddingDerivatives(),
     BilinearDerivatives(),
 )
@@ -243,7 +251,9 @@ def _slope_of_layer_norm(node: Node, states: States, walk: Walk) -> Composite | 
     return None if unit is None else Composite([unit], pull, [(node.next_functions[number], layout) for number in below], [(node, 0)])
 
 
-def _norm_of_channels(node: Node, rule: BaseParameterDerivatives, layout: Layout | None, walk: Walk, **settings: str) -> Unit | None:
+def _norm_of_channels(
+    node: Node, rule: BaseParameterDerivatives, layout: Layout | None, walk: Walk, source: str = "input", weight: int = 1, **settings: str
+) -> Unit | None:
     """Read a normalization with a weight and a bias for each channel, on axis 1.
 
     Args:
@@ -251,6 +261,8 @@ def _norm_of_channels(node: Node, rule: BaseParameterDerivatives, layout: Layout
         rule: Its rule.
         layout: Where the samples lie in its output.
         walk: The graph.
+        source: Under which name the node has saved its input.
+        weight: Number of the next edge of the weight.
         settings: What the rule reads, and under which name the node has saved it.
 
     Returns:
@@ -261,12 +273,12 @@ def _norm_of_channels(node: Node, rule: BaseParameterDerivatives, layout: Layout
     call = NodeCall(
         node,
         rule,
-        input0=lambda: saved(node, "input"),
-        weight=_saved_or_shape(node, "weight", 1),
+        input0=lambda: saved(node, source),
+        weight=_saved_or_shape(node, "weight", weight),
         bias=lambda: torch.empty(shape_of((node, 0))[1], device="meta"),
-        **{name: partial(saved, node, source) for name, source in settings.items()},
+        **{name: partial(saved, node, place) for name, place in settings.items()},
     )
-    return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+    return _layer(node, call, 0, {"weight": weight} | ({"bias": 2} if weight == 1 else {}), layout, walk)
 
 
 @reads("NativeGroupNorm")
@@ -296,11 +308,14 @@ def _group_norm(node: Node, states: States, walk: Walk) -> Unit | Composite | No
     return Composite([unit], pull, below, [(node, nr) for nr in range(outputs_of(node))])
 
 
-@reads("NativeBatchNorm")
+@reads("NativeBatchNorm", "NativeBatchNormDerivative")
 def _batch_norm(node: Node, states: States, walk: Walk) -> Unit | None:
-    if saved(node, "training") or saved(node, "running_mean") is None:
+    slope = operation(node) == "NativeBatchNormDerivative"  # multiplies the gradient by weight and inverse deviation
+    if saved(node, "train" if slope else "training") or saved(node, "running_mean") is None:
         return None
-    return _norm_of_channels(node, _BATCH_NORM, _single(states[node]), walk, running_mean="running_mean", running_var="running_var", eps="eps")
+    rule, source, weight = (_SLOPE_OF_FIXED_NORM, "grad_out", 2) if slope else (_BATCH_NORM, "input", 1)
+    statistics = {"running_mean": "running_mean", "running_var": "running_var", "eps": "eps"}
+    return _norm_of_channels(node, rule, _single(states[node]), walk, source, weight, **statistics)
 
 
 def _lookup(node: Node, numbers: Callable[[], Tensor], layout: Layout | None, walk: Walk, padding: int | None = None) -> Unit | None:

@@ -35,6 +35,8 @@ _STACKED = frozenset(
     """Bmm Baddbmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
     ScaledDotProductCudnnAttention LinalgSolveEx LinalgSolveTriangular LinalgInvEx LinalgCholeskyEx LinalgMatrixExp CholeskySolve""".split()
 )
+_OF_CHANNELS = frozenset(f"{kind}BatchNorm{derivative}" for kind in ("Native", "Cudnn", "Miopen") for derivative in ("", "Derivative"))
+"""These treat every entry of axis 1 alone, which holds those of all samples in an instance normalization."""
 _PARTS = frozenset({"Split", "SplitWithSizes", "UnsafeSplit"})
 OF_ONE = frozenset({"Select", "Mul", "Where", "MaskedFill"})
 """Operations that may take what belongs to one sample out of a tensor of all."""
@@ -99,6 +101,9 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
     name, full = operation(node), shape_of((node, 0))
     if name in _BROADCASTING:
         return [None if shape is None else summed(layout, full, shape) for shape in shapes]
+    if name in _OF_CHANNELS and layout.axis == 1:
+        there = {1: layout._replace(axis=0), len(full): layout}
+        return [None if shape is None else Crossing(Way.DATA, there[len(shape)], there[len(shape)]) for shape in shapes]
     if name in _STACKED:
         stays = layout.axis < len(full) - 2
     elif name in ("Softmax", "SafeSoftmax", "LogSoftmax", "SoftmaxBackwardData", "LogSoftmaxBackwardData"):
