@@ -67,6 +67,13 @@ for _name, _bias, _shape in (
         *(["other parameters"] if "computed" in _name else []),
     )
 graph(
+    "stack of frozen matrices, biases",
+    lambda net, x: net.a(net.tanh(torch.baddbmm(net.bias, x.transpose(0, 1), torch.ones_like(net.bias).expand(2, 3, 2))).sum(0)),
+    layers(2, 4, tanh=Tanh, bias=parameter(2, 1, 2)),
+    (2, 3),
+    "nested",
+)
+graph(
     "stack of matrices, activations added",
     lambda net, x: net.a(net.tanh(torch.baddbmm(net.c(x).transpose(0, 1), net.b(x).transpose(0, 1), net.stack)).sum(0)),
     layers(2, 4, tanh=Tanh, stack=parameter(2, 3, 2), b=lambda: Linear(3, 3), c=lambda: Linear(3, 2)),

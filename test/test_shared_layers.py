@@ -12,11 +12,13 @@ from table import classify, default_dtype
 from test_extensions import QUANTITIES, close
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrize import register_parametrization
 from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, clear, explain, extend, extensions, register, results
+from backpack.core.crossings import Gap
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.extensions import KFLR, SqrtGGNExact
+from backpack.extensions import KFLR, BatchGrad, SqrtGGNExact
 from backpack.utils.errors import BackpackError, UnsupportedError
 from backpack.utils.kroneckers import kfacs_to_mat
 
@@ -362,6 +364,35 @@ def test_rows_of_a_weight_are_no_positions(made: Callable[[Tensor, Tensor], Tens
     with backpack(KFLR(exclude=["left", "right"])):
         F.cross_entropy(model(torch.randn(3, 4)), torch.tensor([0, 1, 2])).backward()
     assert len(model.out.weight.kflr) == 2
+
+
+class Update(nn.Module):
+    """What is added to a weight that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Parameter(torch.randn(5, 2)), nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.left @ self.right
+
+
+def test_a_frozen_weight_that_a_module_is_given_is_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parametrization is given the weight that it updates: the layer is read as one, and factors of the update are refused."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), torch.randn(4, 4, dtype=torch.float64), torch.arange(4) % 3
+    register_parametrization(model[0], "weight", Update().double())
+    model[0].parametrizations.weight.original.requires_grad_(False)
+    update = extend(model)[0].parametrizations.weight[0]
+    with backpack(KFLR(exclude=[update.left])), pytest.raises(UnsupportedError, match=f"right {MAKES_A_WEIGHT}"):
+        F.cross_entropy(model(x), y).backward()
+    monkeypatch.setattr(Gap, "call_masked", lambda *_: pytest.fail("a layer is crossed sample by sample"))
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x), y).backward()
+    for n, row in enumerate(x):
+        slopes = torch.autograd.grad(F.cross_entropy(model(row[None]), y[n : n + 1]) / 4, [update.left, update.right])
+        close(update.left.grad_batch[n], slopes[0])
+        close(update.right.grad_batch[n], slopes[1])
 
 
 def test_a_weight_that_is_made_in_one_row_has_factors() -> None:

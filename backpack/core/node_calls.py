@@ -283,7 +283,7 @@ def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit
     def matrix() -> Tensor:
         value = saved(node, second)
         if value is None:  # the input needs no gradient; if the weight needs none either, the bias is all there is
-            value = torch.empty((0, shape[-1]) if weight[0] is None else shape_of(weight), device="meta")
+            value = torch.empty((*stack, 0, shape[-1]) if weight[0] is None else shape_of(weight), device="meta")
         return value.mT if turned else value
 
     factors = {"weight": 2, "bias": 0} if bias else {"weight": 1}
