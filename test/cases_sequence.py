@@ -31,6 +31,23 @@ graph(
     (2, 3),
     *BOTH,
 )
+for _name, _function, _factor in (
+    ("on positions", lambda net, x: net.b(x).tanh() @ net.v, {}),
+    ("samples second", lambda net, x: (net.b(x).tanh().transpose(0, 1) @ net.v).T, {}),
+    ("that is computed", lambda net, x: net.b(x).tanh() @ net.v.exp(), {}),
+    ("that is selected", lambda net, x: net.b(x).tanh() @ net.m[1], {"m": parameter(2, 3)}),
+    ("of each sample", lambda net, x: torch.stack([rows @ net.v for rows in net.b(x).tanh()]), {}),
+    ("twice", lambda net, x: (h := net.b(x)) @ net.v + (h + (h @ net.v)[..., None]).tanh() @ net.v, {}),
+):
+    graph(
+        f"vector {_name}",
+        lambda net, x, function=_function: net.a(function(net, x).tanh()),
+        layers(2, 4, b=lambda: Linear(3, 3), **_factor or {"v": parameter(3)}),
+        (2, 3),
+        "nested",
+        "reused",
+        "other parameters",
+    )
 graph(
     "stack of matrices",
     lambda net, x: net.a(net.tanh(torch.bmm(x.transpose(0, 1), net.stack)).sum(0)),

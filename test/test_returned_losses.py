@@ -518,6 +518,12 @@ def test_as_many_positions_as_samples(cls: type[Model], length: int) -> None:
     check(cls, length, length, FIRST + SECOND)
 
 
+@pytest.mark.parametrize(("samples", "length"), [(1, 3), (2, 3), (3, 2), (4, 1)])
+def test_neighbours_of_one_sample(samples: int, length: int) -> None:
+    """What the loss has a row for is a sample, of which a layer was given several neighbouring rows."""
+    check(Bag, samples, length, FIRST + SECOND)
+
+
 @pytest.mark.parametrize(
     ("cls", "samples", "length"),
     [
@@ -528,7 +534,6 @@ def test_as_many_positions_as_samples(cls: type[Model], length: int) -> None:
         (Cast, 3, 3),
         (Sequences, 3, 3),
         (Tokens, 2, 4),
-        (Bag, 3, 2),
         (Masked, 3, 5),
         (Sorted, 4, 0),
         (TwoHeads, 3, 3),
@@ -1239,3 +1244,41 @@ def test_labels_of_positions_behind_a_layer_without_rule(samples: int, flat: boo
     for parameter, gradients in zip(model.parameters(), expected, strict=True):
         if not flat:
             close(parameter.grad_batch, gradients)
+
+
+class Codebook(nn.Module):
+    """Quantizes ``[N, T, 3]``, and returns the loss of that beside a reconstruction; codes are looked up for all positions in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.codes, self.decode = nn.Linear(2, 3), nn.Embedding(6, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        z = self.encode(x)
+        nearest = torch.cdist(z.flatten(0, 1), self.codes.weight).argmin(1)
+        q = self.codes(nearest).view_as(z)
+        return self.decode(z + (q - z).detach()), F.mse_loss(q, z.detach()) + 0.25 * F.mse_loss(z, q.detach())
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_loss_beside_predictions(samples: int) -> None:
+    """Neighbouring rows of a module inside are those of one sample, as the loss has them; not known where there are as many of each."""
+    torch.manual_seed(0)
+    model, x = Codebook().double(), torch.randn(samples, 3, 2, dtype=torch.float64)
+
+    def loss(x: Tensor) -> Tensor:
+        made, other = model(x)
+        return F.mse_loss(made, x) + other
+
+    expected = sample_gradients(model, [loss(x[n : n + 1]) for n in range(samples)])
+    extend(model)
+    if samples == 3:
+        with backpack(BatchGrad()), pytest.raises(BackpackError):
+            loss(x).backward()
+        assert results(model) == {}
+        return
+    with backpack(BatchGrad(), Variance()):
+        loss(x).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)
+        close(parameter.variance, gradients.var(0, unbiased=False))

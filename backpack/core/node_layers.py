@@ -18,6 +18,7 @@ from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivative
 from backpack.core.derivatives.convnd import ConvNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.grouped import GroupedDerivatives
+from backpack.core.derivatives.matmul import VectorDerivatives
 from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives, standardized
 from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.leaves import turns, way_to_leaf
@@ -55,13 +56,14 @@ class SlopeOfFixedNormDerivatives(BatchNormNdDerivatives):
 
 
 _CONVOLUTIONS = {(kind, n): kind(n) for kind in (ConvNDDerivatives, ConvTransposeNDDerivatives) for n in (1, 2, 3)}
-_LAYER_NORM, _LAYER_NORM_SLOPE, _GROUP_NORM, _BATCH_NORM, _SLOPE_OF_FIXED_NORM, _EMBEDDING, _BILINEAR = (
+_LAYER_NORM, _LAYER_NORM_SLOPE, _GROUP_NORM, _BATCH_NORM, _SLOPE_OF_FIXED_NORM, _EMBEDDING, _VECTOR, _BILINEAR = (
     SavedLayerNormDerivatives(),
     SlopeScaleDerivatives(),
     GroupNormDerivatives(),
     BatchNormNdDerivatives(),
     SlopeOfFixedNormDerivatives(),
     EmbeddingDerivatives(),
+    VectorDerivatives(),
     BilinearDerivatives(),
 )
 _OUTER_PRODUCTS = [[1, 3], [0], [1, 2], [2, 3]]  # which axes bilinear adds to its factors, and sums over
@@ -141,6 +143,16 @@ def _convolution(node: Node, states: States, walk: Walk) -> Unit | None:
         **{name: lambda value=value: value for name, value in settings.items()},
     )
     return _layer(node, call, 0, {"weight": number} if back else {"weight": number, "bias": 2}, layout, walk)
+
+
+@reads("Mv")
+def _product_with_vector(node: Node, states: States, walk: Walk) -> Unit | None:
+    layout = rows_along(0, shape_of((node, 0))[0], states[node][0])
+    if layout is None or checkpointed(node):
+        return None
+    read = {"input0": lambda: saved(node, "self"), "weight": _saved_or_shape(node, "vec", 1)}
+    unit = _layer(node, NodeCall(node, _VECTOR, **read), 0, {"weight": 1}, layout, walk)
+    return None if unit is None or unit.couples else unit  # what couples the two factors is known of products alone
 
 
 @reads("GroupedMm")

@@ -12,7 +12,7 @@ from backpack.core.batches import batch_of, first_shape, lacks_batch
 from backpack.core.calls import ModuleCall
 from backpack.core.graph import compiled, operation, reads_data, saved, shape_of
 from backpack.core.linear import RESHAPES
-from backpack.core.samples import Layout, plain_layout, settle
+from backpack.core.samples import Layout, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, State
@@ -329,9 +329,10 @@ def refuse_other_rows(walk: Walk, node: Node, states: Iterable[State]) -> None:
         states: States of its outputs.
 
     Raises:
-        UnsupportedError: If the rows do not stay on axis 0.
+        UnsupportedError: If the rows do not stay on axis 0, one or several neighbours for each of them.
     """
-    if any(state is not SPLIT and settle(state) != plain_layout(state.samples) for state in states):
+    settled = [settle(state) for state in states if state is not SPLIT]
+    if any(state.axis or [*state.labels] != sorted([*range(state.samples)] * (len(state.labels) // max(1, state.samples))) for state in settled):
         raise UnsupportedError(
             f"The loss takes the rows of its prediction for samples, but these are not the rows of what a module inside returns, at "
             f"{walk.where(node)}. {_RETURN}"

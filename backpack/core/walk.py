@@ -59,7 +59,8 @@ class Walk:
         roots: Nodes of the root tensors; ``second_order``: whether second-order quantities are asked for.
         excluded: Ids of the parameters that are left out of all extensions.
         order: The nodes, consumers before producers.
-        parameters: The tracked parameters that the graph uses; ``bits``: id of each to its bit.
+        parameters: The tracked parameters that the graph uses.
+        bits: Id of a tracked parameter to its bit.
         leaves: Node to leaf tensor.
         reach: Node to bit set of the tracked parameters upstream of it.
         marks: Node to what calls left on it.
@@ -205,16 +206,15 @@ class Walk:
         return bool(self.reach.get(node))
 
     def is_data(self, slot: Slot) -> bool:
-        """Say whether a module was called with a tensor that depends on no tracked parameter, and is none that is frozen, of a model's own.
+        """Say whether a module was called with a tensor that depends on no tracked parameter.
 
         Args:
             slot: The tensor.
 
         Returns:
-            Whether it was.
+            Whether it does not.
         """
-        own = isinstance(slot.origin(), Parameter) and place_of(slot.origin()) not in self.given_places
-        return not (own or any(map(self.is_tracked, slot.makers)))
+        return not any(map(self.is_tracked, slot.makers))
 
     def was_given_data(self, call: ModuleCall) -> bool:
         """Say whether a module was called with such a tensor, also in a mapping, a list or a data class.

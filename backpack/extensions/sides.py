@@ -16,6 +16,9 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, LookupDerivatives
 from backpack.core.graph import operation, shape_of, tensor_at
 from backpack.core.linear import SAME_ENTRIES
+from backpack.core.mixing import is_made_of_constants
+from backpack.core.node_calls import NodeCall
+from backpack.core.origins import FACTORS
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, sum_to
 from backpack.core.slots import Edge
@@ -226,16 +229,26 @@ def _lookups(plan: Plan, leaves: Iterable[Node]) -> dict[Edge, list[_Lookup]]:
 def rows_of_weights(plan: Plan) -> set[Parameter]:
     """Find weights of layers that are called once for all samples, and make several rows of the weight of another one: ``W + B @ A``.
 
+    What a module makes of constants that a function multiplies with activations may be keys, of which each row is a position.
+
     Args:
         plan: The plan.
 
     Returns:
         The weights. Such rows are no positions: what belongs to two of them is not added up.
     """
-    edges = [edge for unit in units_of(plan) for name, edge in unit.split.items() if name != "bias"] if plan.shared else []
-    nodes = search([node for node, _ in edges], lambda node: [n for n, _ in edges_below(plan, node)])
-    made = [plan.shared[node] for node in nodes if node in plan.shared]
+    split = [edge[0] for unit in units_of(plan) for name, edge in unit.split.items() if name != "bias"] if plan.shared else []
+    made = [plan.shared[node] for node in _upstream(plan, split) if node in plan.shared]
+    factors = [n[0] for node, gap in plan.gaps.items() if operation(node) in FACTORS for n in gap.nexts if n is not None]
+    for node in _upstream(plan, factors):
+        unit = plan.shared.get(node) or plan.units.get(node)
+        if unit is not None and isinstance(unit.call, NodeCall) and is_made_of_constants(plan.walk, node, unit.layout.samples):
+            made.append(unit)
     return {p for unit in made for name, p in unit.parameters.items() if name == "weight" and sides(unit, name, p).positions > 1}
+
+
+def _upstream(plan: Plan, nodes: list[Node]) -> Iterator[Node]:
+    return search(nodes, lambda node: [n for n, _ in edges_below(plan, node)])
 
 
 def sides_of(plan: Plan, mean_input: bool = False) -> dict[Parameter, list[Sides]]:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor, einsum
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, Grads, Samples
+from backpack.core.derivatives.kinds import ConstantJacobianDerivatives
 from backpack.utils.subsampling import subsample
 
 
@@ -51,3 +52,26 @@ class MatmulDerivatives(AffineDerivatives):
     @staticmethod
     def _times(mat: Tensor, weight: Tensor) -> Tensor:
         return mat @ weight if weight.dim() == 2 else einsum("vng...i,gij->vng...j", mat, weight)
+
+
+class VectorDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
+    """Input ``[N, *positions, K]``, weight ``[K]``, output ``[N, *positions]``: a product with a vector, which has no outputs of its own."""
+
+    keeps = frozenset({"input"})
+    any_batch_axis = True
+
+    def _jac_mat_prod(self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return mat @ module.weight
+
+    def _jac_t_mat_prod(self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        return mat.unsqueeze(-1) * module.weight
+
+    def _weight_jac_mat_prod(self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
+        return (module.input0 @ mat.mT).movedim(-1, 0)
+
+    def _weight_jac_t_mat_prod(
+        self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
+    ) -> Tensor:
+        inputs, positions = subsample(module.input0, subsampling=subsampling), prod(mat.shape[2:])
+        rows, columns = mat.reshape(*mat.shape[:2], positions), inputs.reshape(len(inputs), positions, inputs.shape[-1])
+        return einsum("vnl,nlk->vk" if sum_batch else "vnl,nlk->vnk", rows, columns)
