@@ -31,6 +31,21 @@ graph(
     (2, 3),
     *BOTH,
 )
+for _name, _transform, _back in (
+    ("of a transform", torch.fft.rfft, partial(torch.fft.irfft, n=2)),
+    ("of a complex transform", torch.fft.fft, lambda h: torch.view_as_real(torch.fft.ifft(h).conj().resolve_conj()).sum(-1)),
+    ("of parts", lambda h: torch.complex(h, h.flip(1)), lambda h: torch.view_as_real(h)[..., 1]),
+):
+    graph(
+        f"complex matrices, {_name}",
+        lambda net, x, to=_transform, back=_back: net.a(
+            back(torch.einsum("bix,iox->box", to(net.b(x).transpose(1, 2)), torch.view_as_complex(net.w))).tanh().flatten(1)
+        ),
+        layers(4, 4, b=lambda: Linear(3, 3), w=parameter(3, 2, 2, 2)),
+        (2, 3),
+        "nested",
+        "other parameters",
+    )
 for _name, _function, _factor in (
     ("on positions", lambda net, x: net.b(x).tanh() @ net.v, {}),
     ("samples second", lambda net, x: (net.b(x).tanh().transpose(0, 1) @ net.v).T, {}),

@@ -219,9 +219,10 @@ def leaf_behind(matrix: GradientEdge | None) -> tuple[Parameter, Tensor, Tensor]
     node = None if matrix is None else matrix.node
     while node is not None and len(node.next_functions) == 1:
         node = node.next_functions[0][0]
-    if not hasattr(node, "variable"):
+    like = None if matrix is None else matrix.node._input_metadata[matrix.output_nr]
+    if not hasattr(node, "variable") or like.dtype.is_complex:
         return None
-    shape = torch.Size(matrix.node._input_metadata[matrix.output_nr].shape)
+    shape = torch.Size(like.shape)
     sent = torch.arange(1, 1 + shape.numel(), dtype=node.variable.dtype).reshape(shape)
     (arrived,) = torch.autograd.grad([matrix], [node.variable], [sent], retain_graph=True)
     return node.variable, sent, arrived

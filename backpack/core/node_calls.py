@@ -35,6 +35,7 @@ from backpack.core.walk import Walk
 from backpack.core.ways import State
 from backpack.utils.lstm import LSTMSteps, previous
 
+_COMPLEX = frozenset({"Mm", "Bmm"})  # gradients of products are products of complex numbers, too
 _LSTM = 2  # mode of a recurrent node
 LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
 
@@ -174,10 +175,11 @@ def read(node: Node, states: States, walk: Walk) -> Unit | Composite | None:
         walk: The graph.
 
     Returns:
-        What stands for the node and the nodes between it and the parameters that it uses; ``None`` if no rule does, as for complex numbers.
+        What stands for the node and the nodes between it and the parameters that it uses; ``None`` if no rule does, as for most with complex numbers.
     """
     reader = _READERS.get(operation(node))
-    return None if reader is None or tensor_at((node, 0)).dtype.is_complex else reader(node, states, walk)
+    unknown = tensor_at((node, 0)).dtype.is_complex and operation(node) not in _COMPLEX
+    return None if reader is None or unknown else reader(node, states, walk)
 
 
 Ways = Mapping[str, list[Node]]
@@ -280,20 +282,24 @@ def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit
             return None
     turned = weight[0] is not None and not stack and way_to_leaf(weight, True) is not None
 
+    def inputs() -> Tensor | None:
+        value = saved(node, first)
+        return value if value is None else value.conj()  # as autograd's products have it, if they are complex
+
     def matrix() -> Tensor:
         value = saved(node, second)
         if value is None:  # the input needs no gradient; if the weight needs none either, the bias is all there is
             value = torch.empty((*stack, 0, shape[-1]) if weight[0] is None else shape_of(weight), device="meta")
-        return value.mT if turned else value
+        return (value.mT if turned else value).conj()
 
     factors = {"weight": 2, "bias": 0} if bias else {"weight": 1}
     apart: dict[str, list[Node]] = {"bias": []} if stack else {}  # biases of a stack are rows of what may have any shape
     found = None if turned or weight[0] is None else part_of(weight, node.next_functions[0] if bias else None, walk)
     if found is None:
-        call = NodeCall(node, LINEAR if turned else _MATMUL, input0=lambda: saved(node, first), weight=matrix)
+        call = NodeCall(node, LINEAR if turned else _MATMUL, input0=inputs, weight=matrix)
         return layer(node, call, int(bias), factors, layout, walk, turned, apart)
     rule, ways = found[0], found[1] | apart
-    call = NodeCall(node, rule, input0=lambda: saved(node, first), weight=lambda: walk.leaves[ways["weight"][-1]], matrices=matrix)
+    call = NodeCall(node, rule, input0=inputs, weight=lambda: walk.leaves[ways["weight"][-1]], matrices=matrix)
     return layer(node, call, int(bias), factors, layout, walk, ways=ways)
 
 
@@ -326,6 +332,8 @@ def _left_product(node: Node, states: States, walk: Walk) -> Unit | None:
 
 @reads("Mm", "Bmm")
 def _either_product(node: Node, states: States, walk: Walk) -> Unit | None:
+    if tensor_at((node, 0)).dtype.is_complex:
+        return _product(node, states, walk)
     found = None if walk.is_tracked(node.next_functions[1][0]) else _left_product(node, states, walk)
     return found or _product(node, states, walk) or _left_product(node, states, walk)
 

@@ -25,7 +25,8 @@ STATIC = LINEAR - frozenset(
 ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Pow
     Erf Sin Cos Sinh Cosh Neg Alias Clone ToCopy NativeDropout Clamp ClampMin ClampMax Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg
-    Reciprocal Log1P Log2 Log10 Expm1 Exp2 Tan Asin Acos Atan Asinh Acosh Atanh Erfc Celu Threshold Hardshrink Softshrink NanToNum""".split()
+    Reciprocal Log1P Log2 Log10 Expm1 Exp2 Tan Asin Acos Atan Asinh Acosh Atanh Erfc Celu Threshold Hardshrink Softshrink NanToNum
+    Complex Conj ResolveConj""".split()
 )
 """Operations that treat every entry alone."""
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
@@ -136,6 +137,8 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
     "Transpose": lambda node, axis, axes: _axis_of_swapped(saved(node, "dim0"), saved(node, "dim1"), axis, axes),
     "T": lambda _, axis, axes: _axis_of_swapped(0, -1, axis, axes),
     "Stack": lambda node, axis, axes: None if axis == (dim := saved(node, "dim") % (axes + 1)) else axis - (axis > dim),
+    **dict.fromkeys(("ViewAsReal", "ViewAsComplex"), lambda _, axis, axes: axis if axis < axes else None),
+    **dict.fromkeys(("FftR2C", "FftC2R", "FftC2C"), lambda node, axis, axes: _axis_unless(saved(node, "dim"), axis, axes)),
     "ConstantPadNd": lambda node, axis, axes: _axis_in_front(len(saved(node, "pad")) // 2, node, axis, axes),
     **dict.fromkeys(("Select", "Unbind"), lambda node, axis, axes: axis + (axis >= saved(node, "dim") % axes)),
     **dict.fromkeys((*_PARTS, "Slice", "Cat", "Cumsum"), lambda node, axis, axes: _axis_unless((saved(node, "dim"),), axis, axes)),
