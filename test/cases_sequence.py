@@ -46,6 +46,42 @@ for _name, _transform, _back in (
         "nested",
         "other parameters",
     )
+for _name, _number, _distances in (
+    ("points", 4, torch.cdist),
+    ("points, products", 26, lambda z, p: torch.cdist(z, p, compute_mode="use_mm_for_euclid_dist")),
+    ("points, sums", 4, partial(torch.cdist, p=1.0)),
+    ("points on the left", 4, lambda z, p: torch.cdist(p, z).T),
+    ("points, another axis in front", 4, lambda z, p: torch.cdist(z[None], p[None])[0]),
+    ("points, another axis in front, on the left", 4, lambda z, p: torch.cdist(p[None], z[None], p=3.0)[0].T),
+    ("directions", 4, lambda z, p: F.cosine_similarity(z[:, None], p[None], dim=-1)),
+    ("points, two by two", 4, lambda z, p: torch.cdist(z.view(-1, 2, 3), p).flatten(1)),
+):
+    graph(
+        f"distances to {_name}",
+        lambda net, x, distances=_distances: net.a(distances(net.b(x), net.p)),
+        layers(8 if "two" in _name else _number, 4, b=partial(Linear, 2, 6 if "two" in _name else 3), p=parameter(_number, 3)),
+        (2,),
+        "nested",
+        "other parameters",
+        *["curved"] * (_name != "directions"),
+    )
+for _name, _select, _shape in (
+    ("matrices of a stack", lambda p, i: p[i], (4, 2, 3)),
+    ("along the second axis", lambda p, i: p[:, i].movedim(0, -2), (2, 4, 3)),
+    ("by two numbers", lambda p, i: p[i % 2, i], (2, 4, 3)),
+    ("of the transposed", lambda p, i: p.mT[:, i].movedim(0, -1), (4, 3)),
+    ("of each matrix", lambda p, i: p.index_select(1, i.flatten()).unflatten(1, i.shape).movedim(0, -1), (3, 4)),
+):
+    graph(
+        f"entries that are selected, {_name}",
+        lambda net, x, select=_select: net.a(
+            (net.b(x)[..., None, :] * select(net.p, i := x.sum(2).mul(3).long() % 4).reshape(*i.shape, -1, 3)).tanh().sum((1, 2))
+        ),
+        layers(3, 4, b=lambda: Linear(3, 3), p=parameter(*_shape)),
+        (2, 3),
+        "nested",
+        "other parameters",
+    )
 for _name, _function, _factor in (
     ("on positions", lambda net, x: net.b(x).tanh() @ net.v, {}),
     ("samples second", lambda net, x: (net.b(x).tanh().transpose(0, 1) @ net.v).T, {}),

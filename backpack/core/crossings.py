@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.graph import call_node, operation, outputs_of, settings_of, shape_of, tensor_at
+from backpack.core.graph import call_node, has_saved, operation, outputs_of, saved, settings_of, shape_of, tensor_at
 from backpack.core.linear import LINEAR, ON_A_PART
-from backpack.core.samples import Layout, along, decode, filled, label_tensor, layout_of, probe, split, sum_to
+from backpack.core.samples import Layout, add_rows, along, decode, filled, label_tensor, layout_of, probe, split, sum_to
+from backpack.core.selections import SELECTS, selection
 from backpack.core.ways import SPLIT, STATIC, Crossing, State, Way, known_crossings, summed
 from backpack.utils.columns import blocks
 
@@ -87,7 +88,7 @@ class Gap:
         return [None if c is None or n is None else sum_to(c.unflatten(0, lead), n[2], 2) for c, n in zip(returned, self.nexts, strict=True)]
 
     def call_masked(self, given: dict[int, Tensor]) -> list[Tensor | None]:
-        """Split columns by masks, block of samples by block, and call the node with them.
+        """Split columns by masks, block of samples by block, and call the node with them; add what is selected where it belongs, for each sample.
 
         Args:
             given: Output number to ``[V, *shape]``.
@@ -95,6 +96,12 @@ class Gap:
         Returns:
             For each next edge ``[V, N, *shape]``, or ``None``.
         """
+        points = _shared_points(self.node, next(iter(self.states.values())))
+        if points is not None:
+            return _to_points(self.node, given[0], self.states[0], points)
+        chosen = selection(self.node) if operation(self.node) in SELECTS and not tensor_at((self.node, 0)).dtype.is_complex else None
+        if chosen is not None and len(given) == 1:
+            return [None if n is None else chosen.added(given[0], self.states[0]).reshape(*given[0].shape[:1], -1, *n[2]) for n in self.nexts]
         samples = next(layout.samples for layout in self.states.values())
         size = sum(prod(c.shape) for c in given.values())
         rows = [
@@ -102,6 +109,44 @@ class Gap:
             for block in blocks(samples, size, _MASKED) or [slice(0, 0)]
         ]
         return [None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*rows, strict=True)]
+
+
+def _shared_points(node: Node, layout: Layout) -> int | None:
+    """Say which input of a matrix of distances holds points that samples along the other axis share.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+
+    Returns:
+        Number of the input; ``None`` if it is another node, or has several matrices.
+    """
+    shape = shape_of((node, 0)) if operation(node) in ("Cdist", "EuclideanDist") else torch.Size()
+    axis = layout.axis - len(shape) + 2
+    return None if not layout.samples or prod(shape[:-2]) != 1 or not shape or axis < 0 else 1 - axis
+
+
+def _to_points(node: Node, columns: Tensor, layout: Layout, number: int) -> list[Tensor | None]:
+    """Differentiate distances to points that all samples share with respect to these, for each sample.
+
+    Args:
+        node: The node.
+        columns: ``[V, (1,) R, M]``, or ``[V, (1,) M, R]``, for ``M`` points.
+        layout: Where the samples lie in the output.
+        number: Number of the input that holds the points.
+
+    Returns:
+        ``[V, N, (1,) M, D]`` for the points, ``None`` for the samples.
+    """
+    sides = saved(node, "x1"), saved(node, "x2")
+    points, own = (side.reshape(side.shape[-2:]) for side in (sides[number], sides[1 - number]))
+    power, lead = saved(node, "p") if has_saved(node, "p") else 2.0, (len(columns), len(own))
+    grad, distances = (part.mT if number == 0 else part for part in (columns, saved(node, "result")))
+    grad, distances = (part.reshape(-1, *lead[1:], len(points)).expand(*lead, -1).reshape(-1, len(points), 1) for part in (grad, distances))
+    others = points.expand(len(grad), *points.shape).contiguous(), own.expand(lead[0], *own.shape).reshape(-1, 1, own.shape[1])
+    rows = torch.ops.aten._cdist_backward(grad.contiguous(), *others, power, distances.contiguous())
+    rows = rows.reshape(*lead, *sides[number].shape)
+    return [add_rows(rows, layout) if side == number else None for side in range(2)]
 
 
 def _completed(layout: Layout, state: Layout) -> Layout:
@@ -118,6 +163,27 @@ def _completed(layout: Layout, state: Layout) -> Layout:
         return layout._replace(labels=state.labels[:1] * len(layout.labels))
     as_there = len(layout.labels) == len(state.labels) and all(one in (-1, other) for one, other in zip(layout.labels, state.labels, strict=True))
     return layout._replace(labels=state.labels) if as_there and not layout.of_one else layout
+
+
+def unmasked(node: Node, layout: Layout, number: int, shape: torch.Size) -> Layout | None:
+    """Say where the samples lie in the input of a node, if that multiplies some rows by zero, or puts something else in their place.
+
+    Args:
+        node: The node.
+        layout: Where they lie in its output.
+        number: Number of the input, the only one that is needed.
+        shape: Its shape.
+
+    Returns:
+        The layout, with label -1 for such rows; ``None`` if there are none.
+    """
+    slot = tensor_at((node, 0))
+    if not shape or 0 in shape or shape_of((node, 0)) != shape:
+        return None
+    with torch.no_grad():
+        sent = call_node(node, [torch.ones(1, *shape, dtype=slot.dtype, device=slot.device)], probing=True)[number]
+    alive = filled(sent[0], layout)
+    return None if alive.all() else layout._replace(labels=tuple(torch.where(alive, label_tensor(layout.labels, alive.device), -1).tolist()))
 
 
 def _hides_places(node: Node, shapes: tuple[torch.Size | None, ...]) -> bool:
@@ -189,6 +255,11 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         The crossing of each needed input.
     """
     known = known_crossings(node, states, shapes)
+    points = _shared_points(node, next(iter(states.values())))
+    if known is None and points is not None:
+        there = states[0]._replace(axis=len(shape_of((node, 0))) - 2)
+        of_samples, of_points = Crossing(Way.DATA, there, there), Crossing(Way.MASKED, None, None)
+        known = [None if shape is None else of_points if number == points else of_samples for number, shape in enumerate(shapes)]
     if known is None and node.name() == ON_A_PART and not tensor_at((node, 0)).dtype.is_complex:
         known = _assigned(node, states[0], shapes)
     if known is not None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from backpack.core.derivatives.embedding import add_at
 from backpack.core.graph import operation, saved, shape_of, tensor_at
 from backpack.core.samples import Layout, along, label_tensor, layout_of, settle
 
@@ -62,6 +64,24 @@ class Selection(NamedTuple):
             return rows * self.sizes.numel() != entries * len(layout.labels), not settle(layout).plain
 
         return min(found, key=doubts)
+
+    def added(self, columns: Tensor, layout: Layout) -> Tensor:
+        """Add columns where their entries were selected, for each sample by itself.
+
+        Args:
+            columns: ``[V, *output]``.
+            layout: Where the samples lie in the output, along one of the axes by which entries are numbered.
+
+        Returns:
+            ``[V, N, entries of the input]``.
+        """
+        device, lead = columns.device, prod(columns.shape[1 : 1 + self.axis])
+        labels = along(label_tensor(layout.labels, device), layout.axis - self.axis, len(self.made)).expand(self.made).flatten()
+        numbers = sum(place.flatten() * prod(self.sizes[axis + 1 :]) for axis, place in enumerate(self.places))
+        rows = columns.reshape(len(columns), lead, len(labels), prod(columns.shape[1 + self.axis + len(self.made) :])).transpose(1, 2)
+        size, known = self.sizes.numel(), labels >= 0
+        added = add_at(rows.flatten(2)[:, known], (labels * size + numbers)[known], layout.samples * size)
+        return added.reshape(len(columns), layout.samples, size, lead, rows.shape[3]).transpose(2, 3).flatten(2)
 
     def behind(self, layout: Layout) -> Layout | None:
         """Say where the samples lie in the output.

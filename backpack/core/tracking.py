@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from backpack.core.batches import agrees_with_data, batch_of, known_axis, lists_samples, rows_of, turns
 from backpack.core.calls import Mark, ModuleCall
+from backpack.core.crossings import unmasked
 from backpack.core.graph import operation, shape_of
 from backpack.core.joining import moves_rows
 from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, is_linear
@@ -28,7 +29,7 @@ from backpack.core.samples import Layout, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output, start_at_time
 from backpack.core.walk import Walk
-from backpack.core.ways import OF_ONE, SPLIT, State, axis_kept, united, unmasked
+from backpack.core.ways import OF_ONE, SPLIT, State, axis_kept, united
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
 
@@ -58,8 +59,7 @@ class Tracking:
         self._curved: dict[Node, Node] = {}
         self._unsure: set[Node] = set()
         self._guessed: dict[Node, frozenset[Node]] = {}
-        self._covered: set[Node] = set()
-        self._told: set[Node] = set()
+        self._covered, self._told = set[Node](), set[Node]()
         self._doubts: dict[Node, BackpackError] = {}
         self._of_one: ModuleCall | None = None  # a model that was given one sample, and returns several
         self._refused, self._refusals = 0, []

@@ -12,9 +12,9 @@ import torch
 from torch.autograd.graph import Node
 
 from backpack.core.arrangements import arrangement
-from backpack.core.graph import call_node, has_saved, operation, saved, shape_of, tensor_at
+from backpack.core.graph import has_saved, operation, saved, shape_of
 from backpack.core.linear import LINEAR, SAME_ENTRIES
-from backpack.core.samples import Layout, after_sum, along, filled, label_tensor, layout_of, settle, unite
+from backpack.core.samples import Layout, after_sum, along, label_tensor, layout_of, settle, unite
 from backpack.core.selections import SELECTS, numbered_rows, selection
 
 STATIC = LINEAR - frozenset(
@@ -34,7 +34,8 @@ _BROADCASTING = frozenset("Mul Div Add Sub Expand Fmod Remainder Maximum Minimum
 # these work on the last two axes, and on each entry of the axes in front alike
 _STACKED = frozenset(
     """Bmm Baddbmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
-    ScaledDotProductCudnnAttention LinalgSolveEx LinalgSolveTriangular LinalgInvEx LinalgCholeskyEx LinalgMatrixExp CholeskySolve""".split()
+    ScaledDotProductCudnnAttention LinalgSolveEx LinalgSolveTriangular LinalgInvEx LinalgCholeskyEx LinalgMatrixExp CholeskySolve
+    Cdist EuclideanDist""".split()
 )
 _OF_CHANNELS = frozenset(f"{kind}BatchNorm{derivative}" for kind in ("Native", "Cudnn", "Miopen") for derivative in ("", "Derivative"))
 """These treat every entry of axis 1 alone, which holds those of all samples in an instance normalization."""
@@ -116,8 +117,12 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
 
 
 def _axis_of_reduced(node: Node, axis: int, axes: int) -> int | None:
-    kept = [other for other in range(axes) if other not in [dim % axes for dim in saved(node, "dim")]]
-    return (axis if axis in kept else None) if saved(node, "keepdim") else kept[axis]
+    dims = saved(node, "dim") if has_saved(node, "dim") else ()
+    dims = (dims,) if isinstance(dims, int) else dims or range(axes)
+    kept = [other for other in range(axes) if other not in [dim % axes for dim in dims]]
+    if kept and saved(node, "keepdim"):
+        return axis if axis in kept else None
+    return kept[axis] if axis < len(kept) else None
 
 
 def _axis_of_swapped(one: int, other: int, axis: int, axes: int) -> int:
@@ -151,7 +156,7 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
         for end in ("", "WithIndices", "Aa")
         for derivative in ("", "Derivative")
     },
-    **dict.fromkeys(("Sum", "Mean"), lambda node, axis, axes: _axis_of_reduced(node, axis, axes) if has_saved(node, "dim") else None),
+    **dict.fromkeys("Sum Mean Logsumexp Norm LinalgVectorNorm Prod Var Std VarMean StdMean Max Min Amax Amin".split(), _axis_of_reduced),
 }
 # from an axis of the output, and the number of axes of the inputs, to that axis of these whose entries lie along it; ``None`` if there is none
 ALONG_AXES = frozenset(_AXES)
@@ -343,27 +348,6 @@ def axis_kept(node: Node, layout: Layout, shape: torch.Size) -> Layout | None:
     stays = name in ELEMENTWISE or (name in _BROADCASTING and shape == full)
     axis = layout.axis if stays else _AXES[name](node, layout.axis, len(shape)) if name in _AXES else None
     return None if axis is None or shape[axis] != len(layout.labels) else layout._replace(axis=axis)
-
-
-def unmasked(node: Node, layout: Layout, number: int, shape: torch.Size) -> Layout | None:
-    """Say where the samples lie in the input of a node, if that multiplies some rows by zero, or puts something else in their place.
-
-    Args:
-        node: The node.
-        layout: Where they lie in its output.
-        number: Number of the input, the only one that is needed.
-        shape: Its shape.
-
-    Returns:
-        The layout, with label -1 for such rows; ``None`` if there are none.
-    """
-    slot = tensor_at((node, 0))
-    if not shape or 0 in shape or shape_of((node, 0)) != shape:
-        return None
-    with torch.no_grad():
-        sent = call_node(node, [torch.ones(1, *shape, dtype=slot.dtype, device=slot.device)], probing=True)[number]
-    alive = filled(sent[0], layout)
-    return None if alive.all() else layout._replace(labels=tuple(torch.where(alive, label_tensor(layout.labels, alive.device), -1).tolist()))
 
 
 def summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
