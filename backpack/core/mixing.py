@@ -194,7 +194,10 @@ def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], upstream: tuple[Nod
         return how + ", as that input was made of derivatives, to which other samples contribute: a weight after a step of an inner loop, say"
     if operation(node) == "Repeat":
         return how + ", or copies what is none of samples: then write expand"
-    hint = ", or that is made of constants: then let them be a buffer of the model, and used as it is, or use a mini-batch of another size"
+    hint = (
+        ", or one of its inputs is the same for all samples: then make that of a buffer of the model, used as it is, look rows of a table up with "
+        "torch.nn.functional.embedding(numbers, weight), or use a mini-batch of another size"
+    )
     return how + hint * (operation(node) in MATRIX_PRODUCTS or operation(node).startswith("Linalg"))
 
 

@@ -145,8 +145,8 @@ def bare(walk: Walk, node: Node) -> UnattributedError:
     return UnattributedError(
         "{names}: used outside of everything that has samples: in a penalty on the parameters, say, or on derivatives inside of a model that returns "
         "its loss, in an output of the model that is made of parameters alone or of some samples, or in a factor of losses behind the last module. "
-        "The gradient there belongs to no sample, or to "
-        f"samples that cannot be followed{''.join(parts[:1])}. To leave such a term out of all quantities, and keep it in .grad, write "
+        "The gradient there belongs to no sample, or to samples that cannot be followed, as where another axis is as long as the mini-batch"
+        f"{''.join(parts[:1])}. To leave such a term out of all quantities, and keep it in .grad, write "
         "`loss = loss + backpack.leave_out(penalty)`. To keep it in them, let the model return a row for each sample there, like losses [N] or "
         "`std.expand_as(mean)`, and reduce outside. To leave the parameters out of an extension, write {exclude}.",
         walk.named(walk.reach[node]),

@@ -368,7 +368,7 @@ class Walk:
             mode = f"in {'training' if call.training else 'evaluation'} mode"
             why = "whose rule does not hold here, " + ("as its weights were computed, or a hook acts" if call.found.rule.applies(call) else mode)
         elif call.odd_types:
-            why = "which computes with complex numbers, or in other precisions than those of its tensors, as under autocast: its rule does not hold"
+            why = "which computes in other precisions than those of its tensors, as under autocast, or with complex numbers: its rule does not hold"
         elif sum(slot.edge is not None for slot in call.tensor_inputs) > 1:
             why = "which has several inputs that may depend on parameters"
         elif self.piece(node, call) is None:
