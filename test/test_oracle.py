@@ -145,8 +145,11 @@ def test_kronecker_factors_of_one_sample_are_exact(name: str) -> None:
             close(kronecker_product(*factors[parameter]), block)
 
 
+UNDEFINED = {"tied and transposed", "columns of a bare table"}  # factors of two shapes, or of some of the features
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in UNDEFINED])
 def test_bias_factor_is_exact_block(name: str) -> None:
     oracle = Oracle(CASES[name].build(3))
     blocks = oracle.ggn_blocks(oracle.hessian_exact)

@@ -259,6 +259,37 @@ def test_factors_of_what_all_samples_share_in_a_loss_of_some(chosen: list[int], 
         close(torch.outer(outputs.diagonal(), inputs.diagonal()), diagonal)
 
 
+class Latents(nn.Module):
+    """Attends from rows of a table, which are copied for each sample, after a layer, to positions."""
+
+    def __init__(self, copied: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.table, self.copied = nn.Parameter(torch.randn(2, 4)), copied
+        self.norm, self.attention, self.head = nn.LayerNorm(4), nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.copied(self.table, len(x))
+        return self.head((queries + self.attention(self.norm(queries), x, x)[0]).mean(1))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize(
+    "copied", [lambda t, n: t.expand(n, -1, -1), lambda t, n: t[None].repeat(n, 1, 1), lambda t, n: F.embedding(torch.arange(2), t).expand(n, -1, -1)]
+)
+def test_factors_of_latents(copied: Callable[[Tensor, int], Tensor], samples: int) -> None:
+    """They are those of rows that each sample looks up."""
+    found = []
+    for function in (copied, lambda t, n: F.embedding(torch.arange(2).repeat(n, 1), t)):
+        with torch.random.fork_rng(), default_dtype(torch.float64):
+            torch.manual_seed(0)
+            model, x, y = Latents(function), torch.randn(samples, 3, 4), torch.arange(samples) % 3
+            with backpack(KFLR()):
+                F.cross_entropy(extend(model)(x), y).backward()
+        found.append(tree_leaves([p.kflr for p in model.parameters()]))
+    for factor, expected in zip(*found, strict=True):
+        close(factor, expected)
+
+
 class Kept(nn.Module):
     """Keeps what one of its parts makes for all samples: of a parameter, of a constant, of numbers."""
 

@@ -18,7 +18,6 @@ from backpack.core.graph import operation, shape_of, tensor_at
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import is_made_of_constants
 from backpack.core.node_calls import NodeCall
-from backpack.core.origins import FACTORS
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, sum_to
 from backpack.core.slots import Edge
@@ -28,8 +27,9 @@ from backpack.extensions.combining import Structure
 from backpack.utils.differentiation import search
 
 _NUMBER = torch.zeros(())
+_WEIGHTS = {"Mm": 1, "Addmm": 2, "Convolution": 1}  # which input is multiplied with what all samples are, if not both are activations
 _MANY = 1000  # lookups of rows that are added to themselves again and again
-_PLACES = frozenset({"Add", "Sub", "Cat", "Stack"})
+_PLACES = frozenset({"Add", "Sub", "Cat", "Stack", "Expand", "Repeat"})  # the last two copy rows for each sample, where these are known behind them
 _KEEPS_ROWS = SAME_ENTRIES | set("Expand Repeat ToCopy Alias Clone Slice Select Split SplitWithSizes Unbind".split())
 
 
@@ -239,8 +239,8 @@ def rows_of_weights(plan: Plan) -> set[Parameter]:
     """
     split = [edge[0] for unit in units_of(plan) for name, edge in unit.split.items() if name != "bias"] if plan.shared else []
     made = [plan.shared[node] for node in _upstream(plan, split) if node in plan.shared]
-    factors = [n[0] for node, gap in plan.gaps.items() if operation(node) in FACTORS for n in gap.nexts if n is not None]
-    for node in _upstream(plan, factors):
+    factors = [gap.nexts[_WEIGHTS[operation(node)]] for node, gap in plan.gaps.items() if operation(node) in _WEIGHTS]
+    for node in _upstream(plan, [n[0] for n in factors if n is not None]):
         unit = plan.shared.get(node) or plan.units.get(node)
         if unit is not None and isinstance(unit.call, NodeCall) and is_made_of_constants(plan.walk, node, unit.layout.samples):
             made.append(unit)
