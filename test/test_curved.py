@@ -196,6 +196,8 @@ LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
     "masked_scatter": lambda h: h.masked_scatter(torch.tensor([True, False, True]), h.cos()[:, [1, 2]]),
     "take": lambda h: h.sin().take(torch.arange(h.numel()).view(h.shape).flip(1)),
     "rot90": lambda h: torch.rot90(h.sin()[:, :, None], 2, (1, 2))[:, :, 0],
+    "block_diag": lambda h: torch.block_diag(*h.sin()).view(len(h), len(h), 3).sum(1),
+    "fake_quantize": lambda h: h.sin() + torch.fake_quantize_per_tensor_affine(h, 0.1, 0, -7, 8),
     "nansum": lambda h: h.sin().nansum(1, keepdim=True) + h,
     "packed sequence": lambda h: nn.utils.rnn.pack_padded_sequence(h.sin(), [3] * len(h), batch_first=True).data.view(3, -1).T,
     "sort": lambda h: h.sin().sort(1).values,

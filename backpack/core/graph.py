@@ -48,14 +48,14 @@ def operation(node: Node) -> str:
         node: A graph node.
 
     Returns:
-        ``"Mul"`` for ``MulBackward0``, ``"TanhDerivative"`` for ``TanhBackwardBackward0``; the whole name for a custom function, which may be called
-        like an operation of torch's. What repeats axes of length one of a leaf, and no others, does what ``expand`` does.
+        ``"Mul"`` for ``MulBackward0``, ``"TanhDerivative"`` for ``TanhBackwardBackward0``; the whole name for a node that is none of an operation, and
+        for a custom function, which may be called like one of torch's. What repeats axes of length one of a leaf, and no others, does what ``expand`` does.
     """
     name, _, number = node.name().rpartition("Backward")
     if name == "Repeat" and node.next_functions[0][0].name() == LEAF:
         sizes = zip(shape_of(node.next_functions[0])[::-1], shape_of((node, 0))[::-1], strict=False)
         return "Expand" if all(size in (1, made) for size, made in sizes) else name
-    if not number:
+    if not (name and number):
         return node.name()
     return f"{name.removesuffix('Backward')}Derivative" if name.endswith("Backward") else name
 

@@ -89,7 +89,7 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
     Returns:
         What is known of its output; ``None`` where rows of different calls have been united, so that they belong to one sample.
     """
-    name, shape = operation(node) or node.name(), shape_of((node, 0))
+    name, shape = operation(node), shape_of((node, 0))
     calls, joined = frozenset().union(*(rows.calls for rows in upstream)), [rows for rows in upstream if rows.joined]
     below = len(calls) > 1 and shape[:1] == (sum(call.outputs[0].shape[:1].numel() for call in calls),)
     joins = name in ("Cat", "Stack")
@@ -179,7 +179,7 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
     Returns:
         Whether it does; not so if it is not known.
     """
-    name, shape = operation(node) or node.name(), shape_of((node, 0))
+    name, shape = operation(node), shape_of((node, 0))
     edges = [(place, edge) for place, edge in enumerate(node.next_functions) if edge[0] in found]
     given, rows = shape_of(edges[0][1]), found[edges[0][1][0]]
     if not (name in _OF_ROWS or name in _FILLS or is_known(node)):

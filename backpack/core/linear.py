@@ -24,7 +24,7 @@ LINEAR = RESHAPES | frozenset(
     UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa UpsampleTrilinear3D
     PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout
     BackwardHookFunctionBackward _DDPSinkBackward IndexAdd IndexCopy IndexFill IndexPut ScatterAdd SelectScatter DiagonalScatter DiagEmbed Take Rot90
-    Nansum PackPaddedSequence Trace Deg2Rad Rad2Deg MaskedScatter torch::autograd::Copy""".split()
+    Nansum PackPaddedSequence Trace Deg2Rad Rad2Deg MaskedScatter BlockDiag torch::autograd::Copy torch::autograd::Identity""".split()
 )
 """Operations that are linear."""
 _BENT = frozenset(f"{name}Derivative" for name in "Threshold LeakyRelu Hardtanh RreluWithNoise Hardshrink Softshrink".split())
@@ -36,7 +36,7 @@ PIECEWISE_LINEAR = (
         """Relu LeakyRelu RreluWithNoise Threshold Hardtanh Hardsigmoid Hardshrink Softshrink Abs Clamp ClampMin ClampMax Maximum Minimum Max Min Amax
     Amin Aminmax FractionalMaxPool2D FractionalMaxPool3D Sort Topk Kthvalue Median Nanmedian Mode Cummax Cummin NanToNum Fmax Fmin
     Sign Sgn Round Floor Ceil Trunc Frac Fmod Remainder Copysign Uniform Normal Bernoulli Cauchy Exponential Geometric LogNormal Random
-    Zero Fill""".split()
+    Zero Fill FakeQuantizePerTensorAffineCachemask FakeQuantizePerChannelAffineCachemask""".split()
     )
 )
 """Operations that are linear almost everywhere."""
