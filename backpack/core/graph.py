@@ -48,8 +48,9 @@ def operation(node: Node) -> str:
         node: A graph node.
 
     Returns:
-        ``"Mul"`` for ``MulBackward0``, ``"TanhDerivative"`` for ``TanhBackwardBackward0``; the whole name for a node that is none of an operation, and
-        for a custom function, which may be called like one of torch's. What repeats axes of length one of a leaf, and no others, does what ``expand`` does.
+        ``"Mul"`` for ``MulBackward0``, ``"TanhDerivative"`` for ``TanhBackwardBackward0``; the whole name for other nodes, and
+        for a custom function, which may be called like one of torch's. What repeats axes of length one of a leaf, and no others, does what ``expand``
+        does.
     """
     name, _, number = node.name().rpartition("Backward")
     if name == "Repeat" and node.next_functions[0][0].name() == LEAF:

@@ -24,7 +24,8 @@ LINEAR = RESHAPES | frozenset(
     UpsampleBilinear2D UpsampleBilinear2DAa UpsampleBicubic2D UpsampleBicubic2DAa UpsampleTrilinear3D
     PixelShuffle PixelUnshuffle ChannelShuffle Im2Col Col2Im Embedding NativeDropout
     BackwardHookFunctionBackward _DDPSinkBackward IndexAdd IndexCopy IndexFill IndexPut ScatterAdd SelectScatter DiagonalScatter DiagEmbed Take Rot90
-    Nansum PackPaddedSequence Trace Deg2Rad Rad2Deg MaskedScatter BlockDiag torch::autograd::Copy torch::autograd::Identity""".split()
+    Nansum PackPaddedSequence Trace Deg2Rad Rad2Deg MaskedScatter BlockDiag torch::autograd::Copy
+    torch::autograd::Identity""".split()
 )
 """Operations that are linear."""
 _BENT = frozenset(f"{name}Derivative" for name in "Threshold LeakyRelu Hardtanh RreluWithNoise Hardshrink Softshrink".split())
