@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases_nets import Net
 from oracle import Oracle, Problem
-from table import classify, default_dtype
+from table import classify, default_dtype, every_second
 from test_extensions import QUANTITIES, collect, run
 from test_lstm import agree
 from torch import Tensor, nn
@@ -165,7 +165,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], torch.dtype]] = {
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", every_second(USES))
 @pytest.mark.parametrize("through", [batched, without_batch, packed])
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("lengths", [[3, 2, 4, 2], [4]], ids=str)

@@ -336,7 +336,7 @@ def test_points_that_the_model_is_given(number: int) -> None:
     torch.manual_seed(0)
     x, model = torch.randn(3, 3), extend(Operator())
     compare_with_each(model, x)
-    with pytest.raises(MixedSamplesError, match=r"mixes them .*made of constants: then let them be a buffer"), backpack(BatchGrad()):
+    with pytest.raises(MixedSamplesError, match=r"mixes them .*same for all samples: then make that of a buffer"), backpack(BatchGrad()):
         (model(x, torch.randn(number, 2)) ** 2).sum().backward()
 
 

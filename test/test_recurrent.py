@@ -414,7 +414,7 @@ def test_layers_are_read(name: str, N: int) -> None:
 
 @pytest.mark.parametrize("extension", NAMES)
 @pytest.mark.parametrize("name", NETS)
-@pytest.mark.parametrize("N", [1, 3])
+@pytest.mark.parametrize("N", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_against_oracle(extension: str, name: str, N: int) -> None:
     problem, quantity = build(name, N), QUANTITIES[extension]
     if name in WITHOUT_FACTORS and quantity.field in ("kflr", "kfac"):

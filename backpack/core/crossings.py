@@ -96,13 +96,14 @@ class Gap:
         Returns:
             For each next edge ``[V, N, *shape]``, or ``None``.
         """
-        points = _shared_points(self.node, next(iter(self.states.values())))
-        if points is not None:
-            return _to_points(self.node, given[0], self.states[0], points)
+        state = next(iter(self.states.values()))
+        points = _shared_points(self.node, state)
+        if points is not None and not torch.is_grad_enabled():  # torch does not know the derivative of that derivative
+            return _to_points(self.node, given[0], state, points)
         chosen = selection(self.node) if operation(self.node) in SELECTS and not tensor_at((self.node, 0)).dtype.is_complex else None
-        if chosen is not None and len(given) == 1:
-            return [None if n is None else chosen.added(given[0], self.states[0]).reshape(*given[0].shape[:1], -1, *n[2]) for n in self.nexts]
-        samples = next(layout.samples for layout in self.states.values())
+        if chosen is not None and chosen.numbers(state.axis):
+            return [None if n is None else chosen.added(given[0], state).reshape(*given[0].shape[:1], -1, *n[2]) for n in self.nexts]
+        samples = state.samples
         size = sum(prod(c.shape) for c in given.values())
         rows = [
             self.call_split({nr: split(c, self.states[nr], block) for nr, c in given.items()})

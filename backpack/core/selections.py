@@ -35,6 +35,17 @@ class Selection(NamedTuple):
         """Shape of the output along the axes that stand for those of the input."""
         return self.places[0].shape
 
+    def numbers(self, axis: int) -> bool:
+        """Say whether entries are numbered along an axis of the output.
+
+        Args:
+            axis: The axis.
+
+        Returns:
+            Whether they are.
+        """
+        return self.axis <= axis < self.axis + len(self.made)
+
     def before(self, layout: Layout) -> Layout | None:
         """Say where the samples lie in the input.
 
