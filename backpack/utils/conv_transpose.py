@@ -6,9 +6,11 @@ a position of the output: ``[N, C_in * K, X]``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import gcd, prod
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Module, functional
 
@@ -85,6 +87,9 @@ def unfold_by_conv_transpose(input: Tensor, module: Module, output_size: Sequenc
 def unfolded_moment(input: Tensor, module: Module, output_size: Sequence[int]) -> Tensor:
     """Sum the outer products of the columns of the unfolded input with themselves, over samples and positions.
 
+    With strides, the entries of a patch meet in groups: those that see the input, and not the zeros in between, at the same positions. Each group is
+    that of a convolution with stride 1. On layers with stride 2 and kernels of 4 x 4 this takes a sixteenth of the multiplications.
+
     Args:
         input: ``[N, C_in, *]``.
         module: A transposed convolution over one, two or three axes.
@@ -93,10 +98,42 @@ def unfolded_moment(input: Tensor, module: Module, output_size: Sequence[int]) -
     Returns:
         ``[G, K, K]`` for ``G`` groups and ``K`` entries of a patch of one of them.
     """
-    ones = [1] * len(module.kernel_size)
-    mirrored = patch_moment(_spread(input, module, output_size), module.groups, module.kernel_size, ones, module.dilation)
-    entries = (module.in_channels // module.groups, prod(module.kernel_size))
-    return mirrored.unflatten(2, entries).unflatten(1, entries).flip(2, 4).flatten(3).flatten(1, 2)
+    entries, channels = prod(module.kernel_size), module.in_channels // module.groups
+    total = input.new_zeros(module.groups, channels * entries, channels * entries)
+    settings = zip(input.shape[2:], output_size, module.stride, module.padding, module.dilation, module.kernel_size, strict=True)
+    numbers = torch.arange(channels * entries, device=input.device).view(channels, *module.kernel_size)
+    for axes in product(*(_meetings(*of_axis) for of_axis in settings)):
+        places, amounts, steps = zip(*axes, strict=True)
+        moment = patch_moment(pad(input, amounts), module.groups, [len(of_axis) for of_axis in places], [1] * len(axes), steps)
+        rows = numbers[(slice(None), *torch.meshgrid(*map(torch.tensor, places), indexing="ij"))].flatten()
+        total[:, rows[:, None], rows] = moment
+    return total
+
+
+def _meetings(size: int, out: int, stride: int, padding: int, dilation: int, kernel: int) -> Iterator[tuple[list[int], tuple[int, int], int]]:
+    """Go through the groups of entries of a kernel that see entries of the input at the same positions, along one axis.
+
+    Args:
+        size: Size of the input.
+        out: Size of the output.
+        stride: Distance of the entries of the input in the output.
+        padding: How much is cut off the output.
+        dilation: Distance of the entries of the kernel.
+        kernel: Their number.
+
+    Yields:
+        The entries, in the order of what they see; by how much the input is to be padded at both ends; and the distance of what they see.
+    """
+    step = dilation // gcd(dilation, stride)
+    for phase in range(stride):
+        places = [place for place in reversed(range(kernel)) if (dilation * place - phase) % stride == 0]
+        first = (phase - padding) % stride
+        count = len(range(first, out, stride))
+        if places and count:
+            start = (first + padding - dilation * places[0]) // stride
+            stop = start + step * (len(places) - 1) + count
+            if start < size and stop > 0:  # else they see zeros
+                yield places, (-start, stop - size), step
 
 
 def _spread(input: Tensor, module: Module, output_size: Sequence[int]) -> Tensor:
