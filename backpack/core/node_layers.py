@@ -263,8 +263,17 @@ def _slope_of_layer_norm(node: Node, states: States, walk: Walk) -> Composite | 
     return None if unit is None else Composite([unit], pull, [(node.next_functions[number], layout) for number in below], [(node, 0)])
 
 
+_FACTORS = {"weight": 1, "bias": 2}  # numbers of the next edges
+
+
 def _norm_of_channels(
-    node: Node, rule: BaseParameterDerivatives, layout: Layout | None, walk: Walk, source: str = "input", weight: int = 1, **settings: str
+    node: Node,
+    rule: BaseParameterDerivatives,
+    layout: Layout | None,
+    walk: Walk,
+    source: str = "input",
+    factors: dict[str, int] = _FACTORS,
+    **settings: str,
 ) -> Unit | None:
     """Read a normalization with a weight and a bias for each channel, on axis 1.
 
@@ -274,7 +283,7 @@ def _norm_of_channels(
         layout: Where the samples lie in its output.
         walk: The graph.
         source: Under which name the node has saved its input.
-        weight: Number of the next edge of the weight.
+        factors: Name to number of the next edge, of weight and bias.
         settings: What the rule reads, and under which name the node has saved it.
 
     Returns:
@@ -286,11 +295,11 @@ def _norm_of_channels(
         node,
         rule,
         input0=lambda: saved(node, source),
-        weight=_saved_or_shape(node, "weight", weight),
+        weight=_saved_or_shape(node, "weight", factors["weight"]),
         bias=lambda: torch.empty(shape_of((node, 0))[1], device="meta"),
         **{name: partial(saved, node, place) for name, place in settings.items()},
     )
-    return _layer(node, call, 0, {"weight": weight} | ({"bias": 2} if weight == 1 else {}), layout, walk)
+    return _layer(node, call, 0, factors, layout, walk)
 
 
 @reads("NativeGroupNorm")
@@ -325,9 +334,9 @@ def _batch_norm(node: Node, states: States, walk: Walk) -> Unit | None:
     slope = operation(node) == "NativeBatchNormDerivative"  # multiplies the gradient by weight and inverse deviation
     if saved(node, "train" if slope else "training") or saved(node, "running_mean") is None:
         return None
-    rule, source, weight = (_SLOPE_OF_FIXED_NORM, "grad_out", 2) if slope else (_BATCH_NORM, "input", 1)
-    statistics = {"running_mean": "running_mean", "running_var": "running_var", "eps": "eps"}
-    return _norm_of_channels(node, rule, _single(states[node]), walk, source, weight, **statistics)
+    rule, source, factors = (_SLOPE_OF_FIXED_NORM, "grad_out", {"weight": 2}) if slope else (_BATCH_NORM, "input", _FACTORS)
+    statistics = {name: name for name in ("running_mean", "running_var", "eps")}
+    return _norm_of_channels(node, rule, _single(states[node]), walk, source, factors, **statistics)
 
 
 def _lookup(node: Node, numbers: Callable[[], Tensor], layout: Layout | None, walk: Walk, padding: int | None = None) -> Unit | None:
