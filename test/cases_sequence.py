@@ -46,6 +46,16 @@ for _name, _transform, _back in (
         "nested",
         "other parameters",
     )
+for _name, _channels, _states in (("channels", 3, 2), ("states", 2, 3)):  # a kernel that is sums of waves that decay
+    graph(
+        f"long convolution, as many {_name} as samples",
+        lambda net, x, times=torch.arange(4): net.a(
+            F.conv1d(F.pad(x, (3, 0)), torch.einsum("cs,cst->ct", net.w, (-net.r.exp()[..., None] * times).exp())[:, None], groups=len(net.w)).tanh().mean(2)
+        ),
+        layers(_channels, 4, w=parameter(_channels, _states), r=parameter(_channels, _states)),
+        (_channels, 4),
+        *BOTH,
+    )
 for _name, _number, _distances in (
     ("points", 4, torch.cdist),
     ("points, products", 26, lambda z, p: torch.cdist(z, p, compute_mode="use_mm_for_euclid_dist")),

@@ -70,7 +70,7 @@ def is_of_parameter(walk: Walk, node: Node, samples: int | None = None) -> bool:
         else:
             data = None in upstream or operation(node) not in _OF_INPUTS
             pure = pure and (not data or (operation(node) in _OF_INPUTS and _reads_constants(walk, node)))
-            data = data and few and not _uses_constants(walk, node)
+            data = data and few and not _uses_constants(walk, node) and not _multiplies_by_fewer(walk, node, samples)
             given[node] = data or any(given[n] for n in upstream if n is not None)
             few = few and not (data and operation(node) not in _ENTRYWISE) and not (given[node] and any(r % samples == 0 for r in rows_made(node)))
     return pure or few
@@ -81,6 +81,12 @@ def _uses_constants(walk: Walk, node: Node) -> bool:
     if operation(node) in _ENTRYWISE and any(walk.is_tracked(n) and shape_of((n, nr)) == shape_of((node, 0)) for n, nr in node.next_functions):
         return True
     return _reads_constants(walk, node)
+
+
+def _multiplies_by_fewer(walk: Walk, node: Node, samples: int) -> bool:
+    # whether a product of entries has a constant factor of which no axis could hold the samples
+    constants = [t for t in saved_tensors(node, results=False) if not is_made(walk, t)] if operation(node) == "Mul" else []
+    return bool(constants) and all(size % samples for tensor in constants for size in tensor.shape)
 
 
 def _reads_constants(walk: Walk, node: Node) -> bool:
@@ -242,7 +248,7 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
     tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
     rows, shape = rows_made(node), shape_of((node, 0))
     product = operation(node) in MATRIX_PRODUCTS
-    if len(tracked) == len(node.next_functions) or not (product or not any(_has_rows_of(walk, node, edge, samples) for edge in tracked)):
+    if len(tracked) == len(node.next_functions) or _multiplies_by_fewer(walk, node, samples) or not (product or not any(_has_rows_of(walk, node, edge, samples) for edge in tracked)):
         return False
     if product and any(_is_scaling(t) for t in saved_tensors(node, results=False)):
         return False
