@@ -193,6 +193,24 @@ for _name, _made in (
         (2, 3),
         *USES,
     )
+for _name, _made, _shape in (
+    ("product", lambda h, w: h @ w, (2, 3, 2)),
+    ("of as many matrices as samples", lambda h, w: h @ w, (3, 3, 2)),
+    ("transposed", lambda h, w: h @ w.mT, (2, 2, 3)),
+    ("on the left", lambda h, w: (w @ h.mT).mT, (2, 2, 3)),
+    ("on the left, transposed", lambda h, w: (w.mT @ h.mT).mT, (2, 3, 2)),
+    ("with one axis less", lambda h, w: h @ w.unflatten(1, (2, 2)).transpose(0, 1), (3, 4)),
+    ("of inputs of all", lambda h, w: h.mean(1, keepdim=True) @ w, (2, 3, 2)),
+    ("computed", lambda h, w: h @ w.tanh(), (2, 3, 2)),
+    ("for several axes", lambda h, w: h[:, None].sin() @ w, (2, 3, 2)),
+):
+    graph(
+        f"stack for stacks of inputs, {_name}",
+        lambda net, x, made=_made: net.b(made(net.a(x).unflatten(1, (-1, 2)), net.w).flatten(1).tanh()),
+        layers(3, 3, w=parameter(*_shape), b=lambda n=4 * (3 if "samples" in _name else 2): Linear(n, 4)),
+        (6 if "samples" in _name else 4, 3),
+        *USES,
+    )
 
 
 def one_by_one(attention: Callable[[Net, Tensor], Tensor]) -> Callable[[Net, Tensor], Tensor]:

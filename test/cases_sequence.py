@@ -46,12 +46,19 @@ for _name, _transform, _back in (
         "nested",
         "other parameters",
     )
-for _name, _channels, _states in (("channels", 3, 2), ("states", 2, 3)):  # a kernel that is sums of waves that decay
+
+
+def long_convolution(net: Net, x: Tensor) -> Tensor:
+    """Let each channel have a kernel that is a sum of waves, which decay."""
+    waves = (-net.r.exp()[..., None] * torch.arange(x.shape[2])).exp()
+    kernels = torch.einsum("cs,cst->ct", net.w, waves)[:, None]
+    return net.a(F.conv1d(F.pad(x, (x.shape[2] - 1, 0)), kernels, groups=len(kernels)).tanh().mean(2))
+
+
+for _name, _channels, _states in (("channels", 3, 2), ("states", 2, 3)):
     graph(
         f"long convolution, as many {_name} as samples",
-        lambda net, x, times=torch.arange(4): net.a(
-            F.conv1d(F.pad(x, (3, 0)), torch.einsum("cs,cst->ct", net.w, (-net.r.exp()[..., None] * times).exp())[:, None], groups=len(net.w)).tanh().mean(2)
-        ),
+        long_convolution,
         layers(_channels, 4, w=parameter(_channels, _states), r=parameter(_channels, _states)),
         (_channels, 4),
         *BOTH,

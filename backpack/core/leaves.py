@@ -215,6 +215,31 @@ def part_of(weight: Edge, bias: Edge | None, walk: Walk) -> tuple[PartDerivative
     return rule, {"weight": part.way} | ({} if beside is None else {"bias": beside.way})
 
 
+def stack_of_all(edge: Edge, parts: tuple[int, ...]) -> tuple[list[Node], Edge] | None:
+    """Find the stack of matrices that is repeated for each sample, as ``torch.matmul`` does where samples have a stack of inputs.
+
+    Args:
+        edge: Edge of the matrices of all samples.
+        parts: Number of samples, and of matrices of each.
+
+    Returns:
+        The nodes that repeat the stack, and its edge; ``None`` if these are no repeated ones.
+    """
+    way, node = [], edge[0]
+    while operation(node) in _RESHAPES | {"Clone"}:
+        way.append(node)
+        node = node.next_functions[0][0]
+    matrices = shape_of(edge)[1:]
+    if operation(node) != "Expand" or shape_of((node, 0)) != (*parts, *matrices):
+        return None
+    way.append(node)
+    edge = node.next_functions[0]
+    while shape_of(edge) == (1, *parts[1:], *matrices) and operation(edge[0]) in _RESHAPES:
+        way.append(edge[0])
+        edge = edge[0].next_functions[0]
+    return (way, edge) if shape_of(edge) == (*parts[1:], *matrices) else None
+
+
 def axes_of(edge: Edge, left: bool) -> tuple[Axes, list[Node]] | None:
     """Say how the axes of matrices are made of those of a parameter.
 

@@ -1,13 +1,11 @@
-"""Operations in the graph that are read like calls of modules: a product with a matrix is a Linear layer, wherever the matrix comes from.
+"""Operations in the graph that are read like calls of modules: a node needs none to be covered by a rule, as what it has saved supplies the rest.
 
-Such a node needs no call of a module to be covered by a rule: its own saved tensors supply the input and the weight. A node may also compute
-several such products inside, with something else in between (a layer of an LSTM); then columns are carried to the products first.
+A node may also compute what several layers do inside, with something else in between (a layer of an LSTM); then columns are carried to these first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
-from functools import partial, reduce
 from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,29 +13,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import functional as F
 
 from backpack.core.arrangements import arrangement
 from backpack.core.calls import Mark
-from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.derivatives.matmul import MatmulDerivatives
-from backpack.core.derivatives.rearranged import RearrangedDerivatives
-from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.leaves import axes_of, joins_leaves, part_of, way_to_leaf
+from backpack.core.graph import operation, shape_of, tensor_at
+from backpack.core.leaves import joins_leaves, way_to_leaf
 from backpack.core.mixing import is_made_of_constants, multiplies_data
-from backpack.core.origins import FACTORS, STACKS
-from backpack.core.samples import Layout, rows_along, settle, unite
+from backpack.core.origins import STACKS
+from backpack.core.samples import Layout, settle
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
 from backpack.core.ways import State
-from backpack.utils.lstm import LSTMSteps, previous
 
 _COMPLEX = frozenset({"Mm", "Bmm"})  # gradients of products are products of complex numbers, too
-_LSTM = 2  # mode of a recurrent node
-LINEAR, _MATMUL = LinearDerivatives(), MatmulDerivatives()
+LINEAR = LinearDerivatives()
 
 
 class NodeCall:
@@ -255,135 +247,3 @@ def layer(
         for bits in [walk.bits[id(p)] for p in unit.parameters.values()] + [walk.reach[split[0]] for split in unit.split.values()]:
             unit.couples |= walk.reach[edge[0]] & bits
     return unit
-
-
-def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit | None:
-    """Read ``x @ W``, perhaps with a bias and for a stack of matrices, as a layer with input ``x [*, N, K]`` and weight ``W``.
-
-    Args:
-        node: The node.
-        states: Where the samples lie in the output.
-        walk: The graph.
-        bias: Whether the first of the next edges is that of a term that is added.
-
-    Returns:
-        The layer; ``None`` if the samples do not lie along the rows, or are in the weight, or if the left factor is sparse.
-    """
-    shape, (first, second) = shape_of((node, 0)), FACTORS[operation(node)]
-    layout, stack = rows_along(len(shape) - 2, shape[-2], states[node][0]), shape[:-2]
-    if layout is None or (bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)):
-        return None
-    if bias and node.next_functions[0][0] is not None and shape_of(node.next_functions[0]) != ((*stack, 1, shape[-1]) if stack else shape[-1:]):
-        return None
-    layout, (source, weight) = layout._replace(axis=len(shape) - 2), node.next_functions[int(bias) : int(bias) + 2]
-    if source[0] is None or not checkpointed(node):  # there, it would have to be computed again
-        given = saved(node, first)
-        if given is not None and given.layout != torch.strided:
-            return None
-    turned = weight[0] is not None and not stack and way_to_leaf(weight, True) is not None
-
-    def inputs() -> Tensor | None:
-        value = saved(node, first)
-        return value if value is None else value.conj()  # as autograd's products have it, if they are complex
-
-    def matrix() -> Tensor:
-        value = saved(node, second)
-        if value is None:  # the input needs no gradient; if the weight needs none either, the bias is all there is
-            value = torch.empty((*stack, 0, shape[-1]) if weight[0] is None else shape_of(weight), device="meta")
-        return (value.mT if turned else value).conj()
-
-    factors = {"weight": 2, "bias": 0} if bias else {"weight": 1}
-    apart: dict[str, list[Node]] = {"bias": []} if stack else {}  # biases of a stack are rows of what may have any shape
-    found = None if turned or weight[0] is None else part_of(weight, node.next_functions[0] if bias else None, walk)
-    if found is None:
-        call = NodeCall(node, LINEAR if turned else _MATMUL, input0=inputs, weight=matrix)
-        return layer(node, call, int(bias), factors, layout, walk, turned, apart)
-    rule, ways = found[0], found[1] | apart
-    call = NodeCall(node, rule, input0=inputs, weight=lambda: walk.leaves[ways["weight"][-1]], matrices=matrix)
-    return layer(node, call, int(bias), factors, layout, walk, ways=ways)
-
-
-def _left_product(node: Node, states: States, walk: Walk) -> Unit | None:
-    """Read ``W @ x``, perhaps for a stack of matrices, as a layer with input ``x [*, K, N]`` and weight ``W``.
-
-    Args:
-        node: The node.
-        states: Where the samples lie in the output.
-        walk: The graph.
-
-    Returns:
-        The layer; ``None`` if the samples do not lie along the columns, or the left factor is no parameter.
-    """
-    shape, weight = shape_of((node, 0)), node.next_functions[0]
-    layout = rows_along(len(shape) - 1, shape[-1], states[node][0])
-    layout = layout and layout._replace(axis=len(shape) - 1)
-    found = None if layout is None or weight[0] is None else axes_of(weight, left=True)
-    if found is None:
-        return None
-    (axes, way), last = found, arrangement(layout)[1].plain  # rows of samples that have other numbers of them come first, not last
-    rule = RearrangedDerivatives(axes, len(shape) > 2, left=last)  # noqa: PLR2004
-
-    def matrices() -> Tensor:
-        return saved(node, "self") if last else saved(node, "self").mT
-
-    read = {"input0": lambda: saved(node, "mat2"), "weight": lambda: walk.leaves[way[-1]], "matrices": matrices}
-    return layer(node, NodeCall(node, rule, **read), 1, {"weight": 0}, layout, walk, ways={"weight": way})
-
-
-@reads("Mm", "Bmm")
-def _either_product(node: Node, states: States, walk: Walk) -> Unit | None:
-    if tensor_at((node, 0)).dtype.is_complex:
-        return _product(node, states, walk)
-    found = None if walk.is_tracked(node.next_functions[1][0]) else _left_product(node, states, walk)
-    return found or _product(node, states, walk) or _left_product(node, states, walk)
-
-
-reads("Addmm", "Baddbmm")(partial(_product, bias=True))
-
-
-@reads("MkldnnRnnLayer")
-def _lstm_layer(node: Node, states: States, walk: Walk) -> Composite | None:
-    """Read a layer of an LSTM in one direction: two Linear layers, of inputs and of previous states, whose sum passes the gates.
-
-    Args:
-        node: The node, with outputs ``[T, R, H]``, and state and cell after the last step ``[R, H]``.
-        states: Where the samples lie in them.
-        walk: The graph.
-
-    Returns:
-        The composite; ``None`` if the samples do not lie along ``R``, or are in a weight.
-    """
-    steps, rows, size = shape_of((node, 0))
-    found = [rows_along(int(nr == 0), rows, state) for nr, state in states[node].items()]
-    own = reduce(lambda one, other: one and other and unite(one, other), found)
-    if own is None or saved(node, "mode") != _LSTM or saved(node, "batch_sizes") or tensor_at((node, 0)).dtype != torch.float32:
-        return None
-    layout, reverse = own._replace(axis=1), saved(node, "reverse")
-    weights, biases, products = ("weight0", "weight1"), ("weight2", "weight3"), torch.empty(steps, rows, 4 * size, device="meta")
-
-    def inputs(part: int) -> Tensor:
-        return previous(saved(node, "result0"), saved(node, "hx_"), reverse) if part else saved(node, "input")
-
-    @torch.no_grad()  # what it computes is overwritten
-    def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
-        bias = sum(saved(node, name) for name in biases) if saved(node, "has_biases") else None
-        gates = F.linear(inputs(0), saved(node, "weight0"), bias)
-        gates.flatten(0, 1).addmm_(inputs(1).flatten(0, 1), saved(node, "weight1").t())
-        outputs, *last = columns
-        inner, _, *first = LSTMSteps.run(gates, saved(node, "cx_"), reverse).pull_back(saved(node, "weight1"), last, outputs.unbind(1))
-
-        def send(number: int, part: slice) -> Tensor:
-            if number:
-                return first[number - 5][part]
-            # time comes first in memory: a product in that order makes no copy
-            return (inner[part].transpose(0, 1) @ saved(node, "weight0")).transpose(0, 1)
-
-        return inner, [partial(send, number) for number in below]
-
-    below = [number for number in (0, 5, 6) if walk.reach.get(node.next_functions[number][0])]
-    parts = []
-    for part in range(2):
-        call = NodeCall(node, LINEAR, products, input0=partial(inputs, part), weight=partial(saved, node, weights[part]))
-        parts.append(unit_of(node, call, {"weight": 1 + part, "bias": 3 + part}, layout, walk))
-    edges = [(node.next_functions[number], layout._replace(axis=int(number == 0))) for number in below]
-    return None if None in parts else Composite(parts, pull, edges, [(node, nr) for nr in range(outputs_of(node))])

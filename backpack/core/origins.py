@@ -248,7 +248,9 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
     tracked = [(n, nr) for n, nr in node.next_functions if walk.is_tracked(n)]
     rows, shape = rows_made(node), shape_of((node, 0))
     product = operation(node) in MATRIX_PRODUCTS
-    if len(tracked) == len(node.next_functions) or _multiplies_by_fewer(walk, node, samples) or not (product or not any(_has_rows_of(walk, node, edge, samples) for edge in tracked)):
+    if len(tracked) == len(node.next_functions) or not (product or not any(_has_rows_of(walk, node, edge, samples) for edge in tracked)):
+        return False
+    if _multiplies_by_fewer(walk, node, samples):
         return False
     if product and any(_is_scaling(t) for t in saved_tensors(node, results=False)):
         return False

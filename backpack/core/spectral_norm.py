@@ -1,4 +1,4 @@
-"""Spectral normalization, which divides a weight by its largest singular value: as a hook (``torch.nn.utils.spectral_norm``), or a parametrization."""
+"""Spectral normalization, which divides a weight by its largest singular value: as a hook, or as a parametrization."""
 
 from __future__ import annotations
 
