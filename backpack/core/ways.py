@@ -26,11 +26,15 @@ ELEMENTWISE = frozenset(
     """Relu Gelu Silu Tanh Sigmoid LogSigmoid Softplus Elu LeakyRelu Hardtanh Hardswish Hardsigmoid Mish Abs Exp Log Sqrt Rsqrt Pow
     Erf Sin Cos Sinh Cosh Neg Alias Clone ToCopy NativeDropout Clamp ClampMin ClampMax Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg
     Reciprocal Log1P Log2 Log10 Expm1 Exp2 Tan Asin Acos Atan Asinh Acosh Atanh Erfc Celu Threshold Hardshrink Softshrink NanToNum
-    Complex Conj ResolveConj""".split()
+    Complex Conj ResolveConj Angle Erfinv Lgamma Digamma Polygamma Mvlgamma I0 Sinc Logit RreluWithNoise
+    SpecialI0E SpecialI1 SpecialI1E SpecialNdtri SpecialLogNdtr SpecialEntr SpecialErfcx""".split()
 )
 """Operations that treat every entry alone."""
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
-_BROADCASTING = frozenset("Mul Div Add Sub Expand Fmod Remainder Maximum Minimum Where".split())
+_BROADCASTING = frozenset(
+    """Mul Div Add Sub Rsub Expand Fmod Remainder Maximum Minimum Fmax Fmin Where Lerp Addcmul Addcdiv Atan2 Hypot Xlogy SpecialXlog1Py Logaddexp
+    Logaddexp2 Ldexp Polar PreluKernel""".split()
+)
 # these work on the last two axes, and on each entry of the axes in front alike
 _STACKED = frozenset(
     """Bmm Baddbmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
@@ -146,7 +150,11 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
     **dict.fromkeys(("FftR2C", "FftC2R", "FftC2C"), lambda node, axis, axes: _axis_unless(saved(node, "dim"), axis, axes)),
     "ConstantPadNd": lambda node, axis, axes: _axis_in_front(len(saved(node, "pad")) // 2, node, axis, axes),
     **dict.fromkeys(("Select", "Unbind"), lambda node, axis, axes: axis + (axis >= saved(node, "dim") % axes)),
-    **dict.fromkeys((*_PARTS, "Slice", "Cat", "Cumsum"), lambda node, axis, axes: _axis_unless((saved(node, "dim"),), axis, axes)),
+    **dict.fromkeys("LinalgDet LinalgSlogdet LinalgEigh LinalgSvd LinalgQr LinalgLuFactorEx".split(), partial(_axis_in_front, 2)),
+    **dict.fromkeys(
+        (*_PARTS, *"Slice Cat Cumsum Cumprod Cummax Cummin Logcumsumexp Sort Topk Glu".split()),
+        lambda node, axis, axes: _axis_unless((saved(node, "dim"),), axis, axes),
+    ),
     **dict.fromkeys(("Flip", "Roll"), lambda node, axis, axes: _axis_unless(saved(node, "dims") or range(axes), axis, axes)),
     **{
         f"{name}{axes}D{end}{derivative}": partial(_axis_in_front, axes)
@@ -156,7 +164,10 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
         for end in ("", "WithIndices", "Aa")
         for derivative in ("", "Derivative")
     },
-    **dict.fromkeys("Sum Mean Logsumexp Norm LinalgVectorNorm Prod Var Std VarMean StdMean Max Min Amax Amin".split(), _axis_of_reduced),
+    **dict.fromkeys(
+        "Sum Mean Logsumexp Norm LinalgVectorNorm Prod Var Std VarMean StdMean Max Min Amax Amin Aminmax Kthvalue Median Nanmedian Mode".split(),
+        _axis_of_reduced,
+    ),
 }
 # from an axis of the output, and the number of axes of the inputs, to that axis of these whose entries lie along it; ``None`` if there is none
 ALONG_AXES = frozenset(_AXES)
