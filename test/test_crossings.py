@@ -949,6 +949,7 @@ REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "sum and ratio": lambda h: torch.addcdiv(h, h[:, :, :1], h.exp()),
     "angle": lambda h: torch.atan2(h, h[:, :1].cos()),
     "length": lambda h: torch.hypot(h, h.cos()),
+    "warped": lambda h: F.grid_sample(h[:, None], h.unflatten(-1, (3, 2)).tanh(), align_corners=False),
     "entropy": lambda h: torch.xlogy(h.exp(), h[:, :1].exp()),
     "entropy of more": lambda h: torch.special.xlog1py(h, h.exp()),
     "sum of exponentials": lambda h: torch.logaddexp(h, h[:1].sin()),

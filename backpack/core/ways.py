@@ -43,6 +43,8 @@ _STACKED = frozenset(
 )
 _OF_CHANNELS = frozenset(f"{kind}BatchNorm{derivative}" for kind in ("Native", "Cudnn", "Miopen") for derivative in ("", "Derivative"))
 """These treat every entry of axis 1 alone, which holds those of all samples in an instance normalization."""
+_BATCHES = frozenset({"GridSampler2D", "GridSampler3D"})
+"""These treat every entry of axis 0 alone."""
 _PARTS = frozenset({"Split", "SplitWithSizes", "UnsafeSplit"})
 OF_ONE = frozenset({"Select", "Mul", "Where", "MaskedFill"})
 """Operations that may take what belongs to one sample out of a tensor of all."""
@@ -112,6 +114,8 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
         return [None if shape is None else Crossing(Way.DATA, there[len(shape)], there[len(shape)]) for shape in shapes]
     if name in _STACKED:
         stays = layout.axis < len(full) - 2
+    elif name in _BATCHES:
+        stays = layout.axis == 0
     elif name in ("Softmax", "SafeSoftmax", "LogSoftmax", "SoftmaxBackwardData", "LogSoftmaxBackwardData"):
         stays = not full or layout.axis != saved(node, "dim") % len(full)
     else:
