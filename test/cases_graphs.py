@@ -58,6 +58,16 @@ def experts_with_gates(net: Net, x: Tensor) -> Tensor:
     return net.b((out.view(h.shape) + h).sum(1))
 
 
+def choices_of_experts(net: Net, x: Tensor) -> Tensor:
+    """Multiply what experts make of a token of each sample with one of as many weights as there are samples: those of all tell on which axis they lie."""
+    rows, numbers = net.a(x).flatten(0, 1), torch.arange(len(x))
+    weights, out = net.gate(rows).softmax(1), torch.zeros_like(rows)
+    for turn, expert in enumerate((net.one, net.other)):
+        tokens, choices = x.shape[1] * numbers + turn, (numbers + turn) % 3
+        out = out.index_add(0, tokens, expert(rows[tokens]).tanh() * weights[tokens, choices, None])
+    return net.b(out.view(len(x), -1, 3).sum(1))
+
+
 def checkpointed(net: Net, x: Tensor) -> Tensor:
     """Run a part again in the backward pass."""
     return net.b(checkpoint(lambda h: net.tanh(net.inner(h)), net.a(x), use_reentrant=False))
@@ -110,6 +120,13 @@ graph("messages along edges", messages, layers(2, 3, 4, largest=Largest), (3, 2)
 graph("weight of functional_call", doubled, layers(3, 3, 4), (3,), *CHAIN)
 graph("parameters of functional_call", own_parameters, layers(3, 3, 4, tanh=Tanh), (3,), "chain")
 graph("experts without tokens", experts, partial(mixture, [0.0, 0.0, 0.0, -50.0]), (2, 3), *CHAIN)
+graph(
+    "as many choices of experts as samples",
+    choices_of_experts,
+    lambda: {"a": Linear(3, 3), "gate": Linear(3, 3), "one": Linear(3, 3), "other": Linear(3, 3), "b": Linear(3, 4)},
+    (2, 3),
+    *CHAIN,
+)
 graph("experts that cut features out", experts_with_gates, layers(3, 3, 4, up=partial(Linear, 3, 6)), (5, 3), *CHAIN)
 graph("prototypes", lambda net, x: net.b(torch.cdist(net.a(x), net.points)), layers(3, 3, 4, points=parameter(3, 3)), (3,), *CHAIN, "curved")
 graph(

@@ -15,7 +15,7 @@ from backpack.core.graph import call_node, has_saved, operation, outputs_of, sav
 from backpack.core.linear import LINEAR, ON_A_PART
 from backpack.core.samples import Layout, add_rows, along, decode, filled, label_tensor, layout_of, probe, split, sum_to
 from backpack.core.selections import SELECTS, selection
-from backpack.core.ways import SPLIT, STATIC, Crossing, State, Way, known_crossings, summed
+from backpack.core.ways import OF_ONE, SPLIT, STATIC, Crossing, State, Way, axis_kept, known_crossings, summed
 from backpack.utils.columns import blocks
 
 _MASKED = 2**24
@@ -166,18 +166,33 @@ def _completed(layout: Layout, state: Layout) -> Layout:
     return layout._replace(labels=state.labels) if as_there and not layout.of_one else layout
 
 
-def unmasked(node: Node, layout: Layout, number: int, shape: torch.Size) -> Layout | None:
-    """Say where the samples lie in the input of a node, if that multiplies some rows by zero, or puts something else in their place.
+def lies_elsewhere(node: Node, state: State, needed: list[int], shape: torch.Size) -> Layout | None:
+    """Say where else the samples may lie in an input of a node, as far as its output tells.
 
     Args:
         node: The node.
-        layout: Where they lie in its output.
-        number: Number of the input, the only one that is needed.
-        shape: Its shape.
+        state: Where they lie in its output.
+        needed: Numbers of the inputs that are needed.
+        shape: Shape of one of them.
 
     Returns:
-        The layout, with label -1 for such rows; ``None`` if there are none.
+        Along another axis of what is selected by numbers; along that of a sample that is selected; or without the rows that are multiplied by
+        zero, or replaced by something else. ``None`` if there is no such axis, and no such row.
     """
+    if state is SPLIT or state.samples <= 1:
+        return None
+    if operation(node) in SELECTS:
+        chosen = selection(node)
+        return next(iter(chosen.before(state)[1:]), None) if chosen is not None else None
+    if operation(node) not in OF_ONE or state.plain or not state.of_one:
+        return None
+    if operation(node) == "Select":
+        return axis_kept(node, state, shape)
+    return _unmasked(node, state, needed[0], shape) if len(needed) == 1 else None
+
+
+def _unmasked(node: Node, layout: Layout, number: int, shape: torch.Size) -> Layout | None:
+    # with label -1 for rows that a node, of which this input alone is needed, multiplies by zero; ``None`` if there are none
     slot = tensor_at((node, 0))
     if not shape or 0 in shape or shape_of((node, 0)) != shape:
         return None

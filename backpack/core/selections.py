@@ -46,18 +46,18 @@ class Selection(NamedTuple):
         """
         return self.axis <= axis < self.axis + len(self.made)
 
-    def before(self, layout: Layout) -> Layout | None:
+    def before(self, layout: Layout) -> list[Layout]:
         """Say where the samples lie in the input.
 
         Args:
             layout: Where they lie in the output: those of several samples, or rows along a single axis.
 
         Returns:
-            The layout, with label -1 for rows of which nothing was selected; ``None`` if they mix.
+            The layout, with label -1 for rows of which nothing was selected; then others, if it may be along several axes; none if they mix.
         """
         own = layout.axis - self.axis
         if not 0 <= own < len(self.made):
-            return layout._replace(axis=layout.axis + (len(self.sizes) - len(self.made) if own >= 0 else 0))
+            return [layout._replace(axis=layout.axis + (len(self.sizes) - len(self.made) if own >= 0 else 0))]
         labels = along(label_tensor(layout.labels, self.places[0].device), own, len(self.made)).expand(self.made)
         known = labels >= 0
         labels, places, found = labels[known], [numbers[known] for numbers in self.places], []
@@ -67,14 +67,14 @@ class Selection(NamedTuple):
             if torch.equal(rows[places[axis]], labels):
                 found.append(Layout(self.axis + axis, tuple(rows.tolist()), layout.samples))
         if len(found) < 2:  # noqa: PLR2004
-            return found[0] if found else None
+            return found
         entries = torch.stack(places).unique(dim=1).shape[1]
 
         def doubts(layout: Layout) -> tuple[bool, bool]:  # first an axis along which nothing has to be guessed, as ``layout_of`` does
             rows = sum(label >= 0 for label in layout.labels)
             return rows * self.sizes.numel() != entries * len(layout.labels), not settle(layout).plain
 
-        return min(found, key=doubts)
+        return sorted(found, key=doubts)
 
     def added(self, columns: Tensor, layout: Layout) -> Tensor:
         """Add columns where their entries were selected, for each sample by itself.

@@ -14,7 +14,7 @@ from torch.nn import Parameter
 
 from backpack.core.batches import agrees_with_data, batch_of, known_axis, lists_samples, rows_of, turns
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.crossings import unmasked
+from backpack.core.crossings import lies_elsewhere
 from backpack.core.graph import operation, shape_of
 from backpack.core.joining import moves_rows
 from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, is_linear
@@ -29,7 +29,7 @@ from backpack.core.samples import Layout, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output, start_at_time
 from backpack.core.walk import Walk
-from backpack.core.ways import OF_ONE, SPLIT, State, axis_kept, united
+from backpack.core.ways import SPLIT, State, axis_kept, united
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
 
@@ -354,15 +354,11 @@ class Tracking:
         Returns:
             The layout; ``None`` if it is one axis alone, as far as is known.
         """
-        layout, own = self._others.get((node, 0)), states.get(0, SPLIT)
+        layout = self._others.get((node, 0))
         if layout is not None:
             return axis_kept(node, layout, shape)
-        if operation(node) not in OF_ONE or own is SPLIT or own.samples <= 1 or own.plain or not own.of_one:
-            return None
-        if operation(node) == "Select":
-            return axis_kept(node, own, shape)
         needed = [number for number, (upstream, _) in enumerate(node.next_functions) if self.walk.reach.get(upstream)]
-        return unmasked(node, own, *needed, shape) if len(needed) == 1 else None
+        return lies_elsewhere(node, states.get(0, SPLIT), needed, shape)
 
     def _is_of_nodes(self, node: Node, samples: int) -> bool:
         # whether layers made it of constants, as of the nodes of a graph that all samples use; functions may have multiplied it with data

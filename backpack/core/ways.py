@@ -43,8 +43,6 @@ _STACKED = frozenset(
 )
 _OF_CHANNELS = frozenset(f"{kind}BatchNorm{derivative}" for kind in ("Native", "Cudnn", "Miopen") for derivative in ("", "Derivative"))
 """These treat every entry of axis 1 alone, which holds those of all samples in an instance normalization."""
-_BATCHES = frozenset({"GridSampler2D", "GridSampler3D"})
-"""These treat every entry of axis 0 alone."""
 _PARTS = frozenset({"Split", "SplitWithSizes", "UnsafeSplit"})
 OF_ONE = frozenset({"Select", "Mul", "Where", "MaskedFill"})
 """Operations that may take what belongs to one sample out of a tensor of all."""
@@ -114,8 +112,6 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
         return [None if shape is None else Crossing(Way.DATA, there[len(shape)], there[len(shape)]) for shape in shapes]
     if name in _STACKED:
         stays = layout.axis < len(full) - 2
-    elif name in _BATCHES:
-        stays = layout.axis == 0
     elif name in ("Softmax", "SafeSoftmax", "LogSoftmax", "SoftmaxBackwardData", "LogSoftmaxBackwardData"):
         stays = not full or layout.axis != saved(node, "dim") % len(full)
     else:
@@ -152,6 +148,7 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
     "Stack": lambda node, axis, axes: None if axis == (dim := saved(node, "dim") % (axes + 1)) else axis - (axis > dim),
     **dict.fromkeys(("ViewAsReal", "ViewAsComplex"), lambda _, axis, axes: axis if axis < axes else None),
     **dict.fromkeys(("FftR2C", "FftC2R", "FftC2C"), lambda node, axis, axes: _axis_unless(saved(node, "dim"), axis, axes)),
+    **dict.fromkeys(("GridSampler2D", "GridSampler3D"), lambda _node, axis, _axes: None if axis else 0),
     "ConstantPadNd": lambda node, axis, axes: _axis_in_front(len(saved(node, "pad")) // 2, node, axis, axes),
     **dict.fromkeys(("Select", "Unbind"), lambda node, axis, axes: axis + (axis >= saved(node, "dim") % axes)),
     **dict.fromkeys("LinalgDet LinalgSlogdet LinalgEigh LinalgSvd LinalgQr LinalgLuFactorEx".split(), partial(_axis_in_front, 2)),
@@ -286,12 +283,12 @@ def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
     if chosen is None:
         return None
     if layout.of_one:
-        if not len(chosen.sizes) == len(chosen.made) == 1 or operation(node) == "Slice":
+        if operation(node) == "Slice":
             return None
         if layout.axis != chosen.axis < len(full) - 1 and not settle(layout).plain:  # those that were not selected may be of other samples
             layout = Layout(chosen.axis, (max(layout.labels),) * full[chosen.axis], layout.samples)
-    there = chosen.before(layout)
-    return [Crossing(Way.MASKED, None, None) if there is None else Crossing(Way.DATA, there, there)]
+    found = chosen.before(layout)
+    return [Crossing(Way.DATA, found[0], found[0]) if found else Crossing(Way.MASKED, None, None)]
 
 
 def _of_added(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
@@ -355,11 +352,13 @@ def axis_kept(node: Node, layout: Layout, shape: torch.Size) -> Layout | None:
         The layout; ``None`` if the operation does not tell.
     """
     name, full = operation(node), shape_of((node, 0))
-    if not full:
+    if not full or not full.numel():
         return None
     if name == "Slice" and layout.axis == (rows := numbered_rows(node))[0] % len(shape):
         labels = torch.full((shape[layout.axis],), -1).index_copy(0, rows[1], torch.tensor(layout.labels))
         return layout._replace(labels=tuple(labels.tolist()))
+    if name in SAME_ENTRIES:
+        return seen_through_reshape(layout, full, shape)
     stays = name in ELEMENTWISE or (name in _BROADCASTING and shape == full)
     axis = layout.axis if stays else _AXES[name](node, layout.axis, len(shape)) if name in _AXES else None
     return None if axis is None or shape[axis] != len(layout.labels) else layout._replace(axis=axis)
