@@ -59,7 +59,7 @@ def experts_with_gates(net: Net, x: Tensor) -> Tensor:
 
 
 def choices_of_experts(net: Net, x: Tensor) -> Tensor:
-    """Multiply what experts make of a token of each sample with one of as many weights as there are samples: those of all tell on which axis they lie."""
+    """Multiply what experts make of a token of each sample with one of as many weights as there are samples: both tell on which axis these lie."""
     rows, numbers = net.a(x).flatten(0, 1), torch.arange(len(x))
     weights, out = net.gate(rows).softmax(1), torch.zeros_like(rows)
     for turn, expert in enumerate((net.one, net.other)):

@@ -28,13 +28,13 @@ from backpack.core.node_calls import Composite, Waiting, read
 from backpack.core.node_functions import is_known
 from backpack.core.origins import STACKS
 from backpack.core.refusals import bare, mixing, nowhere, refuse_compiled, refuse_one_row, refuse_other_rows, refuse_second_order, single, unrecorded
-from backpack.core.samples import Layout, plain_layout, settle, unite
+from backpack.core.samples import Layout, plain_layout, seen_through_reshape, settle, unite
 from backpack.core.slots import Edge, Slot
 from backpack.core.starts import put_in_order, refuse_curved
 from backpack.core.tracking import Tracking
 from backpack.core.units import Unit
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Walk
-from backpack.core.ways import SPLIT, State, Way, seen_through_reshape
+from backpack.core.ways import SPLIT, State, Way
 from backpack.utils.errors import BackpackError, merge
 
 

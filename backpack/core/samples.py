@@ -293,6 +293,37 @@ def split(columns: Tensor, layout: Layout, block: slice = slice(None)) -> Tensor
     return columns.unsqueeze(1) * along(mask, layout.axis, columns.dim() - 1).to(columns.dtype)
 
 
+@lru_cache(maxsize=256)
+def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> Layout | None:
+    """Return the layout of a tensor after a reshape: axes that are not split or merged with that of the samples do not matter.
+
+    Args:
+        layout: Where the samples lie before.
+        old: Shape before.
+        new: Shape after.
+
+    Returns:
+        The layout after; ``None`` if no axis holds the samples any more.
+    """
+    axis, device = layout.axis, torch.device("cpu")
+    begin, end, there, there_end = 0, len(old), 0, len(new)
+    if not layout.of_one and old.numel():
+        end = there_end = 0
+        while end <= axis:
+            begin, there = end, there_end
+            size, other, end, there_end = old[begin], new[there], begin + 1, there + 1
+            while size != other:
+                if size < other:
+                    size, end = size * old[end], end + 1
+                else:
+                    other, there_end = other * new[there_end], there_end + 1
+        if end - begin == 1 == there_end - there:
+            return layout._replace(axis=there)
+    labels = along(label_tensor(layout.labels, device), axis - begin, end - begin).expand(old[begin:end]).reshape(new[there:there_end])
+    found = layout_of(labels, labels >= 0, layout.samples, axis - there)
+    return None if found is None else found._replace(axis=there + found.axis)
+
+
 def sum_to(tensor: Tensor, shape: torch.Size, lead: int) -> Tensor:
     """Sum over the axes along which a tensor of the given shape was broadcast.
 

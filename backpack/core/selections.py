@@ -112,20 +112,21 @@ class Selection(NamedTuple):
 
 
 def selection(node: Node) -> Selection | None:
-    """Read what a node selects.
+    """Read what a node selects, or where it puts something.
 
     Args:
-        node: The node, of one of these operations.
+        node: The node, of one of these operations, or ``IndexPut``.
 
     Returns:
         The entries; ``None`` if other ones are selected for each entry along other axes.
     """
-    name, shape = operation(node), shape_of(node.next_functions[0])
+    name = operation(node)
+    shape = shape_of((node, 0) if name == "IndexPut" else node.next_functions[0])
     if name == "PackPaddedSequence":
         running = saved(node, "result1")  # how many sequences there are at each step
         places = (torch.arange(running[0]) < running[:, None]).nonzero(as_tuple=True)
         return Selection(0, shape[:2], places[::-1] if saved(node, "batch_first") else places)
-    if name != "Index":
+    if name not in ("Index", "IndexPut"):
         full, (dim, rows) = list(shape_of((node, 0))), numbered_rows(node) or (0, None)
         if rows is None or full[:dim] + full[dim:][1:] != list(shape[:dim] + shape[dim:][1:]):  # for some entries along other axes alone
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from enum import Enum
-from functools import lru_cache, partial
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from backpack.core.arrangements import arrangement
 from backpack.core.graph import has_saved, operation, saved, shape_of
 from backpack.core.linear import LINEAR, SAME_ENTRIES
-from backpack.core.samples import Layout, after_sum, along, label_tensor, layout_of, settle, unite
+from backpack.core.samples import Layout, after_sum, label_tensor, layout_of, seen_through_reshape, settle, unite
 from backpack.core.selections import SELECTS, numbered_rows, selection
 
 STATIC = LINEAR - frozenset(
@@ -30,6 +30,10 @@ ELEMENTWISE = frozenset(
     SpecialI0E SpecialI1 SpecialI1E SpecialNdtri SpecialLogNdtr SpecialEntr SpecialErfcx""".split()
 )
 """Operations that treat every entry alone."""
+_OF_ENTRIES = ELEMENTWISE | frozenset(
+    "MaskedFill MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss".split()
+)
+"""These, and others that depend on a mask or a target."""
 # the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
 _BROADCASTING = frozenset(
     """Mul Div Add Sub Rsub Expand Fmod Remainder Maximum Minimum Fmax Fmin Where Lerp Addcmul Addcdiv Atan2 Hypot Xlogy SpecialXlog1Py Logaddexp
@@ -115,7 +119,7 @@ def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
     elif name in ("Softmax", "SafeSoftmax", "LogSoftmax", "SoftmaxBackwardData", "LogSoftmaxBackwardData"):
         stays = not full or layout.axis != saved(node, "dim") % len(full)
     else:
-        stays = name.removesuffix("Derivative") in ELEMENTWISE  # derivatives of derivatives, too
+        stays = name.removesuffix("Derivative") in _OF_ENTRIES  # derivatives of derivatives, too
     same = all(shape is None or shape == full or (len(shape) == len(full) and shape[layout.axis] == full[layout.axis]) for shape in shapes)
     return [None if shape is None else Crossing(Way.DATA, layout, layout) for shape in shapes] if stays and same else None
 
@@ -148,12 +152,18 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
     "Stack": lambda node, axis, axes: None if axis == (dim := saved(node, "dim") % (axes + 1)) else axis - (axis > dim),
     **dict.fromkeys(("ViewAsReal", "ViewAsComplex"), lambda _, axis, axes: axis if axis < axes else None),
     **dict.fromkeys(("FftR2C", "FftC2R", "FftC2C"), lambda node, axis, axes: _axis_unless(saved(node, "dim"), axis, axes)),
-    **dict.fromkeys(("GridSampler2D", "GridSampler3D"), lambda _node, axis, _axes: None if axis else 0),
+    **dict.fromkeys("GridSampler2D GridSampler3D NllLoss MultiMarginLoss MultilabelMarginLoss".split(), lambda _, axis, axes: None if axis else 0),
+    "NllLoss2D": lambda _, axis, axes: axis + (axis > 0),
+    "CtcLoss": lambda _, axis, axes: axis + 1,
     "ConstantPadNd": lambda node, axis, axes: _axis_in_front(len(saved(node, "pad")) // 2, node, axis, axes),
     **dict.fromkeys(("Select", "Unbind"), lambda node, axis, axes: axis + (axis >= saved(node, "dim") % axes)),
     **dict.fromkeys("LinalgDet LinalgSlogdet LinalgEigh LinalgSvd LinalgQr LinalgLuFactorEx".split(), partial(_axis_in_front, 2)),
     **dict.fromkeys(
-        (*_PARTS, *"Slice Cat Cumsum Cumprod Cummax Cummin Logcumsumexp Sort Topk Glu".split()),
+        (
+            *_PARTS,
+            *"""Slice Cat Cumsum Cumprod Cummax Cummin Logcumsumexp Sort Topk Glu LinalgCross Gather Scatter ScatterAdd ScatterReduce IndexCopy
+            IndexFill""".split(),
+        ),
         lambda node, axis, axes: _axis_unless((saved(node, "dim"),), axis, axes),
     ),
     **dict.fromkeys(("Flip", "Roll"), lambda node, axis, axes: _axis_unless(saved(node, "dims") or range(axes), axis, axes)),
@@ -166,7 +176,8 @@ _AXES: dict[str, Callable[[Node, int, int], int | None]] = {
         for derivative in ("", "Derivative")
     },
     **dict.fromkeys(
-        "Sum Mean Logsumexp Norm LinalgVectorNorm Prod Var Std VarMean StdMean Max Min Amax Amin Aminmax Kthvalue Median Nanmedian Mode".split(),
+        """Sum Nansum Mean Logsumexp Norm LinalgVectorNorm Prod Var Std VarMean StdMean Max Min Amax Amin Aminmax Kthvalue Median Nanmedian
+        Mode""".split(),
         _axis_of_reduced,
     ),
 }
@@ -224,42 +235,12 @@ def layout_behind(node: Node, layout: Layout, given: torch.Size, made: torch.Siz
         return seen_through_reshape(layout, given, made)
     if name in SELECTS:
         chosen = selection(node)
-        there = None if chosen is None else chosen.behind(layout)
-        return None if there is None or there.of_one else there
+        if chosen is not None:
+            there = chosen.behind(layout)
+            return None if there is None or there.of_one else there
     axes = range(len(made)) if name in _AXES else ()
     axis = next((axis for axis in axes if _AXES[name](node, axis, len(given)) == layout.axis), None)
     return None if axis is None or made[axis] != len(layout.labels) else layout._replace(axis=axis)
-
-
-@lru_cache(maxsize=256)
-def seen_through_reshape(layout: Layout, old: torch.Size, new: torch.Size) -> Layout | None:
-    """Return the layout of a tensor after a reshape: axes that are not split or merged with that of the samples do not matter.
-
-    Args:
-        layout: Where the samples lie before.
-        old: Shape before.
-        new: Shape after.
-
-    Returns:
-        The layout after; ``None`` if no axis holds the samples any more.
-    """
-    axis, device = layout.axis, torch.device("cpu")
-    begin, end, there, there_end = 0, len(old), 0, len(new)
-    if not layout.of_one and old.numel():
-        end = there_end = 0
-        while end <= axis:
-            begin, there = end, there_end
-            size, other, end, there_end = old[begin], new[there], begin + 1, there + 1
-            while size != other:
-                if size < other:
-                    size, end = size * old[end], end + 1
-                else:
-                    other, there_end = other * new[there_end], there_end + 1
-        if end - begin == 1 == there_end - there:
-            return layout._replace(axis=there)
-    labels = along(label_tensor(layout.labels, device), axis - begin, end - begin).expand(old[begin:end]).reshape(new[there:there_end])
-    found = layout_of(labels, labels >= 0, layout.samples, axis - there)
-    return None if found is None else found._replace(axis=there + found.axis)
 
 
 def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
@@ -292,7 +273,7 @@ def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
 
 
 def _of_added(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
-    """Say how a node carries the samples that adds rows to others by their numbers.
+    """Say how a node carries the samples that adds rows to others by their numbers, or puts entries there.
 
     Args:
         node: The node.
@@ -303,6 +284,11 @@ def _of_added(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
         The crossing of each needed input; ``None`` if it is another node, or has to be found out.
     """
     full = shape_of((node, 0))
+    if operation(node) == "IndexPut" and not layout.of_one and full.numel():
+        chosen = selection(node)
+        made, there = full[: chosen.axis] + chosen.made + full[chosen.axis + len(chosen.sizes) :], chosen.behind(layout)
+        known = (Crossing(Way.DATA, layout, layout), None if there is None or shapes[1] is None else summed(there, made, shapes[1]))
+        return None if shapes[1] is not None and there is None else [None if s is None else c for s, c in zip(shapes, known, strict=True)]
     rows = numbered_rows(node) if operation(node) in _ADDS and layout.samples > 1 and full and full.numel() else None
     if rows is None:
         return None

@@ -15,9 +15,8 @@ from backpack.core.graph import shape_of
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.core.recording import reading
-from backpack.core.samples import Layout, plain_layout, settle
+from backpack.core.samples import Layout, plain_layout, seen_through_reshape, settle
 from backpack.core.slots import Slot
-from backpack.core.ways import seen_through_reshape
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import as_published
