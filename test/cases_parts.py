@@ -174,6 +174,8 @@ for _equation, _given, _weight in (
     ("bei,eio->beo", (2, 3), (2, 3, 2)),
     ("bei,eoi->beo", (2, 3), (2, 2, 3)),
     ("bei,ieo->beo", (2, 3), (3, 2, 2)),
+    ("bid,iod->bo", (2, 3), (2, 2, 3)),
+    ("bthd,otgdh->btgo", (2, 3, 2), (3, 2, 2, 2, 3)),
     ("bci,oc->boi", (3, 2), (2, 3)),
     ("bhij,ojhi->bo", (2, 2, 2), (3, 2, 2, 2)),
 ):

@@ -240,6 +240,7 @@ class RearrangedUse:
         order: In which order each group has the features ``[K]``.
         transposed: Whether features come before outputs in the parameter.
         on_the_left: Whether the matrices are on the left.
+        samples: How many samples have a stack of inputs each, ``[samples * stack, ...]``; their rows are joined in ``x``, not in ``out``.
     """
 
     x: Tensor
@@ -249,12 +250,13 @@ class RearrangedUse:
     order: Tensor
     transposed: bool
     on_the_left: bool
+    samples: int = 1
 
     def outputs(self, per_output: Tensor) -> Tensor:
         """Sum over positions: ``[A, B, numel of out]`` to ``[A, B, G, O']``."""
-        stack, positions, _ = self.x.shape
-        shape = (stack, -1, positions) if self.on_the_left else (stack, positions, -1)
-        return per_output.reshape(*per_output.shape[:2], *shape).sum(-1 if self.on_the_left else -2).flatten(2)[..., self.rows]
+        stack, positions = len(self.x), self.x.shape[1] // self.samples
+        shape = (self.samples, stack, *((-1, positions) if self.on_the_left else (positions, -1)))
+        return per_output.reshape(*per_output.shape[:2], *shape).sum((2, -1 if self.on_the_left else -2)).flatten(2)[..., self.rows]
 
     def inputs(self) -> list[Tensor]:
         """Return what the weights of each group are multiplied with, one row for each sample and position: ``[N * L, K]``."""
@@ -278,6 +280,13 @@ def rearranged(matrix: GradientEdge | None, x: Tensor, out: GradientEdge, on_the
     if found is None:
         return []
     weight, sent, arrived = found
+    samples = sent.numel() // weight.numel()
+    if sent.dim() == 3 and samples > 1:  # a stack that is repeated for each sample
+        parts = torch.block_diag(*sent[: len(sent) // samples].reshape(1, -1).expand(samples, 1, -1)).view(samples, *sent.shape)
+        arrived, *others = (torch.autograd.grad([matrix], [weight], [part], retain_graph=True)[0] for part in parts)
+        if not all(torch.equal(arrived, other) for other in others):
+            return []
+        sent = sent[: len(sent) // samples]
     if not torch.equal(arrived.flatten().sort().values, sent.flatten()):
         return []
     sizes = [1] * (3 - sent.dim()) + [*sent.shape]
@@ -291,8 +300,8 @@ def rearranged(matrix: GradientEdge | None, x: Tensor, out: GradientEdge, on_the
             r, c = (r.mT, c.mT) if transposed else (r, c)
             of_one = r // sizes[2 - on_the_left]  # the matrix of the stack
             if all(torch.equal(part, one.expand_as(part)) for part, one in ((r, r[..., :1]), (c, c[:1, :1]), (of_one, of_one[:, :1]))):
-                given = x.mT if on_the_left else x
-                return [RearrangedUse(given.reshape(sizes[0], -1, features), weight, out, r[..., 0], c[0, 0], transposed, on_the_left)]
+                given = (x.mT if on_the_left else x).reshape(samples, sizes[0], -1, features).transpose(0, 1).flatten(1, 2)
+                return [RearrangedUse(given, weight, out, r[..., 0], c[0, 0], transposed, on_the_left, samples)]
     return []
 
 

@@ -265,8 +265,7 @@ def axes_of(edge: Edge, left: bool) -> tuple[Axes, list[Node]] | None:
             return None
     order = [axis for axis in order if sizes[axis] > 1]
     *stack, first, last = [[order.index(axis) for axis in axes_] for axes_ in ([a for a in part if sizes[a] > 1] for part in axes)]
-    found = Axes(shape, [sizes[axis] for axis in order], *(stack or [[]]), *((last, first) if left else (first, last)))
-    return None if found.groups is None else (found, [*way, node])
+    return Axes(shape, [sizes[axis] for axis in order], *(stack or [[]]), *((last, first) if left else (first, last))), [*way, node]
 
 
 def _rearranged(node: Node, axes: list[list[int]], order: list[int], sizes: dict[int, int]) -> list[list[int]] | None:

@@ -75,6 +75,18 @@ def units_of(plan: Plan) -> Iterator[Unit]:
         yield from composite.parts
 
 
+def separates(unit: Unit) -> bool:
+    """Say whether axes of inputs lie side by side in the weight of a use, as those of outputs do.
+
+    Args:
+        unit: The use.
+
+    Returns:
+        Whether they do; also where it has none.
+    """
+    return not isinstance(unit.call.derivatives, AffineDerivatives) or unit.call.derivatives.separates
+
+
 def edges_below(plan: Plan, node: Node) -> Iterator[Edge]:
     """Go through the edges to which a node hands on what is carried.
 

@@ -39,11 +39,24 @@ class Axes(NamedTuple):
                 return count
         return None
 
+    def turned(self, order: Sequence[int]) -> Axes:
+        """Say how the matrices are made of a parameter that has these axes in another order.
+
+        Args:
+            order: Numbers of the axes.
+
+        Returns:
+            The axes.
+        """
+        sizes = [self.sizes[axis] for axis in order]
+        return Axes(Size(sizes), sizes, *([order.index(axis) for axis in part] for part in (self.stack, self.inputs, self.outputs)))
+
 
 class RearrangedDerivatives(AffineDerivatives):
     """A product of inputs ``[N, (stack,) *positions, K]`` with matrices on the right, or ``[N, (stack,) K, *positions]`` with matrices on the left.
 
-    Axes of outputs that come first in the parameter, and cannot be joined with the others there, are groups, which see the same inputs.
+    Axes of outputs that come first in the parameter, and cannot be joined with the others there, are groups, which see the same inputs. A parameter
+    in which axes of inputs lie on both sides of others is turned, so that they come last.
     """
 
     any_batch_axis = True
@@ -56,14 +69,19 @@ class RearrangedDerivatives(AffineDerivatives):
             stacked: Whether tensors have an axis for the stack.
             left: Whether the matrices are on the left, and positions come last.
         """
-        self._axes, self._stacked, self._left = axes, stacked, left
-        self._count, rows = axes.groups, [axis for axis in axes.outputs if axis >= axes.groups]
-        self.transposed = bool(rows and axes.inputs) and min(axes.inputs) < min(rows)
+        self.separates = axes.groups is not None
+        self._order = range(len(axes.sizes)) if self.separates else [*axes.stack, *axes.outputs, *axes.inputs]
+        self._own, self._axes, self._stacked, self._left = axes, axes if self.separates else axes.turned(self._order), stacked, left
+        self._count = self._axes.groups
+        rows = [axis for axis in self._axes.outputs if axis >= self._count]
+        self.transposed = bool(rows and self._axes.inputs) and min(self._axes.inputs) < min(rows)
 
     @property
     def weight_layout(self) -> Hashable:
         groups, inputs, outputs = self._matrices()
         matrix = (inputs, outputs) if self.transposed else (outputs, inputs)
+        if not self.separates:
+            return RearrangedDerivatives.weight_from_matrix, *self._order, *self._own.sizes, groups
         if self._axes.shape == matrix:
             return (MatmulDerivatives if self.transposed else LinearDerivatives).weight_from_matrix
         if self._axes.shape == (groups, *matrix):
@@ -118,10 +136,16 @@ class RearrangedDerivatives(AffineDerivatives):
         return mat.reshape(*lead, prod(first), last).mT
 
     def weight_from_matrix(self, module: Any, matrix: Tensor) -> Tensor:
-        return (matrix.mT if self.transposed else matrix).reshape(*matrix.shape[:-3], *self._axes.shape)
+        lead = matrix.shape[:-3]
+        if self.separates:
+            return (matrix.mT if self.transposed else matrix).reshape(*lead, *self._axes.shape)
+        places = [len(lead) + self._order.index(axis) for axis in range(len(self._order))]
+        return matrix.reshape(*lead, *self._axes.sizes).permute(*range(len(lead)), *places).reshape(*lead, *self._own.shape)
 
     def matrix_from_weight(self, module: Any, weight: Tensor) -> Tensor:
         groups, inputs, outputs = self._matrices()
+        if not self.separates:
+            weight = weight.reshape(len(weight), *self._own.sizes).permute(0, *(1 + axis for axis in self._order))
         if self.transposed:
             return weight.reshape(len(weight), groups, inputs, outputs).mT
         return weight.reshape(len(weight), groups, outputs, inputs)

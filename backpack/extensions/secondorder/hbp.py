@@ -29,7 +29,7 @@ from backpack.extensions.kronecker import KroneckerRule, KroneckerState, OutputS
 from backpack.extensions.rules import Rule, ValueRule
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension, checked_draws
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
-from backpack.extensions.sides import Sides, rows_of_weights, sides, sides_of, structure_by
+from backpack.extensions.sides import Sides, rows_of_weights, separates, sides, sides_of, structure_by, units_of
 from backpack.utils.errors import ArgumentError, UnsupportedError, merge
 from backpack.utils.precision import wide
 
@@ -130,10 +130,16 @@ class HBP(SecondOrderBackpropExtension):
             One error a parameter.
         """
         loose, made = {id(parameter) for parameter in plan.loose}, rows_of_weights(plan)
+        mixed = {p for unit in units_of(plan) if not separates(unit) for name, p in unit.parameters.items() if name == "weight"}
         for parameter, uses in sides_of(plan, self.averages_inputs).items():
             shape = list(parameter.shape)
             if id(parameter) in loose and uses[-1].inputs is None and sum(size > 1 for size in shape) > 1:
                 why = f"{{names}} of shape {shape}: used by an operation or a layer without a rule for Kronecker factors"
+            elif parameter in mixed:
+                why = (
+                    f"{{names}} of shape {shape}: axes of inputs lie on both sides of axes of outputs (or of a stack), as in "
+                    "einsum('bid,iod->bo', x, W). Let them lie side by side in the parameter ('ido' or 'oid'), and it has factors"
+                )
             elif parameter in made:
                 why = f"{{names}} of shape {shape}: makes the weight of another layer (W + B @ A), so that its Kronecker factors are not defined"
             elif len({(use.inputs, use.structure) for use in uses}) > 1:
@@ -163,7 +169,8 @@ class HBP(SecondOrderBackpropExtension):
             rule, call = unit.call.derivatives, unit.call
             extra_axes = isinstance(rule, LinearDerivatives) and len(call.outputs[0].shape) > 2
             about = [p for p in unit.parameters.values() if p in plan.uses]
-            fits = isinstance(rule, AffineDerivatives) and not isinstance(rule, BilinearDerivatives) and not extra_axes and rule.groups(call) == 1
+            fits = isinstance(rule, AffineDerivatives) and not isinstance(rule, BilinearDerivatives) and separates(unit)
+            fits = fits and not extra_axes and rule.groups(call) == 1
             if about and not fits:
                 yield UnsupportedError(
                     f"{self.savefield}: batch-averaged factors exist for Linear layers on inputs [N, in_features] and for convolutions "
