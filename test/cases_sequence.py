@@ -63,6 +63,16 @@ for _name, _channels, _states in (("channels", 3, 2), ("states", 2, 3)):
         (_channels, 4),
         *BOTH,
     )
+
+
+def own_kernels(net: Net, x: Tensor) -> Tensor:
+    """Let each sample have kernels of its own, which mix those of all, as a group of one convolution."""
+    kernels = torch.einsum("nk,koit->noit", net.gate(x.mean(2)).softmax(1), net.w).flatten(0, 1)
+    return net.a(F.conv1d(net.b(x).flatten(0, 1)[None], kernels, groups=len(x)).view(len(x), 2, -1).tanh().mean(2))
+
+
+_parts = layers(2, 4, gate=partial(Linear, 2, 2), b=partial(Linear, 4, 4), w=parameter(2, 2, 2, 3))
+graph("kernels of each sample", own_kernels, _parts, (2, 4), *BOTH)
 for _name, _number, _distances in (
     ("points", 4, torch.cdist),
     ("points, products", 26, lambda z, p: torch.cdist(z, p, compute_mode="use_mm_for_euclid_dist")),

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from backpack import backpack, clear, explain, extend, results
 from backpack.core.crossings import crossings_of
 from backpack.core.graph import shape_of
+from backpack.core.known_ways import known_crossings
 from backpack.core.samples import Layout, along
-from backpack.core.ways import known_crossings
 from backpack.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, DiagHessian, SumGradSquared, Variance
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import BackpackError, LossNotExtendedError, UnattributedError, UnsupportedError
@@ -978,6 +978,8 @@ REARRANGED: dict[str, Callable[[Tensor], Tensor]] = {
     "binary": lambda h: F.binary_cross_entropy(h.sigmoid(), torch.ones(4, 4, 6), reduction="none"),
     "binary, logits": lambda h: F.binary_cross_entropy_with_logits(h, torch.ones(4, 4, 6), torch.rand(6), pos_weight=torch.rand(6), reduction="none"),
     "soft margins": lambda h: F.soft_margin_loss(h, torch.ones(4, 4, 6), reduction="none"),
+    "kernels of groups": lambda h: F.conv1d(h, h.flatten(1)[:, :6].view(4, 2, 3).sin(), h[:, 0, 0], groups=2),
+    "kernels of groups, transposed": lambda h: F.conv_transpose1d(h, h.flatten(1)[:, :6].view(4, 2, 3).sin(), groups=2),
     "entropy": lambda h: torch.xlogy(h.exp(), h[:, :1].exp()),
     "entropy of more": lambda h: torch.special.xlog1py(h, h.exp()),
     "sum of exponentials": lambda h: torch.logaddexp(h, h[:1].sin()),
@@ -1017,7 +1019,7 @@ def test_operations_that_tell_where_entries_go(name: str, pattern: str, monkeypa
         with monkeypatch.context() as patch:
             told = compare_with_columns(out, Layout(axis, tuple(labels), 24), patch) or told
     found_out = ("other grouping", "sum of all", "padded, samples", "rolled, all", "solved, one matrix", "solved, vectors")
-    assert told or pattern == "some" or name in found_out
+    assert told or pattern == "some" or name in found_out or (name.startswith("kernels") and pattern != "blocks")
 
 
 class Products(Module):

@@ -1,4 +1,4 @@
-"""How columns hold the samples, and how nodes hand them on whose operations tell it: no columns have to be sent through them to find out."""
+"""How columns hold the samples, and which operations leave them along an axis, or on one that their settings tell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.graph import Node
 from backpack.core.arrangements import arrangement
 from backpack.core.graph import has_saved, operation, saved, shape_of
 from backpack.core.linear import LINEAR, SAME_ENTRIES
-from backpack.core.samples import Layout, after_sum, label_tensor, layout_of, seen_through_reshape, settle, unite
+from backpack.core.samples import Layout, after_sum, seen_through_reshape, unite
 from backpack.core.selections import SELECTS, numbered_rows, selection
 
 STATIC = LINEAR - frozenset(
@@ -50,7 +50,6 @@ _OF_CHANNELS = frozenset(f"{kind}BatchNorm{derivative}" for kind in ("Native", "
 _PARTS = frozenset({"Split", "SplitWithSizes", "UnsafeSplit"})
 OF_ONE = frozenset({"Select", "Mul", "Where", "MaskedFill"})
 """Operations that may take what belongs to one sample out of a tensor of all."""
-_ADDS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce"})
 
 
 class Way(Enum):
@@ -97,7 +96,7 @@ class Crossing(NamedTuple):
         return Crossing(SPLIT, self.returned, None) if rows_of_all or node not in of_data else self
 
 
-def _same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+def same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
     """Say how a node carries the samples where that follows from what it is: they stay on their axis.
 
     Args:
@@ -186,7 +185,7 @@ ALONG_AXES = frozenset(_AXES)
 """Operations that leave the entries along some axes apart, which their settings tell."""
 
 
-def _rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+def rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
     """Say how a node carries the samples that reshapes, turns, cuts, joins, pools or sums along other axes.
 
     Args:
@@ -243,72 +242,6 @@ def layout_behind(node: Node, layout: Layout, given: torch.Size, made: torch.Siz
     return None if axis is None or made[axis] != len(layout.labels) else layout._replace(axis=axis)
 
 
-def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
-    """Say how a node carries the samples that selects entries by their numbers.
-
-    Args:
-        node: The node.
-        layout: Where the samples lie in its output.
-
-    Returns:
-        The crossing of its input; ``None`` if it is another node, or has to be found out.
-    """
-    full = shape_of((node, 0))
-    if operation(node) not in SELECTS or not full or not full.numel() or not layout.samples:
-        return None
-    if layout.samples == 1:
-        labels = label_tensor((0,), torch.device("cpu")).expand(shape_of(node.next_functions[0]))
-        there = layout_of(labels, labels, 1, layout.axis)  # any axis will do
-        return [Crossing(Way.DATA, there, there)]
-    chosen = selection(node)
-    if chosen is None:
-        return None
-    if layout.of_one:
-        if operation(node) == "Slice":
-            return None
-        if layout.axis != chosen.axis < len(full) - 1 and not settle(layout).plain:  # those that were not selected may be of other samples
-            layout = Layout(chosen.axis, (max(layout.labels),) * full[chosen.axis], layout.samples)
-    found = chosen.before(layout)
-    return [Crossing(Way.DATA, found[0], found[0]) if found else Crossing(Way.MASKED, None, None)]
-
-
-def _of_added(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
-    """Say how a node carries the samples that adds rows to others by their numbers, or puts entries there.
-
-    Args:
-        node: The node.
-        layout: Where the samples lie in its output.
-        shapes: Shape of each needed input, ``None`` for others.
-
-    Returns:
-        The crossing of each needed input; ``None`` if it is another node, or has to be found out.
-    """
-    full = shape_of((node, 0))
-    if operation(node) == "IndexPut" and not layout.of_one and full.numel():
-        chosen = selection(node)
-        made, there = full[: chosen.axis] + chosen.made + full[chosen.axis + len(chosen.sizes) :], chosen.behind(layout)
-        known = (Crossing(Way.DATA, layout, layout), None if there is None or shapes[1] is None else summed(there, made, shapes[1]))
-        return None if shapes[1] is not None and there is None else [None if s is None else c for s, c in zip(shapes, known, strict=True)]
-    rows = numbered_rows(node) if operation(node) in _ADDS and layout.samples > 1 and full and full.numel() else None
-    if rows is None:
-        return None
-    dim, index = rows[0] % len(full), rows[1]
-    crossings: list[Crossing | None] = []
-    for number, shape in enumerate(shapes):
-        there = layout
-        if shape is None:
-            crossings.append(None)
-            continue
-        if shape[:dim] + shape[dim + 1 :] != full[:dim] + full[dim + 1 :]:
-            return None
-        if layout.axis == dim and number:
-            if len(index) != shape[dim]:
-                return None
-            there = layout._replace(labels=tuple(label_tensor(layout.labels, index.device)[index].tolist()))
-        crossings.append(Crossing(Way.DATA, there, there))
-    return crossings
-
-
 def united(ones: Iterable[Layout | None], others: Iterable[Layout | None]) -> list[Layout]:
     """Put together what two consumers of a tensor know of its samples, who may see them on more than one axis.
 
@@ -363,22 +296,3 @@ def summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
     """
     arrives = after_sum(layout, full, shape)
     return Crossing(SPLIT if arrives is None else Way.DATA, layout, arrives)
-
-
-def known_crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
-    """Say how a node carries the samples to its inputs, if its operation tells.
-
-    Args:
-        node: The node.
-        states: Output number to layout.
-        shapes: Shape of each needed input, ``None`` for others.
-
-    Returns:
-        The crossing of each needed input; ``None`` if it has to be found out.
-    """
-    number, layout = next(iter(states.items()))
-    if len(states) == 1 and not number:
-        known = _same_axis(node, layout, shapes) or _of_selected(node, layout) or _of_added(node, layout, shapes)
-        if known is not None:
-            return known
-    return _rearranged(node, number, layout, shapes) if all(state == layout for state in states.values()) else None

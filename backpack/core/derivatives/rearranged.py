@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from torch import Size, Tensor
+from torch import Size, Tensor, einsum
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Grads, Samples
@@ -160,7 +160,9 @@ class RearrangedDerivatives(AffineDerivatives):
         # multiplies features with ``[(stack,) F', F]``
         if not self._left and not self._stacked:
             return mat @ matrices.mT
-        products = matrices @ self._positions_last(mat)
+        # einsum multiplies all rows by a matrix at once, matmul those of each sample
+        stack, given, outputs = matrices if self._stacked else matrices[None], self._positions_last(mat), matrices.shape[-2]
         if self._left:
-            return products.reshape(*mat.shape[: 2 + self._stacked], products.shape[-2], *mat.shape[3 + self._stacked :])
-        return products.mT.reshape(*mat.shape[:-1], products.shape[-2])
+            products = einsum("gof,vngfl->vngol", stack, given)
+            return products.reshape(*mat.shape[: 2 + self._stacked], outputs, *mat.shape[3 + self._stacked :])
+        return einsum("gof,vngfl->vnglo", stack, given).reshape(*mat.shape[:-1], outputs)

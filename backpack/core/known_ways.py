@@ -1,0 +1,122 @@
+"""How nodes hand on columns whose operations tell it: no columns have to be sent through them to find out."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.graph import Node
+
+from backpack.core.graph import operation, saved, shape_of
+from backpack.core.samples import Layout, label_tensor, layout_of, settle
+from backpack.core.selections import SELECTS, numbered_rows, selection
+from backpack.core.ways import Crossing, Way, rearranged, same_axis, summed
+
+_ADDS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce"})
+
+
+def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
+    """Say how a node carries the samples that selects entries by their numbers.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+
+    Returns:
+        The crossing of its input; ``None`` if it is another node, or has to be found out.
+    """
+    full = shape_of((node, 0))
+    if operation(node) not in SELECTS or not full or not full.numel() or not layout.samples:
+        return None
+    if layout.samples == 1:
+        labels = label_tensor((0,), torch.device("cpu")).expand(shape_of(node.next_functions[0]))
+        there = layout_of(labels, labels, 1, layout.axis)  # any axis will do
+        return [Crossing(Way.DATA, there, there)]
+    chosen = selection(node)
+    if chosen is None:
+        return None
+    if layout.of_one:
+        if operation(node) == "Slice":
+            return None
+        if layout.axis != chosen.axis < len(full) - 1 and not settle(layout).plain:  # those that were not selected may be of other samples
+            layout = Layout(chosen.axis, (max(layout.labels),) * full[chosen.axis], layout.samples)
+    found = chosen.before(layout)
+    return [Crossing(Way.DATA, found[0], found[0]) if found else Crossing(Way.MASKED, None, None)]
+
+
+def _of_added(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples that adds rows to others by their numbers, or puts entries there.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it is another node, or has to be found out.
+    """
+    full = shape_of((node, 0))
+    if operation(node) == "IndexPut" and not layout.of_one and full.numel():
+        chosen = selection(node)
+        made, there = full[: chosen.axis] + chosen.made + full[chosen.axis + len(chosen.sizes) :], chosen.behind(layout)
+        known = (Crossing(Way.DATA, layout, layout), None if there is None or shapes[1] is None else summed(there, made, shapes[1]))
+        return None if shapes[1] is not None and there is None else [None if s is None else c for s, c in zip(shapes, known, strict=True)]
+    rows = numbered_rows(node) if operation(node) in _ADDS and layout.samples > 1 and full and full.numel() else None
+    if rows is None:
+        return None
+    dim, index = rows[0] % len(full), rows[1]
+    crossings: list[Crossing | None] = []
+    for number, shape in enumerate(shapes):
+        there = layout
+        if shape is None:
+            crossings.append(None)
+            continue
+        if shape[:dim] + shape[dim + 1 :] != full[:dim] + full[dim + 1 :]:
+            return None
+        if layout.axis == dim and number:
+            if len(index) != shape[dim]:
+                return None
+            there = layout._replace(labels=tuple(label_tensor(layout.labels, index.device)[index].tolist()))
+        crossings.append(Crossing(Way.DATA, there, there))
+    return crossings
+
+
+def _of_groups(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a convolution carries the samples if each has groups of channels of its own, as where it has kernels of its own.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it is another node, or a group has channels of several samples.
+    """
+    groups = saved(node, "groups") if operation(node) == "Convolution" and layout.axis == 1 and not layout.of_one else 1
+    channels = len(layout.labels) // groups
+    owners = layout.labels[::channels] if groups > 1 else ()
+    if not owners or layout.labels != tuple(label for label in owners for _ in range(channels)):
+        return None
+    crossings: list[Crossing | None] = []
+    for number, shape in enumerate(shapes):  # input, kernels, bias
+        axis = int(number == 0)
+        there = None if shape is None else Layout(axis, tuple(label for label in owners for _ in range(shape[axis] // groups)), layout.samples)
+        crossings.append(there and Crossing(Way.DATA, there, there))
+    return crossings
+
+
+def known_crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a node carries the samples to its inputs, if its operation tells.
+
+    Args:
+        node: The node.
+        states: Output number to layout.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it has to be found out.
+    """
+    number, layout = next(iter(states.items()))
+    if len(states) == 1 and not number:
+        known = same_axis(node, layout, shapes) or _of_selected(node, layout) or _of_added(node, layout, shapes) or _of_groups(node, layout, shapes)
+        if known is not None:
+            return known
+    return rearranged(node, number, layout, shapes) if all(state == layout for state in states.values()) else None
