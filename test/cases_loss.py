@@ -31,6 +31,21 @@ class LogCosh(Module):
         return (prediction - target).cosh().log().mean()
 
 
+class Ranking(Module):
+    """A loss of the user's own without a target: each first entry is to exceed the second one."""
+
+    def forward(self, scores: Tensor) -> Tensor:
+        """Evaluate.
+
+        Args:
+            scores: ``[N, 2]``.
+
+        Returns:
+            The mean over samples.
+        """
+        return -nn.functional.logsigmoid(scores[:, 0] - scores[:, 1]).mean()
+
+
 class Cauchy(Module):
     """A loss of the user's own, not convex far from the target, that uses a module."""
 
@@ -199,6 +214,7 @@ add("own loss", partial(behind, None, (2, 2), lambda N: (LogCosh(), randn(N, 2, 
 add(
     "own loss, registered", partial(behind, None, (3,), lambda N: (Registered(), randn(N, 3)), scale=lambda N: rand(N) + 0.2), "chain", "special loss"
 )
+add("own loss without a target", partial(behind, None, (2,), lambda N: (Ranking(),)), "chain")
 add("own loss, not convex", partial(behind, None, (3,), lambda N: (Cauchy(), 5 + randn(N, 3))), "chain", "not convex")
 add("CosineEmbeddingLoss", partial(behind, None, (3,), lambda N: (nn.CosineEmbeddingLoss(), randn(N, 3), torch.ones(N))), "chain", "not convex")
 add(

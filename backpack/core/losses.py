@@ -32,14 +32,18 @@ def take_for_loss(call: ModuleCall, node: Node) -> bool:
         node: Node of what it returned.
 
     Returns:
-        Whether a module without rule and parameters, extended on its own, has made one number of a prediction and something else.
+        Whether a module without rule and parameters, extended on its own, has made one number of a prediction and something else; or of a prediction
+        alone, if that is curved, and the prediction is no loss already.
     """
     if call.derivatives is not None or not call.root or not call.recorder.bare or not _makes_a_number(call):
         return False
-    prediction = call.inputs[0] if len(call.inputs) > 1 else None
+    prediction = next(iter(call.inputs), None)
     if not isinstance(prediction, Slot) or prediction.edge is None or not prediction.shape or not prediction.dtype.is_floating_point:
         return False
-    call.derivatives = _CURVED if _is_curved(call, node) else _OWN
+    curved = _is_curved(call, node)
+    if len(call.inputs) == 1 and (not curved or any(function_at(inside) for inside in search([prediction.edge[0]]))):
+        return False
+    call.derivatives = _CURVED if curved else _OWN
     return True
 
 
