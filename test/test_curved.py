@@ -175,7 +175,9 @@ OF_PARAMETERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 INDEX = torch.tensor([2, 0, 0])
 SPARSE = torch.tensor([[0, 2, 0], [1, 0, 0.5], [0, 0, 3]], dtype=torch.float64).to_sparse()
+WINDOW = torch.hann_window(4, dtype=torch.float64)
 LINEAR: dict[str, Callable[[Tensor], Tensor]] = {
+    "istft": lambda h: torch.istft(torch.stft(h.sin().repeat(1, 3), 4, 2, window=WINDOW, return_complex=True), 4, 2, window=WINDOW)[:, :3] + h,
     "index_add": lambda h: h.index_add(1, INDEX, 2 * h, alpha=3),
     "index_add of rows": lambda h: torch.zeros_like(h).index_add(0, torch.arange(len(h)).repeat_interleave(2), h.sin().repeat_interleave(2, 0)),
     "index_copy": lambda h: h.index_copy(1, torch.tensor([1, 0]), h[:, 1:].sin()),

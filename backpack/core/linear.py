@@ -27,7 +27,7 @@ LINEAR = RESHAPES | frozenset(
     Nansum PackPaddedSequence Trace Deg2Rad Rad2Deg MaskedScatter BlockDiag torch::autograd::Copy
     torch::autograd::Identity""".split()
 )
-"""Operations that are linear."""
+"""Operations that are linear, as their derivatives are then."""
 _BENT = frozenset(f"{name}Derivative" for name in "Threshold LeakyRelu Hardtanh RreluWithNoise Hardshrink Softshrink".split())
 """Backward passes of operations that are linear almost everywhere: only on the gradient, their first argument, do they depend smoothly."""
 PIECEWISE_LINEAR = (
@@ -66,7 +66,7 @@ def is_linear(node: Node, varies: Callable[[Node], Any]) -> bool:
         Whether it is.
     """
     name = operation(node)
-    if name in LINEAR | _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
+    if name.removesuffix("Derivative") in LINEAR | _OF_COMPLEX or (name == "ScatterReduce" and saved(node, "reduce") != "prod"):
         return True
     if node.name() == ON_A_PART:
         if _ASSIGNMENT not in node.metadata:
