@@ -65,6 +65,16 @@ for _name, _channels, _states in (("channels", 3, 2), ("states", 2, 3)):
     )
 
 
+graph(
+    "convolution of rows of a sample, one channel",
+    lambda net, x: net.b(net.c(net.a(x).reshape(-1, 2, 2)).reshape(len(x), -1).tanh()),
+    layers(3, 8, c=lambda: nn.Conv1d(2, 1, 2), b=lambda: Linear(2, 4)),
+    (3,),
+    "reused",
+    *BOTH,
+)
+
+
 def own_kernels(net: Net, x: Tensor) -> Tensor:
     """Let each sample have kernels of its own, which mix those of all, as a group of one convolution."""
     kernels = torch.einsum("nk,koit->noit", net.gate(x.mean(2)).softmax(1), net.w).flatten(0, 1)

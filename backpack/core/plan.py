@@ -16,7 +16,7 @@ from backpack.core.arrangements import Repeated, arrangement
 from backpack.core.batches import batch_of, known_axis, lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import Gap
-from backpack.core.derivatives.affine import is_bilinear
+from backpack.core.derivatives.affine import AffineDerivatives, is_bilinear
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.graph import operation, sequence_number, shape_of
 from backpack.core.joining import refuse_joined
@@ -28,7 +28,7 @@ from backpack.core.node_calls import Composite, Waiting, read
 from backpack.core.node_functions import is_known
 from backpack.core.origins import STACKS
 from backpack.core.refusals import bare, mixing, nowhere, refuse_compiled, refuse_one_row, refuse_other_rows, refuse_second_order, single, unrecorded
-from backpack.core.samples import Layout, plain_layout, seen_through_reshape, settle, unite
+from backpack.core.samples import Layout, plain_layout, rows_of_one, seen_through_reshape, settle, unite
 from backpack.core.slots import Edge, Slot
 from backpack.core.starts import put_in_order, refuse_curved
 from backpack.core.tracking import Tracking
@@ -180,6 +180,7 @@ class Plan(Tracking):
             if not isinstance(state, Layout) or not isinstance(given, Slot) or others:
                 continue
             layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
+            layout = layout if rule.any_batch_axis or not isinstance(rule, AffineDerivatives) else rows_of_one(layout, call.outputs[0].shape)
             axes = len(call.outputs[0].shape) - rule.feature_axes(call) if rule.any_batch_axis else 1
             free = layout is not None and rule.any_batch_axis and layout.axis < axes
             if layout is None or not call.outputs[0].shape or (layout.axis != 0 and not free):

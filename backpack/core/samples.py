@@ -86,6 +86,19 @@ def along(values: Tensor, axis: int, ndim: int) -> Tensor:
     return values.reshape(*values.shape[:-1], *(values.shape[-1] if i == axis else 1 for i in range(ndim)))
 
 
+def rows_of_one(layout: Layout | None, shape: torch.Size) -> Layout | None:
+    """Let the only sample of a mini-batch have all rows on axis 0, as it may have an axis of length one elsewhere.
+
+    Args:
+        layout: Where the samples lie; ``None`` if that is not known.
+        shape: Shape of the tensor.
+
+    Returns:
+        The layout; as it is if there are several samples.
+    """
+    return layout if layout is None or layout.samples != 1 or not shape else Layout(0, (0,) * shape[0], 1)
+
+
 def shape_of_one(shape: torch.Size, layout: Layout | None) -> torch.Size:
     """Return the shape of the part of a tensor that one sample has.
 
