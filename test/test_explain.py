@@ -229,6 +229,18 @@ def test_what_does_not_go_together_is_told_once() -> None:
     assert all("PowBackward0" in row.reason for row in explanation.refused)
 
 
+def test_computed_weights_cost_more() -> None:
+    """The gradient of a weight that is computed is formed for each sample: a sum with another matrix, even if that is zero, is told to cost it."""
+
+    class Merged(Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return linear(x, self.weight + torch.zeros(300, 300), self.bias)
+
+    layers = Linear(300, 300), Merged(300, 300)
+    costs = [explain(layer, MSELoss(), torch.rand(64, 300), torch.rand(64, 300), [DiagGGNMC()]).quantities[0].cost for layer in layers]
+    assert costs[1] > 5 * costs[0]
+
+
 def test_several_targets() -> None:
     """They are further arguments of the loss, as in ``verify``."""
     X, y = torch.rand(5, 4), (torch.randint(3, (5,)), torch.rand(5, 2))

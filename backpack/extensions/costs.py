@@ -22,6 +22,7 @@ from backpack.core.plan import Plan
 from backpack.core.residuals import columns_of
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
+from backpack.core.ways import SPLIT, Way
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
@@ -123,6 +124,7 @@ class Costs:
     def __init__(self, plan: Plan, extension: BackpropExtension, crossed: list[Gap]) -> None:
         self._plan, self._extension, self._flow = plan, extension, carried_for(extension.flow, [extension], plan)
         self.carried, self.read = 0.0, dict.fromkeys(map(id, plan.uses), 0.0)
+        self._samples = max(plan.batches.values(), default=1)
         self._births: dict[Node, dict[Node, int]] = {}
         if self._flow is None:
             self.carried = float(HOOK * len(plan.units))
@@ -159,7 +161,9 @@ class Costs:
     def _at_gap(self, gap: Gap, columns: int) -> None:
         products, times = products_in(gap.node)
         entries = sum(prod(shape_of((gap.node, nr))) for nr in gap.states)
-        self.carried += columns * (products * times + 2 * ENTRY * entries) + HOOK * (columns > 0)
+        split = SPLIT in gap.states.values() or any(crossing is not None and crossing.way is Way.MASKED for crossing in gap.crossings)
+        each = self._samples * (products * times + FRESH * entries) if split else products * times + 2 * ENTRY * entries
+        self.carried += columns * each + HOOK * (columns > 0)
         for upstream in gap.nexts:
             if upstream is not None and upstream[0] in self._plan.walk.leaves:
                 parameter = self._plan.walk.leaves[upstream[0]]
@@ -205,6 +209,9 @@ class Costs:
                 self.carried += columns * (products + ENTRY * (inputs + outputs) / 2)
             if isinstance(self._flow, SignedSqrtFlow) and not rule.hessian_is_zero(call):
                 births = {**births, node: inputs // max(1, unit.layout.samples)}
+        for name, edge in unit.split.items():  # what parameters make, of which each sample has columns
+            products = self._products(unit) if name == "weight" else 0
+            self.carried += columns * (products + FRESH * self._samples * prod(shape_of(edge)))
         for name, parameter in unit.parameters.items():
             if parameter in self._plan.uses:
                 self.read[id(parameter)] += self._reading(sides(unit, name, parameter), parameter, columns)
