@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 from math import prod
 
 import torch
@@ -186,6 +186,11 @@ for _name, _made in (
     ("weight on the left, positions first", lambda net, h: (net.w @ h.transpose(0, 1).flatten(0, 1).t()).t().unflatten(0, (2, -1)).transpose(0, 1)),
     ("weight in several notations", lambda net, h: torch.einsum("oi,bti->bto", net.w, F.linear(h, net.w).sin()) + (net.w @ h.mT).mT),
     ("stack in several notations", lambda net, h: torch.bmm(h.flatten(0, 1)[None], net.w[None])[0].unflatten(0, (-1, 2)).sin() @ net.w),
+    ("multiple of a weight", lambda net, h: F.linear(h, net.w * 0.5)),
+    ("negative multiple of a weight that is turned", lambda net, h: h @ -(net.w.T / 3)),
+    ("multiple of a weight, and the weight", lambda net, h: F.linear(F.linear(h, 2 * net.w).tanh(), net.w)),
+    ("multiple of a weight, used twice", lambda net, h: reduce(lambda made, w: F.linear(made, w).tanh(), [net.w * 2] * 2, h)),
+    ("multiple of a weight, and its entries", lambda net, h: torch.stack([F.linear(h, w) * w[0] for w in [net.w * 2]]).sum(0)),
     ("weight in another shape", lambda net, h: F.linear(h, net.w.flatten().view(3, 3), net.s)),
 ):
     graph(

@@ -217,8 +217,8 @@ def leaf_behind(matrix: GradientEdge | None) -> tuple[Parameter, Tensor, Tensor]
         The parameter, the numbers that were sent, and what has arrived; ``None`` if there is no such parameter.
     """
     node = None if matrix is None else matrix.node
-    while node is not None and len(node.next_functions) == 1:
-        node = node.next_functions[0][0]
+    while node is not None and len(upstream := [n for n, _ in node.next_functions if n is not None]) == 1:
+        (node,) = upstream
     like = None if matrix is None else matrix.node._input_metadata[matrix.output_nr]
     if not hasattr(node, "variable") or like.dtype.is_complex:
         return None
@@ -287,6 +287,9 @@ def rearranged(matrix: GradientEdge | None, x: Tensor, out: GradientEdge, on_the
         if not all(torch.equal(arrived, other) for other in others):
             return []
         sent = sent[: len(sent) // samples]
+    scale = arrived.sum() / sent.sum()  # a multiple of the parameter multiplies multiples of the inputs
+    if arrived.numel() == sent.numel() and scale != 0 and torch.allclose(arrived / scale, (arrived / scale).round()):
+        arrived, x = (arrived / scale).round(), x * scale
     if not torch.equal(arrived.flatten().sort().values, sent.flatten()):
         return []
     sizes = [1] * (3 - sent.dim()) + [*sent.shape]

@@ -6,11 +6,12 @@ from itertools import accumulate, pairwise
 from math import gcd, prod
 from typing import NamedTuple
 
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.derivatives.rearranged import Axes, RearrangedDerivatives
 from backpack.core.derivatives.weight_parts import PartDerivatives
-from backpack.core.graph import LEAF, operation, outputs_of, saved, shape_of
+from backpack.core.graph import LEAF, has_saved, operation, outputs_of, saved, shape_of
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
@@ -49,6 +50,68 @@ def way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
         way.append(node)
         node = node.next_functions[0][0]
     return [*way, node] if node is not None and node.name() == LEAF and shape_of((node, 0)) == shape else None
+
+
+class Multiple(NamedTuple):
+    """A multiple of a parameter, as with an equalized learning rate: ``weight * scale``, ``weight / sqrt(inputs)``.
+
+    Attributes:
+        way: The nodes between it and the leaf, which is the last one.
+        axes: Which axes of the parameter a product ``x @ matrix`` sums over.
+        factors: The nodes that multiply by a number, or divide by one.
+    """
+
+    way: list[Node]
+    axes: Axes
+    factors: list[Node]
+
+    def of_inputs(self, inputs: Tensor) -> Tensor:
+        """Multiply inputs instead of the parameter.
+
+        Args:
+            inputs: Any tensor.
+
+        Returns:
+            Its multiple.
+        """
+        for node in self.factors:
+            number = _number(node)
+            inputs = inputs / number if operation(node) == "Div" else inputs * number
+        return inputs
+
+
+def multiple_of_leaf(edge: Edge) -> Multiple | None:
+    """Say of which parameter a matrix is a multiple, perhaps transposed.
+
+    Args:
+        edge: The edge.
+
+    Returns:
+        The multiple; ``None`` if something else lies there, or no number.
+    """
+    way, turned, factors, (node, _) = [], False, [], edge
+    while node.name() != LEAF:
+        if operation(node) in _TRANSPOSES and turns((node, 0)):
+            turned = not turned
+        elif _number(node) is not None:
+            factors.append(node)
+        else:
+            return None
+        way.append(node)
+        node = next(n for n, _ in node.next_functions if n is not None)
+    shape = shape_of((node, 0))
+    return None if not factors else Multiple([*way, node], Axes(shape, shape, [], inputs=[int(turned)], outputs=[int(not turned)]), factors)
+
+
+def _number(node: Node) -> Tensor | float | None:
+    # by which a node multiplies its only input, or divides it
+    if operation(node) == "Neg":
+        return -1.0
+    given = [n is not None for n, _ in node.next_functions]
+    if operation(node) not in ("Mul", "Div") or sum(given) != 1 or (has_saved(node, "rounding_mode") and saved(node, "rounding_mode")):
+        return None
+    number = saved(node, "other" if given[0] else "self") if operation(node) == "Mul" or given[0] else None
+    return None if isinstance(number, Tensor) and number.dim() else number
 
 
 def turns(edge: Edge) -> bool:

@@ -15,7 +15,7 @@ from backpack.core.checkpoints import checkpointed
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.derivatives.rearranged import RearrangedDerivatives
 from backpack.core.graph import operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.leaves import axes_of, part_of, stack_of_all, way_to_leaf
+from backpack.core.leaves import axes_of, multiple_of_leaf, part_of, stack_of_all, way_to_leaf
 from backpack.core.node_calls import LINEAR, Composite, NodeCall, States, layer, reads, unit_of
 from backpack.core.origins import FACTORS, STACKS
 from backpack.core.samples import rows_along, unite
@@ -51,9 +51,12 @@ def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit
         if given is not None and given.layout != torch.strided:
             return None
     turned = weight[0] is not None and not stack and way_to_leaf(weight, True) is not None
+    multiple = None if stack or turned or weight[0] is None else multiple_of_leaf(weight)
 
     def inputs() -> Tensor | None:
         value = saved(node, first)
+        if value is not None and multiple is not None:
+            value = multiple.of_inputs(value)
         return value if value is None else value.conj()  # as autograd's products have it, if they are complex
 
     def matrix() -> Tensor:
@@ -64,7 +67,10 @@ def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit
 
     factors = {"weight": 2, "bias": 0} if bias else {"weight": 1}
     apart: dict[str, list[Node]] = {"bias": []} if stack else {}  # biases of a stack are rows of what may have any shape
-    found = None if turned or weight[0] is None else part_of(weight, node.next_functions[0] if bias else None, walk)
+    if multiple is not None:
+        found = RearrangedDerivatives(multiple.axes, stacked=False, left=False), {"weight": multiple.way}
+    else:
+        found = None if turned or weight[0] is None else part_of(weight, node.next_functions[0] if bias else None, walk)
     if found is None:
         call = NodeCall(node, LINEAR if turned else _MATMUL, input0=inputs, weight=matrix)
         return layer(node, call, int(bias), factors, layout, walk, turned, apart)
