@@ -298,7 +298,9 @@ def rearranged(matrix: GradientEdge | None, x: Tensor, out: GradientEdge, on_the
     o = number // sizes[2] % sizes[1] if on_the_left else number % sizes[2]
     rows, total = stack * sizes[2 - on_the_left] + o, len(number)
     for groups in (g for g in range(1, total + 1) if total // features % g == 0):
-        for transposed in (False, True):
+        of_group = total // features // groups
+        last = weight.shape[-1] == 1  # a side of length one comes last, or first
+        for transposed in (last,) if of_group == 1 < features else (not last,) if features == 1 < of_group else (False, True):
             r, c = (part.reshape(groups, *(features, -1) if transposed else (-1, features)) for part in (rows, k))
             r, c = (r.mT, c.mT) if transposed else (r, c)
             of_one = r // sizes[2 - on_the_left]  # the matrix of the stack

@@ -27,7 +27,7 @@ _LSTM = 2  # mode of a recurrent node
 _MATMUL = MatmulDerivatives()
 
 
-def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit | None:
+def _product(node: Node, states: States, walk: Walk, bias: bool = False, multiples: bool = True) -> Unit | None:
     """Read ``x @ W``, perhaps with a bias and for a stack of matrices, as a layer with input ``x [*, N, K]`` and weight ``W``.
 
     Args:
@@ -35,6 +35,7 @@ def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit
         states: Where the samples lie in the output.
         walk: The graph.
         bias: Whether the first of the next edges is that of a term that is added.
+        multiples: Whether a multiple of a parameter is read as that, with multiples of the input.
 
     Returns:
         The layer; ``None`` if the samples do not lie along the rows, or are in the weight, or if the left factor is sparse.
@@ -51,7 +52,7 @@ def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit
         if given is not None and given.layout != torch.strided:
             return None
     turned = weight[0] is not None and not stack and way_to_leaf(weight, True) is not None
-    multiple = None if stack or turned or weight[0] is None else multiple_of_leaf(weight)
+    multiple = multiple_of_leaf(weight) if multiples and not (stack or turned or weight[0] is None) else None
 
     def inputs() -> Tensor | None:
         value = saved(node, first)
@@ -76,7 +77,10 @@ def _product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit
         return layer(node, call, int(bias), factors, layout, walk, turned, apart)
     rule, ways = found[0], found[1] | apart
     call = NodeCall(node, rule, input0=inputs, weight=lambda: walk.leaves[ways["weight"][-1]], matrices=matrix)
-    return layer(node, call, int(bias), factors, layout, walk, ways=ways)
+    unit = layer(node, call, int(bias), factors, layout, walk, ways=ways)
+    if multiple is not None and unit is not None and unit.couples:  # the derivative with respect to input and parameter has that factor, too
+        return _product(node, states, walk, bias, multiples=False)
+    return unit
 
 
 def _left_product(node: Node, states: States, walk: Walk) -> Unit | None:

@@ -73,8 +73,11 @@ class RearrangedDerivatives(AffineDerivatives):
         self._order = range(len(axes.sizes)) if self.separates else [*axes.stack, *axes.outputs, *axes.inputs]
         self._own, self._axes, self._stacked, self._left = axes, axes if self.separates else axes.turned(self._order), stacked, left
         self._count = self._axes.groups
-        rows = [axis for axis in self._axes.outputs if axis >= self._count]
-        self.transposed = bool(rows and self._axes.inputs) and min(self._axes.inputs) < min(rows)
+        rows, inputs = [axis for axis in self._axes.outputs if axis >= self._count], self._axes.inputs
+        if rows and inputs:
+            self.transposed = min(inputs) < min(rows)
+        else:  # one side is an axis of length one, which is no part: it is the last one of the parameter, or comes in front of the other side
+            self.transposed = (axes.shape[-1:] == (1,)) is bool(inputs)
 
     @property
     def weight_layout(self) -> Hashable:
