@@ -60,6 +60,15 @@ def routed(net: Net, x: Tensor, turned: bool = True) -> Tensor:  # noqa: D103
     return net.b(out.tanh())
 
 
+def routed_data(net: Net, x: Tensor) -> Tensor:
+    """Send data to experts, of which the first one gets a single sample."""
+    first, out = torch.arange(len(x)) == 0, x.new_zeros(*x.shape[:2], 3)
+    gates = F.linear(x.mean(1), net.gate).sigmoid()
+    for i, mask in enumerate((first, ~first)):
+        out[mask] += (x[mask] @ net.stack[i]) * gates[mask, i, None, None]
+    return net.b(out.tanh().mean(1))
+
+
 def stack_in_two_ways(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     h = torch.bmm(net.a(x).expand(3, -1, -1), net.stack)
     return net.b((h[0] @ net.stack[1] + h[1] @ net.stack[-1]).tanh() + h[2])
@@ -83,6 +92,13 @@ for _turned in (True, False):
     graph(f"matrices of a stack{', turned' * _turned}", partial(experts, turned=_turned), _stack, (3,), *USES)
     _stack = layers(3, 3, stack=parameter(2, 3, 3), **({"shifts": parameter(2, 3)} if _turned else {}), b=lambda: Linear(3, 4))
     graph(f"matrices of a stack, for some samples each{', turned' * _turned}", partial(routed, turned=_turned), _stack, (3,), *USES)
+graph(
+    "matrices of a stack, for data of some samples each",
+    routed_data,
+    layers(stack=parameter(2, 3, 3), gate=parameter(2, 3), b=lambda: Linear(3, 4)),
+    (2, 3),
+    *USES,
+)
 graph("matrices of a stack, and all of it", stack_in_two_ways, layers(3, 3, stack=parameter(3, 3, 3), b=lambda: Linear(3, 4)), (3,), *USES)
 graph(
     "rows of a weight, decoder with time first",

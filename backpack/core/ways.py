@@ -71,11 +71,13 @@ class Crossing(NamedTuple):
         way: How they hold the samples then.
         returned: Layout of the gradient that the node returns, before axes along which the input was broadcast are summed.
         arrives: Layout after that sum, if the way is ``DATA``.
+        whole: Whether nothing is summed: axes of length one are all that the input lacks.
     """
 
     way: Way
     returned: Layout | None
     arrives: Layout | None
+    whole: bool = False
 
     def of_all(self, node: Node, shape: torch.Size, of_data: Container[Node]) -> Crossing:
         """Split what is summed within one sample, towards an input that is the same for all samples, even if no other one uses it.
@@ -89,7 +91,7 @@ class Crossing(NamedTuple):
         Returns:
             How columns leave.
         """
-        if self.arrives is None or (shape and self.arrives.labels == self.returned.labels):  # nothing is summed
+        if self.arrives is None or self.whole or (shape and self.arrives.labels == self.returned.labels):  # nothing is summed
             return self
         axis = self.returned.axis
         rows_of_all = self.returned.samples > 1 and arrangement(self.returned)[1].plain and (axis == 0 or prod(shape[:axis]) > 1)
@@ -295,4 +297,4 @@ def summed(layout: Layout, full: torch.Size, shape: torch.Size) -> Crossing:
         The crossing.
     """
     arrives = after_sum(layout, full, shape)
-    return Crossing(SPLIT if arrives is None else Way.DATA, layout, arrives)
+    return Crossing(SPLIT if arrives is None else Way.DATA, layout, arrives, full.numel() == shape.numel())
