@@ -159,6 +159,21 @@ def test_losses_that_look_at_axis_0() -> None:
     torch.testing.assert_close(model.weight_hh_l0.grad_batch.sum(0), model.weight_hh_l0.grad)
 
 
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+def test_last_step_in_a_model_that_returns_its_loss(extension: type, samples: int) -> None:
+    """With time first, a mini-batch of one has a single label, and its steps are no samples."""
+
+    class Last(nn.Sequential):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(super().forward(x)[-1], y)
+
+    model = extend(Last(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)))
+    with pytest.raises(UnsupportedError, match="steps in time"), backpack(extension()):
+        model(torch.randn(2, samples, 4), torch.randint(3, (samples,))).backward()
+    assert results(model) == {}
+
+
 @pytest.mark.parametrize("samples", [1, 2, 3, 4])
 @pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
 def test_one_of_the_rows(extension: type, samples: int) -> None:

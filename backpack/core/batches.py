@@ -324,12 +324,14 @@ def lengths_of(call: ModuleCall) -> set[int]:
         call: Its call.
 
     Returns:
-        The length of the axis of samples of each tensor; a single row beside several, as of a mask, is the same for all samples.
+        The length of the axis of samples of each tensor; a single row beside several, as of a mask, is the same for all samples, unless it may be the
+        label of the only one of a mini-batch with time first.
     """
-    first = batch_of(call)
+    first, shape = batch_of(call), first_shape(call)
     others = [*call.tensor_inputs[1:], *nested_in(call)] if _batch_axis(call) == 0 else []
     lengths = {other.shape[0] for other in others if other.shape} | ({first} - {None})
-    return lengths - {1} if first not in (None, 1) and len(first_shape(call)) > 1 else lengths
+    labels = [*shape[1:-1]] == [1] and any(other.shape == (1,) and not other.dtype.is_floating_point for other in others)
+    return lengths - {1} if first not in (None, 1) and len(shape) > 1 and not labels else lengths
 
 
 def _others(call: ModuleCall) -> set[int]:
