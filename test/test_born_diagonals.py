@@ -54,6 +54,10 @@ def scaled(own: Net, x: Tensor) -> Tensor:
     return own.b(own.act(F.linear(x, own.w * 2)))
 
 
+def squared(own: Net, x: Tensor) -> Tensor:
+    return own.b(own.act(F.linear(x, own.w.square())))
+
+
 def broadcast(own: Net, x: Tensor) -> Tensor:
     return own.b(torch.atan2(own.a(x), torch.cat([x, x[:, :1] + 3], 1)))
 
@@ -149,7 +153,8 @@ CASES: dict[str, tuple[Build, int]] = {
     ),
     "two activations": (net(twice, 4, a=linear(4, 5), b=linear(5, 4), other=linear(5, 5), **TANH), 2),
     "called twice": (net(shared, 4, a=linear(4, 5), b=linear(5, 4), **TANH), 0),
-    "computed weight": (net(scaled, 4, w=parameter(5, 4), b=linear(5, 4), **TANH), 0),
+    "computed weight": (net(squared, 4, w=parameter(5, 4), b=linear(5, 4), **TANH), 0),
+    "multiple of a weight": (net(scaled, 4, w=parameter(5, 4), b=linear(5, 4), **TANH), 1),
     "broadcast": (net(broadcast, 4, a=linear(4, 1), b=linear(5, 4)), 0),
     "matrix": (net(lambda own, x: own.b(own.act(x @ own.w)), 4, w=parameter(4, 5), b=linear(5, 4), **TANH), 1),
     "frozen bias": (lambda n: classify(Sequential(frozen(Linear(4, 5)), Tanh(), Linear(5, 4)), torch.randn(n, 4)), 1),

@@ -327,25 +327,25 @@ def test_names_of_what_is_in_no_model_any_more() -> None:
     assert written(layer, "1.weight") == {"bias"}
 
 
-class Scaled(Module):
+class Powers(Module):
     """Two products with matrices, of which some have no Kronecker factors."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, power: float) -> None:
         super().__init__()
-        self.W, self.V, self.scale = parameter(3, 3)(), parameter(3, 3)(), scale
+        self.W, self.V, self.power = parameter(3, 3)(), parameter(3, 3)(), power
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x @ (self.W if self.scale == 1 else self.scale * self.W)).tanh() @ (self.V if self.scale == 1 else self.V * self.scale)
+        return (x @ (self.W if self.power == 1 else self.W**self.power)).tanh() @ (self.V if self.power == 1 else self.V**self.power)
 
 
-@pytest.mark.parametrize(("scale", "other"), [(2.0, 1.0), (2.0, 2.0)])
-def test_names_that_several_models_of_a_pass_have(scale: float, other: float) -> None:
+@pytest.mark.parametrize(("power", "other"), [(2.0, 1.0), (2.0, 2.0)])
+def test_names_that_several_models_of_a_pass_have(power: float, other: float) -> None:
     """To leave out a name takes it out of all of them, which is said where that is more than is refused; parameters can be told apart."""
     with default_dtype(torch.float64):
-        one, two, x = extend(Scaled(other)), extend(Scaled(scale)), randn(N, 3)
+        one, two, x = extend(Powers(other)), extend(Powers(power)), randn(N, 3)
     with backpack(KFLR()), pytest.raises(BackpackError) as caught:
         mse_loss(two(one(x)), x).backward()
-    refused = {parameter for model in (one, two) if model.scale != 1 for parameter in model.parameters()}
+    refused = {parameter for model in (one, two) if model.power != 1 for parameter in model.parameters()}
     assert caught.value.about.keys() == refused
     (said,) = re.findall(r"^kflr: W, V of shape \[3, 3\]: used by .*, and leave them out here: (.*)\. \[", str(caught.value))
     assert said.startswith('`exclude=["W", "V"]`') and ("the keys of `error.about`" in said) == (other == 1)
