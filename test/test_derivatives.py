@@ -34,6 +34,7 @@ from backpack.custom_module.pad import Pad
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.scale_module import ScaleModule
 from backpack.custom_module.slicing import Slicing
+from backpack.extensions import BatchGrad, DiagGGNExact
 from backpack.utils.errors import ArgumentError, ArgumentTypeError, MixedSamplesError, NotRecordedError, ShapeError, UnsupportedError
 
 DOUBLE = torch.float64
@@ -387,6 +388,18 @@ def test_empty_batch() -> None:
     assert derivatives.param_mjp("weight", module, None, None, rand(2, 0, 3)).equal(torch.zeros(2, 3, 4))
     assert derivatives.param_mjp("weight", module, None, None, rand(2, 0, 3), sum_batch=False).shape == (2, 0, 3, 4)
     assert derivatives.jac_t_mat_prod(module, None, None, rand(2, 0, 3)).shape == (2, 0, 4)
+
+
+@pytest.mark.parametrize("samples", [0, 2])
+def test_stacks_of_inputs_of_an_empty_batch(samples: int) -> None:
+    """The stack of matrices that is repeated for each sample has no entry then."""
+    model = nn.Linear(4, 4)
+    model.stack = nn.Parameter(rand(2, 2, 5))
+    extend(model)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        nn.functional.mse_loss(model(rand(samples, 4)).view(samples, 2, 1, 2) @ model.stack, rand(samples, 2, 1, 5), reduction="sum").backward()
+    assert model.stack.grad_batch.shape == (samples, 2, 2, 5)
+    assert model.stack.diag_ggn_exact.any() == (samples > 0)
 
 
 def test_wrong_shapes_are_refused() -> None:

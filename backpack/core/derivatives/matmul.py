@@ -47,7 +47,7 @@ class MatmulDerivatives(AffineDerivatives):
 
     def _stacked(self, mat: Tensor, module: Any) -> Tensor:
         groups = self.groups(module)
-        return mat.reshape(*mat.shape[:2], groups, prod(mat.shape[2:-1]) // groups, mat.shape[-1]).mT
+        return mat.reshape(*mat.shape[:2], groups, prod(mat.shape[2:-1]) // max(1, groups), mat.shape[-1]).mT
 
     @staticmethod
     def _times(mat: Tensor, weight: Tensor) -> Tensor:
