@@ -281,7 +281,7 @@ def rearranged(matrix: GradientEdge | None, x: Tensor, out: GradientEdge, on_the
         return []
     weight, sent, arrived = found
     samples = sent.numel() // weight.numel()
-    if sent.dim() == 3 and samples > 1:  # a stack that is repeated for each sample
+    if sent.dim() == 3 and samples > 1 and len(sent) % samples == 0:  # a stack that is repeated for each sample
         parts = torch.block_diag(*sent[: len(sent) // samples].reshape(1, -1).expand(samples, 1, -1)).view(samples, *sent.shape)
         arrived, *others = (torch.autograd.grad([matrix], [weight], [part], retain_graph=True)[0] for part in parts)
         if not all(torch.equal(arrived, other) for other in others):
