@@ -20,10 +20,12 @@ from backpack.core.calls import RANDOM, ModuleCall
 from backpack.core.connect import Connection
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
-from backpack.core.flow import BatchFirst, Columns, Flow, Reader, Use, add_in_place, cast, is_apart, reshaped
+from backpack.core.flow import BatchFirst, Columns, Flow, Use, add_in_place, cast, is_apart, reshaped
 from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
+from backpack.core.made import MadeUse
 from backpack.core.node_calls import Composite, Waiting
 from backpack.core.plan import Plan
+from backpack.core.reader import Reader
 from backpack.core.samples import Layout, add_rows, after_sum, split, sum_to
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
@@ -178,7 +180,9 @@ class Carry:
             self._reader.at_call(flow, use)
         for name, upstream in unit.split.items():
             if self._concerns(flow, upstream):
-                self.deposit(flow, upstream, use.per_sample(name, shape_of(upstream)))
+                made = None if self._connection else MadeUse.of(use, name, upstream, self._plan, self._concerned[flow], self._flows)
+                if made is None or not self._reader.at_made(flow, made):
+                    self.deposit(flow, upstream, use.per_sample(name, shape_of(upstream)))
 
     def _at_shared(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
         call, shape = unit.call, (unit.layout.samples, *unit.call.outputs[0].shape)

@@ -1,4 +1,4 @@
-"""What is carried backward, and who reads it: flows and readers are handed to the engine from above."""
+"""What is carried backward: flows are handed to the engine from above."""
 
 from __future__ import annotations
 
@@ -206,19 +206,24 @@ class Use:
             even.sums, self._parts = self.sums, [even]
         return self._parts
 
-    def per_sample(self, name: str, shape: torch.Size) -> Columns:
+    def per_sample(self, name: str, shape: torch.Size, part: slice = slice(None)) -> Columns:
         """Return the columns of each sample at a factor that is computed from parameters.
 
         Args:
             name: Name of the factor.
             shape: Its shape.
+            part: Some of the samples, where each row belongs to a sample of its own.
 
         Returns:
-            ``{source: [V, N, *shape]}``.
+            ``{source: [V, n, *shape]}``.
         """
         rule, (use,) = self.call.derivatives, self.parts
-        columns = {s: rule._param_mjp(name, use.call, None, (use.grad,), c, sum_batch=False) for s, c in use.value.items()}
-        return {s: add_rows(c, use.layout).reshape(*c.shape[:1], use.layout.samples, *shape) for s, c in columns.items()}
+        chosen = None if part == slice(None) else list(range(part.start, part.stop))
+        columns = {
+            s: rule._param_mjp(name, use.call, None, (use.grad,), c[:, part], sum_batch=False, subsampling=chosen) for s, c in use.value.items()
+        }
+        summed = columns if chosen is not None else {s: add_rows(c, use.layout) for s, c in columns.items()}
+        return {s: c.reshape(*c.shape[:2], *shape) for s, c in summed.items()}
 
     def keep_sum(self, name: str, contributions: Columns) -> None:
         """Keep what all samples contribute to the gradient of a parameter, if it is wanted and has not been kept.
@@ -229,90 +234,6 @@ class Use:
         """
         if self.sums is not None and name not in self.sums:
             self.sums[name] = contributions[0][0].sum(0)
-
-
-class Reader(ABC):
-    """Reads quantities off at parameters.
-
-    Attributes:
-        watches_calls: Whether ``after_call`` has something to do.
-    """
-
-    watches_calls: bool = False
-
-    @abstractmethod
-    def concerned(self, flow: Flow) -> int:
-        """Say at which parameters a flow is read.
-
-        Args:
-            flow: The flow.
-
-        Returns:
-            Bit set of parameters.
-        """
-
-    @abstractmethod
-    def at_call(self, flow: Flow, use: Use) -> None:
-        """Take note of a use by a module call.
-
-        Args:
-            flow: The flow.
-            use: The use.
-        """
-
-    @abstractmethod
-    def at_diagonal(self, flow: Flow, use: Use) -> bool:
-        """Read off a layer what a diagonal matrix at its output adds, without columns, if that is all that is made of it.
-
-        Args:
-            flow: The flow.
-            use: The use by an affine layer, with the signed diagonal for its column ``{0: [1, N, *output]}``.
-
-        Returns:
-            Whether it was done for all parameters there.
-        """
-
-    @abstractmethod
-    def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
-        """Take note of a use outside all rules.
-
-        Args:
-            flow: The flow.
-            parameter: The parameter.
-            columns: ``{source: [V, N, *parameter]}``.
-        """
-
-    @abstractmethod
-    def finish(self, parameter: Parameter) -> None:
-        """Write the quantities of a parameter whose last use has been noted.
-
-        Args:
-            parameter: The parameter.
-        """
-
-    @abstractmethod
-    def after_call(self, call: ModuleCall) -> None:
-        """Take note that everything at a call is done.
-
-        Args:
-            call: The call.
-        """
-
-
-class Blocks(ABC):
-    """How the columns of a flow are carried, if not all at once."""
-
-    @abstractmethod
-    def cut(self, width: int) -> list[slice]:
-        """Cut the columns of a source into blocks.
-
-        Args:
-            width: Number of columns.
-        """
-
-    @abstractmethod
-    def reader(self) -> Reader:
-        """Return what reads off a block."""
 
 
 class BatchFirst:

@@ -20,10 +20,11 @@ from backpack.core.connect import Connection
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.flow import BatchFirst, Blocks, Columns, Flow, Reader, Use
+from backpack.core.flow import BatchFirst, Columns, Flow, Use
 from backpack.core.graph import shape_of
 from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
+from backpack.core.reader import Blocks, Reader
 from backpack.core.slots import Edge
 from backpack.core.starts import Start
 from backpack.core.state import recording

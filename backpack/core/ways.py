@@ -34,11 +34,11 @@ _OF_ENTRIES = ELEMENTWISE | frozenset(
     "MaskedFill MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss".split()
 )
 """These, and others that depend on a mask or a target."""
-# the gradient that the node returns has the shape of the output: autograd sums it to that of an input that was broadcast
-_BROADCASTING = frozenset(
+BROADCASTING = frozenset(
     """Mul Div Add Sub Rsub Expand Fmod Remainder Maximum Minimum Fmax Fmin Where Lerp Addcmul Addcdiv Atan2 Hypot Xlogy SpecialXlog1Py Logaddexp
     Logaddexp2 Ldexp Polar PreluKernel""".split()
 )
+"""Operations that treat entries alone, whose inputs are broadcast: what the node returns has the shape of the output, until autograd sums it."""
 # these work on the last two axes, and on each entry of the axes in front alike
 _STACKED = frozenset(
     """Bmm Baddbmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
@@ -110,7 +110,7 @@ def same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
         The crossing of each needed input; ``None`` if it has to be found out.
     """
     name, full = operation(node), shape_of((node, 0))
-    if name in _BROADCASTING:
+    if name in BROADCASTING:
         return [None if shape is None else summed(layout, full, shape) for shape in shapes]
     if name in _OF_CHANNELS and layout.axis == 1:
         there = {1: layout._replace(axis=0), len(full): layout}
@@ -280,7 +280,7 @@ def axis_kept(node: Node, layout: Layout, shape: torch.Size) -> Layout | None:
         return layout._replace(labels=tuple(labels.tolist()))
     if name in SAME_ENTRIES:
         return seen_through_reshape(layout, full, shape)
-    stays = name in ELEMENTWISE or (name in _BROADCASTING and shape == full)
+    stays = name in ELEMENTWISE or (name in BROADCASTING and shape == full)
     axis = layout.axis if stays else _AXES[name](node, layout.axis, len(shape)) if name in _AXES else None
     return None if axis is None or shape[axis] != len(layout.labels) else layout._replace(axis=axis)
 

@@ -16,6 +16,7 @@ from backpack.core.excluding import Excluded, Excluding, as_excluded
 from backpack.core.flow import Flow, add_columns
 from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
+from backpack.core.terms import Term
 from backpack.extensions.combining import Combination
 from backpack.extensions.module_extension import Grads, ModuleExtension
 from backpack.extensions.rules import ColumnRule, Rule
@@ -139,6 +140,17 @@ class BackpropExtension(Excluding, ABC):
             UnsupportedError: If the extension has no rule of its own.
         """
         raise UnsupportedError(f"{type(self).__name__} says what to do only for {[cls.__name__ for cls in self._module_exts]}.")
+
+    def of_term(self, term: Term) -> Any:
+        """Make the quantity of a parameter at which everything arrives as a term, if that need not be formed.
+
+        Args:
+            term: The term.
+
+        Returns:
+            The quantity; ``NotImplemented``, by default.
+        """
+        return NotImplemented
 
     def finish_beside(self, state: Any, parameter: Parameter) -> Any:
         """Make the quantity from a linear part of which other extensions make theirs, too.

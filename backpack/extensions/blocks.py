@@ -15,9 +15,10 @@ from backpack.core.checkpoints import checkpointed
 from backpack.core.connect import Connection
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives, LookupDerivatives
-from backpack.core.flow import Blocks, Flow
+from backpack.core.flow import Flow
 from backpack.core.graph import tensor_at
 from backpack.core.plan import Plan
+from backpack.core.reader import Blocks
 from backpack.core.slots import Edge
 from backpack.core.starts import FEW
 from backpack.core.units import Unit

@@ -17,31 +17,25 @@ from torch.utils.hooks import RemovableHandle
 from backpack.core.calls import ModuleCall
 from backpack.core.concern import concerning
 from backpack.core.connect import Connection
-from backpack.core.flow import Columns, Flow, Reader, Use
+from backpack.core.flow import Columns, Flow, Use
+from backpack.core.made import MadeUse
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.core.reader import Reader
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted, mark_of
 from backpack.extensions.flows import GRADIENT, carried_for
 from backpack.extensions.hook_queue import HookQueue
+from backpack.extensions.made import goes_by_blocks, read_made
 from backpack.extensions.mapped import answered, ask
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Contribution, join, joins
 from backpack.extensions.rules import FromGradient, Rule, find_faster
-from backpack.extensions.spared import Spared, gradient_at
+from backpack.extensions.spared import Spared, gradient_at, untouched
 from backpack.utils.differentiation import undifferentiable, version_of
 from backpack.utils.errors import BackpackError, UnattributedError, merge
 from backpack.utils.pages import written
 from backpack.utils.precision import in_type
-
-
-def _untouched(call: Any, parameter: Parameter) -> bool:
-    # whether no hook of a tensor, or of a module, can change the gradient of a parameter on its way from a layer
-    if parameter._backward_hooks:
-        return False
-    if call.module is None:  # code in between may have hooked what it has made of the parameter
-        return any(getattr(node, "variable", None) is parameter for node, _ in call.node.next_functions)
-    return not (call.module._backward_hooks and call.module._is_full_backward_hook is False)
 
 
 class Collector(Reader):
@@ -205,7 +199,7 @@ class Collector(Reader):
             if alone and whole and (id(parameter), key) not in self._states and extension.get_subsampling() is None and plain:
                 function = find_faster(extension, use.call.derivatives, name)
                 value = NotImplemented if function is None else function(extension, parts[0], name)
-                if isinstance(value, FromGradient) and not (self._after_gradients and _untouched(use.call, parameter)):
+                if isinstance(value, FromGradient) and not (self._after_gradients and untouched(use.call, parameter)):
                     value = value.function(gradient_at(use, name))
                 if value is not NotImplemented:
                     self._values[place] = value
@@ -232,6 +226,13 @@ class Collector(Reader):
             if key not in done and (id(parameter), extension) not in self._values:
                 done.add(key)
                 self._add(parameter, rule, key, rule.at_parameter(parameter, columns, self._plan))
+
+    def at_made(self, flow: Flow, made: MadeUse) -> bool:
+        readers = {p: [e for e in self._readers(flow, p) if (id(p), e) not in self._values] for p in made.uses}
+        every, done = set().union(*readers.values()), all(uses == self._plan.uses[p] for p, uses in made.uses.items())
+        done = done and all(goes_by_blocks(extension, self._rule(extension, made.samples), flow in self.cut) for extension in every)
+        self._values |= read_made(made, readers, self.finishes) if done else {}
+        return done
 
     def _rule(self, extension: BackpropExtension, samples: int) -> Rule:
         if (extension, samples) not in self._rules:

@@ -22,6 +22,7 @@ import torch
 from torch import Size, Tensor
 
 from backpack.utils.nested import tensors_in
+from backpack.utils.pages import empty
 
 
 class Noted(NamedTuple):
@@ -222,6 +223,20 @@ class Combination(ABC):
             parts: The quantities of its parts.
         """
 
+    def gathered(self, kept: Part | None, part: Part, start: int, samples: int) -> Part:
+        """Unite a part with those that come before it, where they come one after the other.
+
+        Args:
+            kept: What they have left; ``None`` for the first one.
+            part: The part, which is not kept itself.
+            start: Number of its first sample.
+            samples: Number of samples in all parts.
+
+        Returns:
+            What they leave together.
+        """
+        return part if kept is None else self.united(MicroBatches(kept, part))
+
 
 class Sum(Combination):
     """A sum over samples."""
@@ -263,6 +278,14 @@ class PerSample(Combination):
 
     def united(self, parts: Parts) -> Part:
         return Part(parts.side_by_side(self._axis), parts.samples)
+
+    def gathered(self, kept: Part | None, part: Part, start: int, samples: int) -> Part:
+        if kept is None:
+            shape = [*part.value.shape]
+            shape[self._axis] = samples
+            kept = Part(empty(Size(shape), part.value), samples)
+        kept.value.narrow(self._axis, start, part.samples).copy_(part.value)
+        return kept
 
 
 class CentredSquares(Combination):

@@ -88,6 +88,23 @@ class Spared:
             torch.autograd.backward(self._factors, self._gradients)
 
 
+def untouched(call: ModuleCall, parameter: Parameter) -> bool:
+    """Say whether no hook of a tensor, or of a module, can change the gradient of a parameter on its way from a layer.
+
+    Args:
+        call: The layer.
+        parameter: The parameter.
+
+    Returns:
+        Whether none can.
+    """
+    if parameter._backward_hooks:
+        return False
+    if call.module is None:  # code in between may have hooked what it has made of the parameter
+        return any(getattr(node, "variable", None) is parameter for node, _ in call.node.next_functions)
+    return not (call.module._backward_hooks and call.module._is_full_backward_hook is False)
+
+
 def gradient_at(use: Use, name: str) -> Tensor:
     """Return what all samples contribute to a gradient at a use: a sum that was kept, or a product like autograd's.
 

@@ -6,14 +6,16 @@ import torch
 from torch import Size, Tensor
 from torch.nn import Parameter
 
-from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.affine import LARGE, AffineDerivatives
 from backpack.core.derivatives.affine_squares import by_gram_matrices, norms_at_output, squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
+from backpack.core.terms import Term
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.rules import faster, finish_at_once
+from backpack.extensions.rules import faster, find_faster, finish_at_once
+from backpack.utils.columns import blocks
 from backpack.utils.precision import wide
 
 
@@ -30,9 +32,27 @@ class BatchL2Grad(SubsamplingExtension, GradientExtension):
     def forms_gradients(self, rows: Size, entries: int) -> bool:
         return super().forms_gradients(rows, entries) and not by_gram_matrices(rows, entries, formed=True)
 
+    def of_term(self, term: Term) -> Tensor:
+        use, name, scale = term.use, term.name, term.scale
+        function = find_faster(self, use.call.derivatives, name)
+        if function is None:
+            return NotImplemented
+        if scale is None:
+            return function(self, use, name)
+        if term.turned is None or use.value[0].shape[4] > 1:
+            return _by_blocks(term)
+        squares, rows, inputs = (wide(part).square() for part in (scale, use.value[0][0, :, 0, :, 0], use.call.inputs[:, 0, :, 0]))
+        return ((rows @ (squares.mT if term.turned else squares)) * inputs).sum(1)
+
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = wide(state[0][0])
         return torch.linalg.vector_norm(gradients.reshape(gradients.shape[0], parameter.numel()), dim=1).square()
+
+
+def _by_blocks(term: Term) -> Tensor:
+    samples = term.use.layout.samples
+    parts = blocks(samples, term.use.parameters[term.name].numel(), LARGE)
+    return torch.cat([torch.linalg.vector_norm(wide(term.formed(part)[0][0]).flatten(1), dim=1).square() for part in parts])
 
 
 @faster(BatchL2Grad, AffineDerivatives, "bias")

@@ -10,11 +10,12 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import Sum
 from backpack.extensions.firstorder.base import GradientExtension
+from backpack.extensions.made import OfSquares
 from backpack.extensions.rules import affine_squares_at_once, faster, sum_at_rows
 from backpack.utils.precision import wide
 
 
-class SumGradSquared(SubsamplingExtension, GradientExtension):
+class SumGradSquared(OfSquares, SubsamplingExtension, GradientExtension):
     """Sum over samples of the squared per-sample gradients, element by element, ``[*parameter]``, saved to ``sum_grad_squared``.
 
     Uncentred, and not divided by the number of samples.

@@ -13,11 +13,12 @@ from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import CentredSquares, Noted
 from backpack.extensions.firstorder.base import GradientExtension
+from backpack.extensions.made import OfSquares
 from backpack.extensions.rules import FromGradient, faster, finish_at_once
 from backpack.utils.precision import wide
 
 
-class Variance(SubsamplingExtension, GradientExtension):
+class Variance(OfSquares, SubsamplingExtension, GradientExtension):
     """Variance of the per-sample gradients, element by element, ``[*parameter]``, saved to ``variance`` (readable as ``var``, too).
 
     ``1/N sum_n g_n^2 - (1/N sum_n g_n)^2``: biased, and of gradients that contain the divisor of a mean loss. Multiply by ``N^2`` for the

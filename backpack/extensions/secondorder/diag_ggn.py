@@ -7,12 +7,13 @@ from torch.nn import Parameter
 
 from backpack.core.flow import Columns
 from backpack.extensions.combining import PerSample, Sum
+from backpack.extensions.made import OfSquares
 from backpack.extensions.rules import stack
 from backpack.extensions.secondorder.base import ExactGGNExtension, GGNExtension, OfDiagonals, SampledGGNExtension, squares_at_once
 from backpack.utils.moment import sum_of_squared_columns
 
 
-class DiagGGN(OfDiagonals, GGNExtension):
+class DiagGGN(OfDiagonals, OfSquares, GGNExtension):
     """Diagonal of the generalized Gauss-Newton ``sum_n J_n^T H_n J_n``, ``[*parameter]`` (Schraudolph 2002; Dangel et al. 2020, eq. 19)."""
 
     any_root = sums_columns = True
@@ -22,7 +23,7 @@ class DiagGGN(OfDiagonals, GGNExtension):
         return sum_of_squared_columns(stack(state)).sum(0)
 
 
-class BatchDiagGGN(OfDiagonals, GGNExtension):
+class BatchDiagGGN(OfDiagonals, OfSquares, GGNExtension):
     """Diagonals of the samples' summands of the generalized Gauss-Newton, ``[N, *parameter]``."""
 
     any_root = sums_columns = True

@@ -1,0 +1,208 @@
+"""Terms: what samples contribute to a factor of a product, which is carried to the parameters behind the factor without being formed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import nan
+from typing import Any, NamedTuple
+
+import torch
+from torch import Size, Tensor, einsum
+from torch.autograd.graph import Node
+
+from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.basederivatives import Samples
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.core.derivatives.matmul import MatmulDerivatives
+from backpack.core.flow import Columns, Use
+from backpack.core.graph import call_once, operation, outputs_of, saved, shape_of, tensor_at
+from backpack.core.leaves import turns
+from backpack.core.linear import SAME_ENTRIES
+from backpack.core.samples import plain_layout
+from backpack.core.ways import BROADCASTING, ELEMENTWISE
+from backpack.utils.subsampling import subsample
+
+_LAYOUTS = {LinearDerivatives.weight_from_matrix: False, MatmulDerivatives.weight_from_matrix: True}
+
+
+class _Product:
+    """A layer that multiplies by a matrix, given by views.
+
+    Attributes:
+        inputs: ``[N, 1, K, L]``.
+        weight: A tensor without data, of the shape ``[O, K]`` of the matrix.
+    """
+
+    def __init__(self, inputs: Tensor, weight: Tensor) -> None:
+        self.derivatives, self.inputs, self.weight = _PRODUCT, inputs, weight
+
+
+class _ProductDerivatives(AffineDerivatives):
+    """Its rule: matrices of outputs are rows ``[V, N, 1, O, L]`` already."""
+
+    def columns(self, module: Any, subsampling: Samples | slice = None) -> Tensor:
+        return subsample(module.inputs, subsampling=subsampling)
+
+    def rows(self, module: Any, mat: Tensor) -> Tensor:
+        return mat
+
+    def output_from_rows(self, module: Any, rows: Tensor) -> Tensor:
+        return rows
+
+
+_PRODUCT = _ProductDerivatives()
+
+
+def _reshaped(place: Callable[[Tensor], Tensor], axes: int, shape: Size, part: Tensor) -> Tensor:
+    placed = place(part)
+    return placed.reshape(*placed.shape[: placed.dim() - axes], *shape)
+
+
+class Term(NamedTuple):
+    """What samples contribute at an edge behind a factor: ``scale * place(contribution of a use to its weight)``.
+
+    Attributes:
+        use: The use, of which each row belongs to a sample of its own.
+        name: Name of the weight there.
+        place: Gives tensors ``[*, *weight]`` the shape ``[*, *edge]``.
+        turned: Whether the edge is a matrix that is the transposed weight, with the use of a ``_Product``, or the weight; ``None`` for others.
+        scale: Shape of the edge; ``None`` for ones.
+    """
+
+    use: Use
+    name: str
+    place: Callable[[Tensor], Tensor]
+    turned: bool | None = None
+    scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, use: Use, name: str, slot: Tensor) -> Term:
+        """Read what a use contributes to a factor.
+
+        Args:
+            use: The use, of which each row belongs to a sample of its own.
+            name: Name of the factor there.
+            slot: Tensor that has its shape and precision.
+
+        Returns:
+            The term.
+        """
+        rule, call, shape = use.call.derivatives, use.call, Size(slot.shape)
+        turned = _LAYOUTS.get(rule.weight_layout) if name == "weight" and isinstance(rule, AffineDerivatives) and len(shape) == 2 else None  # noqa: PLR2004
+        if turned is None:
+            weight = torch.empty(shape, dtype=slot.dtype, device="meta")
+            return cls(Use(call, {name: weight}, use.value, use.grad, use.layout), name, lambda part: part)
+        return cls._product({source: rule.rows(call, mat) for source, mat in use.value.items()}, rule.columns(call), turned)
+
+    @classmethod
+    def _product(cls, rows: Columns, inputs: Tensor, turned: bool, scale: Tensor | None = None) -> Term:
+        some = next(iter(rows.values()))
+        weight = torch.empty(some.shape[3], inputs.shape[2], dtype=some.dtype, device="meta")
+        grad = rows[0][0] if 0 in rows else some.new_full((), nan).expand(some.shape[1:])
+        use = Use(_Product(inputs, weight), {"weight": weight}, rows, grad, plain_layout(len(inputs)))
+        return cls(use, "weight", (lambda part: part.mT) if turned else (lambda part: part), turned, scale)
+
+    def formed(self, part: slice = slice(None)) -> Columns:
+        """Form it.
+
+        Args:
+            part: Samples.
+
+        Returns:
+            ``{source: [V, n, *edge]}``, which nobody else holds.
+        """
+        found = self.use.per_sample(self.name, self.use.parameters[self.name].shape, part)
+        for source, columns in found.items():
+            placed = self.place(columns if self.turned is not None else columns.clone())  # what is no product may be a view of what is carried
+            found[source] = placed if self.scale is None else placed.mul_(self.scale)
+        return found
+
+    def _times(self, factor: Tensor) -> Term:
+        # without a scale, if rows or inputs can be multiplied instead
+        factor = factor if self.scale is None else factor * self.scale
+        if not factor.numel():
+            return self
+        first, plain = factor.reshape(-1)[0], self._replace(scale=None)
+        if bool((factor == first).all()):
+            return plain if bool(first == 1) else plain._multiplied(first)
+        matrix = None if self.turned is None else factor.mT if self.turned else factor
+        if matrix is not None and bool((matrix == matrix[:, :1]).all()):
+            return plain._multiplied(matrix[:, :1])
+        if matrix is not None and bool((matrix == matrix[:1]).all()):
+            return self._product(self.use.value, self.use.call.inputs * matrix[0, :, None], self.turned)
+        return self._replace(scale=factor)
+
+    def _multiplied(self, factor: Tensor) -> Term:
+        use = self.use
+        value = {source: columns * factor for source, columns in use.value.items()}
+        return self._replace(use=Use(use.call, use.parameters, value, value[0][0] if 0 in value else use.grad, use.layout))
+
+    def _summed(self, factor: Tensor, shape: Size) -> Columns | None:
+        # multiplied by what has the shape of the edge, and summed over rows or columns of a matrix, to a shape that was broadcast
+        sides = (*[1] * (2 - len(shape)), *shape)
+        if self.turned is None or len(sides) > 2 or 1 not in sides:  # noqa: PLR2004
+            return None
+        factor = factor if self.scale is None else factor * self.scale
+        matrix, kept = (factor.mT, sides[::-1]) if self.turned else (factor, sides)
+        inputs, found = self.use.call.inputs.squeeze(1), {}
+        for source, mat in self.use.value.items():
+            rows = mat.squeeze(2)
+            if kept[1] == 1:
+                sums = (rows * (matrix @ inputs)).sum(-1)
+                sums = sums if kept[0] > 1 else sums.sum(-1)
+            else:
+                sums = (einsum("ok,vnol->vnkl", matrix, rows) * inputs).sum(-1)
+            found[source] = sums.reshape(*mat.shape[:2], *shape)
+        return found
+
+    def to(self, dtype: torch.dtype) -> Term:
+        """Change the precision.
+
+        Args:
+            dtype: The precision.
+
+        Returns:
+            The term.
+        """
+        if self.turned is None or self.use.call.inputs.dtype == dtype:
+            return self
+        rows = {source: mat.to(dtype) for source, mat in self.use.value.items()}
+        return self._product(rows, self.use.call.inputs.to(dtype), self.turned, self.scale if self.scale is None else self.scale.to(dtype))
+
+    def through(self, node: Node, number: int) -> Term | Columns | None:
+        """Carry it from the output of a node to one of its inputs.
+
+        Args:
+            node: The node.
+            number: Number of the next edge.
+
+        Returns:
+            The term, or what has been formed of it, where that is small; ``None`` if the node does something else.
+        """
+        name, edge, slot = operation(node), node.next_functions[number], tensor_at((node, 0))
+        shape, full, dtype = shape_of(edge), shape_of((node, 0)), tensor_at(edge).dtype
+        if slot.dtype.is_complex or dtype.is_complex or outputs_of(node) > 1:
+            return None
+        if name in ELEMENTWISE | BROADCASTING:
+            slope = call_once(node, [torch.ones(full, dtype=slot.dtype, device=slot.device)])[number]
+            if slope is None or slope.shape != full:
+                return None
+            term, slope = self.to(dtype), slope.to(dtype)
+            return term._times(slope) if shape == full else term._summed(slope, shape)
+        if name in SAME_ENTRIES:
+            if shape == full:
+                return self
+            scale = self.scale if self.scale is None else self.scale.reshape(shape)
+            return self._replace(turned=None, scale=scale, place=partial(_reshaped, self.place, len(full), shape))
+        if self.turned is None or len(shape) != 2:  # noqa: PLR2004
+            return None
+        if turns((node, 0)):
+            return self._product(self.use.value, self.use.call.inputs, not self.turned, self.scale if self.scale is None else self.scale.mT)
+        other = saved(node, "self" if number else "mat2") if name == "Mm" and self.scale is None else None
+        if other is None or other.layout != torch.strided:
+            return None
+        other, rows, inputs = other.mT if number else other, self.use.value, self.use.call.inputs
+        if bool(number) is self.turned:
+            return self._product(rows, other @ inputs, self.turned)
+        return self._product({source: other @ mat for source, mat in rows.items()}, inputs, self.turned)

@@ -1,0 +1,108 @@
+"""Quantities of parameters of which a factor of a product is made: nothing of the size of the factor is formed for all samples on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack.core.flow import Columns
+from backpack.core.made import MadeUse
+from backpack.core.terms import Term
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.combining import CentredSquares, Noted, Part, PerSample, Sum
+from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster
+from backpack.extensions.spared import gradient_at
+
+Finish = Callable[[Columns, Parameter], Any]
+
+
+def goes_by_blocks(extension: BackpropExtension, rule: Rule, cut: bool) -> bool:
+    """Say whether a quantity of all samples is made of those of blocks.
+
+    Args:
+        extension: The extension.
+        rule: How it reads columns.
+        cut: Whether columns come in blocks, too.
+
+    Returns:
+        Whether it is: unless samples are chosen, or a user has changed what is made of columns.
+    """
+    plain = isinstance(rule, ColumnRule) and rule.subsampling is None and (extension.adds_up or not cut)
+    return plain and isinstance(extension.combined_by(), Sum | PerSample | CentredSquares)
+
+
+class _Gathered:
+    """A quantity of samples that come block by block, united like the parts of a mini-batch."""
+
+    def __init__(self, extension: BackpropExtension, parameter: Parameter, finish: Finish, samples: int) -> None:
+        self._extension, self._parameter, self._finish, self._samples = extension, parameter, finish, samples
+        self.kept: Part | None = None
+
+    def add(self, columns: Columns, block: slice) -> None:
+        """Take the next block.
+
+        Args:
+            columns: ``{source: [V, n, *parameter]}``.
+            block: Its samples.
+        """
+        value = self._finish(columns, self._parameter)
+        value, extra = (value.value, value.extra()) if isinstance(value, Noted) else (value, None)
+        part = Part(value, block.stop - block.start, extra)
+        self.kept = self._extension.combination.gathered(self.kept, part, block.start, self._samples)
+
+    @property
+    def value(self) -> Any:
+        """The quantity, with what has to be known beside it."""
+        return self.kept.value if self.kept.extra is None else Noted(self.kept.value, self.kept.extra)
+
+
+class OfSquares(BackpropExtension):
+    """A quantity, each entry of which is made of the squares of that entry of columns: in parameters and in what is made of them entry by entry."""
+
+    def of_term(self, term: Term) -> Any:
+        use, name, scale = term.use, term.name, 1.0 if term.scale is None else term.scale
+        function = find_faster(self, use.call.derivatives, name)
+        value = NotImplemented if function is None else function(self, use, name)
+        if isinstance(value, FromGradient):
+            value = value.function(gradient_at(use, name))
+        if value is NotImplemented:
+            return value
+        lead = [use.layout.samples] if isinstance(self.combination, PerSample) else []
+
+        def placed(part: Tensor) -> Tensor:
+            return term.place(part.reshape(*lead, *use.parameters[name].shape))
+
+        if isinstance(value, Noted):
+            return Noted(placed(value.value) * scale**2, lambda: placed(value.extra()) * scale)
+        return placed(value) * scale**2
+
+
+def read_made(made: MadeUse, readers: dict[Parameter, list[BackpropExtension]], finishes: dict[BackpropExtension, Finish]) -> dict[Any, Any]:
+    """Compute the quantities of all parameters.
+
+    Args:
+        made: The use of the parameters, of some samples.
+        readers: Parameters, and the extensions that read them.
+        finishes: What each extension makes of columns.
+
+    Returns:
+        Id of the parameter and extension to quantities, with what has to be known beside them.
+    """
+    made.carry()
+    found = {}
+    for parameter, columns in made.formed.items():
+        found |= {(id(parameter), extension): finishes[extension](columns, parameter) for extension in readers[parameter]}
+    for parameter, term in made.terms.items():
+        for extension in readers[parameter]:
+            value = extension.of_term(term)
+            found[id(parameter), extension] = finishes[extension](term.formed(), parameter) if value is NotImplemented else value
+    gathered = {(p, e): _Gathered(e, p, finishes[e], made.samples) for p in made.others for e in readers[p]}
+    for block in made.blocks() if gathered else ():
+        columns = made.columns(block)
+        for (parameter, _), part in gathered.items():
+            if parameter in columns:
+                part.add(columns[parameter], block)
+    return found | {(id(parameter), extension): part.value for (parameter, extension), part in gathered.items() if part.kept is not None}
