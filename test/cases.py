@@ -7,6 +7,7 @@ import cases_functional  # noqa: F401
 import cases_functional_loss  # noqa: F401
 import cases_graphs  # noqa: F401
 import cases_loss  # noqa: F401
+import cases_made  # noqa: F401
 import cases_nets  # noqa: F401
 import cases_norm  # noqa: F401
 import cases_parts  # noqa: F401

@@ -42,6 +42,7 @@ LAYERS = {
     "backpack.extensions.spared": 4,
     "backpack.extensions.curvature": 4,
     "backpack.extensions.collector": 4,
+    "backpack.extensions.made": 4,
     "backpack.extensions.mapped": 4,
     "backpack.extensions.short_names": 4,
     "backpack.extensions.firstorder": 5,

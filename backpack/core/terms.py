@@ -65,6 +65,7 @@ class Term(NamedTuple):
     Attributes:
         use: The use, of which each row belongs to a sample of its own.
         name: Name of the weight there.
+        dtype: Precision at the edge.
         place: Gives tensors ``[*, *weight]`` the shape ``[*, *edge]``.
         turned: Whether the edge is a matrix that is the transposed weight, with the use of a ``_Product``, or the weight; ``None`` for others.
         scale: Shape of the edge; ``None`` for ones.
@@ -72,6 +73,7 @@ class Term(NamedTuple):
 
     use: Use
     name: str
+    dtype: torch.dtype
     place: Callable[[Tensor], Tensor]
     turned: bool | None = None
     scale: Tensor | None = None
@@ -92,7 +94,7 @@ class Term(NamedTuple):
         turned = _LAYOUTS.get(rule.weight_layout) if name == "weight" and isinstance(rule, AffineDerivatives) and len(shape) == 2 else None  # noqa: PLR2004
         if turned is None:
             weight = torch.empty(shape, dtype=slot.dtype, device="meta")
-            return cls(Use(call, {name: weight}, use.value, use.grad, use.layout), name, lambda part: part)
+            return cls(Use(call, {name: weight}, use.value, use.grad, use.layout), name, slot.dtype, lambda part: part)
         return cls._product({source: rule.rows(call, mat) for source, mat in use.value.items()}, rule.columns(call), turned)
 
     @classmethod
@@ -101,7 +103,7 @@ class Term(NamedTuple):
         weight = torch.empty(some.shape[3], inputs.shape[2], dtype=some.dtype, device="meta")
         grad = rows[0][0] if 0 in rows else some.new_full((), nan).expand(some.shape[1:])
         use = Use(_Product(inputs, weight), {"weight": weight}, rows, grad, plain_layout(len(inputs)))
-        return cls(use, "weight", (lambda part: part.mT) if turned else (lambda part: part), turned, scale)
+        return cls(use, "weight", some.dtype, (lambda part: part.mT) if turned else (lambda part: part), turned, scale)
 
     def formed(self, part: slice = slice(None)) -> Columns:
         """Form it.
@@ -114,7 +116,7 @@ class Term(NamedTuple):
         """
         found = self.use.per_sample(self.name, self.use.parameters[self.name].shape, part)
         for source, columns in found.items():
-            placed = self.place(columns if self.turned is not None else columns.clone())  # what is no product may be a view of what is carried
+            placed = self.place(columns.to(self.dtype, copy=self.turned is None))  # what is no product may be a view of what is carried
             found[source] = placed if self.scale is None else placed.mul_(self.scale)
         return found
 
@@ -165,10 +167,12 @@ class Term(NamedTuple):
         Returns:
             The term.
         """
-        if self.turned is None or self.use.call.inputs.dtype == dtype:
+        if self.dtype == dtype:
             return self
-        rows = {source: mat.to(dtype) for source, mat in self.use.value.items()}
-        return self._product(rows, self.use.call.inputs.to(dtype), self.turned, self.scale if self.scale is None else self.scale.to(dtype))
+        scale = self.scale if self.scale is None else self.scale.to(dtype)
+        if self.turned is None:
+            return self._replace(dtype=dtype, scale=scale)
+        return self._product({source: mat.to(dtype) for source, mat in self.use.value.items()}, self.use.call.inputs.to(dtype), self.turned, scale)
 
     def through(self, node: Node, number: int) -> Term | Columns | None:
         """Carry it from the output of a node to one of its inputs.
@@ -185,7 +189,8 @@ class Term(NamedTuple):
         if slot.dtype.is_complex or dtype.is_complex or outputs_of(node) > 1:
             return None
         if name in ELEMENTWISE | BROADCASTING:
-            slope = call_once(node, [torch.ones(full, dtype=slot.dtype, device=slot.device)])[number]
+            slope = torch.ones(full, dtype=slot.dtype, device=slot.device)
+            slope = slope if name == "Expand" else call_once(node, [slope])[number]  # of which the node returns the sum
             if slope is None or slope.shape != full:
                 return None
             term, slope = self.to(dtype), slope.to(dtype)

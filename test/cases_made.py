@@ -1,0 +1,110 @@
+"""Rows of the table of cases: weights that are made of parameters, as by masks, noise, low-rank updates, norms or shifts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from cases_nets import Net, graph, parameter
+from torch import Tensor
+from torch.nn import Linear
+from torch.nn import functional as F
+
+MADE = ("nested", "other parameters")
+
+
+def made(name: str, weight: Callable[[Net], Tensor], parts: dict[str, Callable], shape: tuple[int, ...], *tags: str, turned: bool = False) -> None:
+    """Add a model whose first layer has a weight that is made of parameters.
+
+    Args:
+        name: Name.
+        weight: Makes the weight ``[3, 4]`` of parts, ``[4, 3]`` if it is turned.
+        parts: What makes the parts.
+        shape: Shape of the input of one sample.
+        tags: See ``table.py``.
+        turned: Whether the product is ``x @ weight``.
+    """
+
+    def forward(net: Net, x: Tensor) -> Tensor:
+        hidden = (x @ weight(net) if turned else F.linear(x, weight(net))).tanh()
+        return net.b(hidden.mean(tuple(range(1, hidden.dim() - 1))) if hidden.dim() > 2 else hidden)
+
+    graph(f"weight: {name}", forward, lambda: {part: make() for part, make in parts.items()} | {"b": Linear(3, 4)}, shape, *MADE, *tags)
+
+
+def mask(like: Tensor) -> Tensor:
+    return torch.ones_like(like.detach()).tril()
+
+
+def noise(like: Tensor) -> Tensor:
+    return torch.ones_like(like.detach()).cumsum(0).cumsum(1).sin()
+
+
+def by_lengths(net: Net) -> Tensor:
+    directions = net.w + 0.5 * net.up @ net.down
+    return net.g * directions / directions.norm(dim=1, keepdim=True)
+
+
+def standardized(net: Net) -> Tensor:
+    return (net.w - net.w.mean(1, keepdim=True)) / net.w.std(1, keepdim=True)
+
+
+def shifted(net: Net) -> Tensor:
+    return net.w + noise(net.w)
+
+
+def masked_kernel(net: Net, x: Tensor) -> Tensor:
+    kernel = net.k * mask(net.k)
+    return net.b(F.conv1d(x, kernel.exp() - 1, net.k.sum((1, 2)), padding=1).tanh().mean(2))
+
+
+def in_two_places(net: Net, x: Tensor) -> Tensor:
+    weight = net.w * net.g
+    return net.b((F.linear(x, weight).tanh() + F.linear(x.cos(), weight)).tanh())
+
+
+def in_two_layers(net: Net, x: Tensor) -> Tensor:
+    return net.b((F.linear(x, net.w * net.g).tanh() + F.linear(x.cos(), net.w.tanh())).tanh())
+
+
+def biased(net: Net, x: Tensor) -> Tensor:
+    return net.b(F.linear(x, net.w * mask(net.w), net.one + net.other + 1).tanh())
+
+
+MATRIX, ROWS, COLUMNS = {"w": parameter(3, 4)}, {"g": parameter(3, 1)}, {"h": parameter(4)}
+LOW_RANK = {"up": parameter(3, 2), "down": parameter(2, 4)}
+
+made("masked", lambda net: net.w * mask(net.w), MATRIX, (4,))
+made("masked, positions", lambda net: net.w * mask(net.w), MATRIX, (2, 4))
+made("masked, turned", lambda net: net.w * mask(net.w), {"w": parameter(4, 3)}, (4,), turned=True)
+made("masked, turned twice", lambda net: (net.w.t() * mask(net.w.t())).t() * 0.5, MATRIX, (2, 4))
+made("noise", lambda net: net.w + F.softplus(net.s) * noise(net.s), MATRIX | {"s": parameter(3, 4)}, (4,))
+made("noise, positions", lambda net: net.w + F.softplus(net.s) * noise(net.s), MATRIX | {"s": parameter(3, 4)}, (3, 4))
+made("low rank", lambda net: net.w + 0.5 * net.up @ net.down, MATRIX | LOW_RANK, (4,))
+made("low rank, positions", lambda net: net.w + 0.5 * net.up @ net.down, MATRIX | LOW_RANK, (2, 4))
+made("three factors", lambda net: (net.up * net.s) @ net.down, LOW_RANK | {"s": parameter(2)}, (2, 4))
+TURNED = {"v": parameter(4, 2), "s": parameter(2), "u": parameter(3, 2)}
+made("factors transposed", lambda net: (net.v * net.s) @ net.u.t(), TURNED, (4,), turned=True)
+made("rows, columns and a number", lambda net: net.w * net.g * net.h / net.n, MATRIX | ROWS | COLUMNS | {"n": parameter()}, (4,))
+made("rows of positions", lambda net: net.w * net.g * net.h, MATRIX | ROWS | COLUMNS, (2, 4))
+made("masked, rows and columns", lambda net: (net.w * mask(net.w)).tanh() * net.g * net.h, MATRIX | ROWS | COLUMNS, (4,))
+made("columns of a masked product", lambda net: (net.up @ net.down * mask(net.w) + net.w) * net.h, MATRIX | LOW_RANK | COLUMNS, (4,))
+made("lengths and directions", by_lengths, MATRIX | LOW_RANK | ROWS, (4,))
+made("standardized", standardized, MATRIX, (2, 4))
+made("shifted", shifted, MATRIX, (2, 4))
+made("gated by itself", lambda net: net.w * net.w.sigmoid(), MATRIX, (4,))
+made("used twice", lambda net: net.w.tanh() + net.w * 2, MATRIX, (4,))
+made("Kronecker product", lambda net: torch.kron(net.one, net.other), {"one": parameter(3, 2), "other": parameter(1, 2)}, (4,))
+made("of a vector", lambda net: (net.v * 2).view(3, 4).tanh(), {"v": parameter(12)}, (2, 4))
+made("one row for all", lambda net: net.h.tanh().expand(3, 4) * noise(net.h.expand(3, 4)), COLUMNS, (4,))
+made("rows below each other", lambda net: torch.cat([net.one.tanh(), net.other * 2]), {"one": parameter(2, 4), "other": parameter(1, 4)}, (4,))
+graph("weight: masked kernel", masked_kernel, lambda: {"k": parameter(3, 2, 3)(), "b": Linear(3, 4)}, (2, 4), *MADE)
+graph("weight: in two places", in_two_places, lambda: {"w": parameter(3, 4)(), "g": parameter(3, 1)(), "b": Linear(3, 4)}, (4,), *MADE)
+graph("weight: in two layers", in_two_layers, lambda: {"w": parameter(3, 4)(), "g": parameter(3, 1)(), "b": Linear(3, 4)}, (4,), *MADE)
+graph(
+    "weight: biases of two parameters",
+    biased,
+    lambda: {"w": parameter(3, 4)(), "one": parameter(3)(), "other": parameter(3)(), "b": Linear(3, 4)},
+    (4,),
+    *MADE,
+)

@@ -1,0 +1,217 @@
+"""Weights that are made of parameters: blocks of samples, what need not be formed, what is left to the nodes, and what others read beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import CASES
+from table import Case
+from test_extensions import QUANTITIES, close, collect, oracle_of, run
+from torch import Tensor, nn
+from torch.nn import CrossEntropyLoss, Linear, Module, Parameter, Sequential
+from torch.nn import functional as F
+
+from backpack import backpack, extend, extensions
+from backpack.core import made
+from backpack.core.made import MadeUse
+from backpack.extensions import collector
+from backpack.extensions.firstorder import batch_l2_grad
+
+pytestmark = pytest.mark.filterwarnings("error")
+NAMES = [name for name in CASES if name.startswith("weight: ")]
+OF_COLUMNS = [
+    *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"),
+    *("DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC"),
+]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[MadeUse | None]:
+    """What was read at once; ``None`` where it was left to the nodes."""
+    uses: list[MadeUse | None] = []
+    at_made = collector.Collector.at_made
+
+    def note(self: Any, flow: Any, use: MadeUse) -> bool:
+        done = at_made(self, flow, use)
+        uses.append(use if done else None)
+        return done
+
+    monkeypatch.setattr(collector.Collector, "at_made", note)
+    return uses
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_of_one_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Samples one by one leave what all of them leave at once."""
+    monkeypatch.setattr(made, "_BLOCK", 1)
+    monkeypatch.setattr(batch_l2_grad, "LARGE", 1)
+    for batch in (1, 3):
+        for quantity in map(QUANTITIES.get, OF_COLUMNS):
+            problem = CASES[name].build(batch)
+            run(problem, quantity.make())
+            quantity.check(oracle_of(name, batch), collect(problem, quantity.field))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_columns_in_blocks(name: str) -> None:
+    """With little memory, columns come in blocks, too."""
+    for quantity in (QUANTITIES["DiagGGNExact"], QUANTITIES["BatchDiagGGNExact"], QUANTITIES["SqrtGGNExact"]):
+        problem = CASES[name].build(3)
+        run(problem, quantity.make(), memory=1)
+        quantity.check(oracle_of(name, 3), collect(problem, quantity.field))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_beside_what_needs_the_nodes(name: str) -> None:
+    """Where a Hessian, or some of the samples are asked for, too, the nodes carry columns: quantities are the same."""
+    names = ["BatchGrad", "BatchL2Grad", "Variance", "DiagGGNExact", "DiagHessian"]
+    problem, oracle = CASES[name].build(3), oracle_of(name, 3)
+    run(problem, *(QUANTITIES[quantity].make() for quantity in names))
+    for quantity in names:
+        QUANTITIES[quantity].check(oracle, collect(problem, QUANTITIES[quantity].field))
+    problem = CASES[name].build(3)
+    run(problem, extensions.BatchGrad(subsampling=[2, 0]), extensions.BatchL2Grad())
+    for parameter, value in collect(problem, "grad_batch").items():
+        close(value, oracle.grad_batch[parameter][[2, 0]])
+    QUANTITIES["BatchL2Grad"].check(oracle, collect(problem, "batch_l2"))
+
+
+# what arrives as a term, as something small, and what is formed in blocks
+WAYS = {
+    "masked": [({"w"}, set(), set())],
+    "masked, turned twice": [({"w"}, set(), set())],
+    "noise": [({"w", "s"}, set(), set())],
+    "low rank, positions": [({"w", "up", "down"}, set(), set())],
+    "three factors": [({"up", "down"}, {"s"}, set())],
+    "factors transposed": [({"v", "u"}, {"s"}, set())],
+    "rows, columns and a number": [({"w"}, {"g", "h", "n"}, set())],
+    "rows of positions": [({"w"}, {"g", "h"}, set())],
+    "masked, rows and columns": [({"w"}, {"g", "h"}, set())],
+    "lengths and directions": [(set(), {"g"}, {"w", "up", "down"})],
+    "standardized": [(set(), set(), {"w"})],
+    "shifted": [({"w"}, set(), set())],
+    "used twice": [(set(), set(), {"w"})],
+    "Kronecker product": [(set(), set(), {"one", "other"})],
+    "of a vector": [({"v"}, set(), set())],
+    "one row for all": [(set(), {"h"}, set())],
+    "masked kernel": None,
+    "in two layers": None,
+    "biases of two parameters": [({"w"}, set(), set()), ({"one", "other"}, set(), set())],
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_is_formed(name: str, seen: list[MadeUse | None]) -> None:
+    problem = CASES[f"weight: {name}"].build(3)
+    run(problem, extensions.BatchL2Grad(), extensions.SumGradSquared())
+    if WAYS[name] is None:  # another use of the parameter is to be added
+        assert None in seen
+        return
+    names = {parameter: label for label, parameter in problem.model.named_parameters()}
+    assert [tuple({names[p] for p in part} for part in (use.terms, use.formed, use.others)) for use in seen] == WAYS[name]
+
+
+@pytest.mark.parametrize("extension", [lambda: extensions.DiagGGNExact(subsampling=[0]), extensions.DiagHessian])
+def test_left_to_the_nodes(extension: Callable, seen: list[MadeUse | None]) -> None:
+    problem = CASES["weight: masked"].build(3)
+    run(problem, extension())
+    assert not any(seen)
+
+
+class Own(extensions.BatchGrad):
+    """Something of one's own, of which nobody knows how it is made of blocks."""
+
+    savefield = "own"
+
+    def finish(self, state: dict, parameter: Parameter) -> Tensor:
+        return state[0][0].amax(0)
+
+
+class Norms(extensions.BatchL2Grad):
+    """Another norm."""
+
+    savefield = "norms"
+
+    def finish(self, state: dict, parameter: Parameter) -> Tensor:
+        return state[0][0].flatten(1).abs().sum(1)
+
+
+@pytest.mark.parametrize("name", ["masked", "noise", "standardized", "three factors"])
+def test_quantities_of_ones_own(name: str) -> None:
+    name = f"weight: {name}"
+    problem, oracle = CASES[name].build(3), oracle_of(name, 3)
+    run(problem, Own(), Norms(), extensions.SumGradSquared())
+    for label, parameter in problem.model.named_parameters():
+        close(parameter.own, oracle.grad_batch[label].amax(0))
+        close(parameter.norms, oracle.grad_batch[label].flatten(1).abs().sum(1))
+    QUANTITIES["SumGradSquared"].check(oracle, collect(problem, "sum_grad_squared"))
+
+
+def test_an_excluded_parameter_is_left_alone(seen: list[MadeUse | None]) -> None:
+    case: Case = CASES["weight: low rank"]
+    problem, oracle = case.build(3), oracle_of(case.name, 3)
+    run(problem, extensions.BatchGrad(exclude=["w"]), extensions.BatchL2Grad(exclude=["w", "up"]))
+    assert collect(problem, "grad_batch").keys() == {"up", "down", "b.weight", "b.bias"}
+    assert collect(problem, "batch_l2").keys() == {"down", "b.weight", "b.bias"}
+    for name, value in collect(problem, "grad_batch").items():
+        close(value, oracle.grad_batch[name])
+    for name, value in collect(problem, "batch_l2").items():
+        close(value, oracle.batch_l2[name])
+    assert all(seen)
+
+
+class Masked(Module):
+    """A layer with a mask, in a model that computes in mixed precisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = Parameter(torch.randn(4, 3)), Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight * torch.ones_like(self.weight).tril(), self.bias * 2)
+
+
+def test_mixed_precision(seen: list[MadeUse | None]) -> None:
+    """Under autocast, the products are formed in half precision and summed in single precision."""
+    torch.manual_seed(0)
+    model, lossfunc, x, y = extend(Sequential(Masked(), Linear(4, 3))), extend(CrossEntropyLoss()), torch.randn(5, 3), torch.randint(3, (5,))
+    with backpack(extensions.BatchGrad(), extensions.BatchL2Grad(), extensions.Variance()):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = lossfunc(model(x), y)
+        loss.backward()
+    found = {name: (p.grad_batch, p.batch_l2, p.variance) for name, p in model.named_parameters()}
+    with backpack(extensions.BatchGrad()):
+        lossfunc(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+        expected = parameter.grad_batch
+        wanted = expected, expected.flatten(1).square().sum(1), expected.var(0, correction=0)
+        for value, exact in zip(found[name], wanted, strict=True):
+            assert value.dtype == torch.float32
+            close(value, exact, 0.05)
+    assert all(seen)
+
+
+@pytest.mark.parametrize("samples", [0, 1])
+def test_few_samples(samples: int) -> None:
+    model, lossfunc = extend(Sequential(Masked(), Linear(4, 3))), extend(CrossEntropyLoss(reduction="sum"))
+    with backpack(extensions.BatchGrad(), extensions.SumGradSquared()):
+        lossfunc(model(torch.randn(samples, 3)), torch.zeros(samples, dtype=torch.long)).backward()
+    for parameter in model.parameters():
+        assert parameter.grad_batch.shape == (samples, *parameter.shape)
+        close(parameter.sum_grad_squared, parameter.grad_batch.square().sum(0), 1e-6)
+
+
+def test_nothing_is_left_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, lossfunc = extend(Sequential(Masked(), nn.Tanh(), Masked())), extend(CrossEntropyLoss())
+    model[2].weight = Parameter(torch.randn(4, 4))
+
+    def fail(self: MadeUse) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(MadeUse, "carry", fail)
+    with pytest.raises(RuntimeError, match="out of memory"), backpack(extensions.BatchGrad()):
+        lossfunc(model(torch.randn(3, 3)), torch.tensor([0, 1, 2])).backward()
+    assert not any(hasattr(parameter, "grad_batch") for parameter in model.parameters())
