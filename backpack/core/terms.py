@@ -23,6 +23,7 @@ from backpack.core.samples import plain_layout
 from backpack.core.ways import BROADCASTING, ELEMENTWISE
 from backpack.utils.subsampling import subsample
 
+_OF_MATRICES = frozenset({"T", "Transpose", "Permute", "Mm"})
 _LAYOUTS = {LinearDerivatives.weight_from_matrix: False, MatmulDerivatives.weight_from_matrix: True}
 
 
@@ -52,6 +53,18 @@ class _ProductDerivatives(AffineDerivatives):
 
 
 _PRODUCT = _ProductDerivatives()
+
+
+def carries_terms(node: Node) -> bool:
+    """Say whether a node can carry terms, as far as its name tells.
+
+    Args:
+        node: The node.
+
+    Returns:
+        Whether it can.
+    """
+    return operation(node) in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | _OF_MATRICES
 
 
 def _reshaped(place: Callable[[Tensor], Tensor], axes: int, shape: Size, part: Tensor) -> Tensor:

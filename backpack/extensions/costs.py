@@ -17,16 +17,20 @@ from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Flow
 from backpack.core.graph import operation, outputs_of, saved, shape_of
+from backpack.core.made import Made
 from backpack.core.node_functions import axes_of, product
 from backpack.core.plan import Plan
 from backpack.core.residuals import columns_of
+from backpack.core.slots import Edge
+from backpack.core.terms import carries_terms
 from backpack.core.units import Unit
-from backpack.core.walk import Walk
+from backpack.core.walk import Need, Walk
 from backpack.core.ways import SPLIT, Way
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
 from backpack.extensions.flows import RootFlow, SqrtFlow, carried_for
+from backpack.extensions.made import goes_by_blocks
 from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
@@ -126,6 +130,7 @@ class Costs:
         self.carried, self.read = 0.0, dict.fromkeys(map(id, plan.uses), 0.0)
         self._samples = max(plan.batches.values(), default=1)
         self._births: dict[Node, dict[Node, int]] = {}
+        self._entry: dict[Node, float] = {}  # what an entry of a sample's columns takes, at nodes behind a factor that is made of parameters
         if self._flow is None:
             self.carried = float(HOOK * len(plan.units))
             return
@@ -162,7 +167,8 @@ class Costs:
         products, times = products_in(gap.node)
         entries = sum(prod(shape_of((gap.node, nr))) for nr in gap.states)
         split = SPLIT in gap.states.values() or any(crossing is not None and crossing.way is Way.MASKED for crossing in gap.crossings)
-        each = self._samples * (products * times + FRESH * entries) if split else products * times + 2 * ENTRY * entries
+        entry = self._entry.get(gap.node, FRESH)
+        each = self._samples * (products * times * (entry > 0) + entry * entries) if split else products * times + 2 * ENTRY * entries
         self.carried += columns * each + HOOK * (columns > 0)
         for upstream in gap.nexts:
             if upstream is not None and upstream[0] in self._plan.walk.leaves:
@@ -211,11 +217,29 @@ class Costs:
                 births = {**births, node: inputs // max(1, unit.layout.samples)}
         for name, edge in unit.split.items():  # what parameters make, of which each sample has columns
             products = self._products(unit) if name == "weight" else 0
-            self.carried += columns * (products + FRESH * self._samples * prod(shape_of(edge)))
+            self.carried += columns * (products + self._behind(edge) * self._samples * prod(shape_of(edge)))
         for name, parameter in unit.parameters.items():
             if parameter in self._plan.uses:
                 self.read[id(parameter)] += self._reading(sides(unit, name, parameter), parameter, columns)
         return births
+
+    def _behind(self, edge: Edge) -> float:
+        """Find out how a factor that is made of parameters is read, and take note of the nodes behind it.
+
+        Args:
+            edge: Edge of the factor.
+
+        Returns:
+            What an entry of a sample's columns takes: nothing if these are not formed, less in blocks that stay in a cache.
+        """
+        made, rule = Made.at(edge, self._plan), self._extension.rule_at(self._samples)
+        if made is None or self._flow.needs is not Need.COLUMNS or not goes_by_blocks(self._extension, rule, cut=False):
+            return FRESH
+        if any(uses != self._plan.uses.get(parameter) for parameter, uses in made.uses.items()):
+            return FRESH
+        entry = 0 if set(made.uses.values()) == {1} and all(carries_terms(gap.node) for gap in made.gaps) else 2 * ENTRY
+        self._entry |= {gap.node: entry for gap in made.gaps}
+        return entry
 
     @staticmethod
     def _products(unit: Unit) -> int:
