@@ -49,8 +49,21 @@ def standardized(net: Net) -> Tensor:
     return (net.w - net.w.mean(1, keepdim=True)) / net.w.std(1, keepdim=True)
 
 
-def shifted(net: Net) -> Tensor:
-    return net.w + noise(net.w)
+def shifted(net: Net, x: Tensor) -> Tensor:
+    return net.b((F.linear(x, net.w + noise(net.w), 1 + net.one) @ (net.v - noise(net.v))).tanh())
+
+
+def shifted_kernel(net: Net, x: Tensor) -> Tensor:
+    return net.b(F.conv1d(x, net.k + noise(net.k), net.one - 1, padding=1).tanh().mean(2))
+
+
+def shifted_norm(net: Net, x: Tensor) -> Tensor:
+    return net.b(F.layer_norm(net.a(x), (3,), 1 + net.one, net.other - 1).tanh())
+
+
+def shifted_and_used(net: Net, x: Tensor) -> Tensor:
+    weight = net.w + noise(net.w)
+    return net.b((F.linear(x, weight).tanh() + x @ net.w.t() + weight.sum(1)).tanh())
 
 
 def masked_kernel(net: Net, x: Tensor) -> Tensor:
@@ -91,7 +104,6 @@ made("masked, rows and columns", lambda net: (net.w * mask(net.w)).tanh() * net.
 made("columns of a masked product", lambda net: (net.up @ net.down * mask(net.w) + net.w) * net.h, MATRIX | LOW_RANK | COLUMNS, (4,))
 made("lengths and directions", by_lengths, MATRIX | LOW_RANK | ROWS, (4,))
 made("standardized", standardized, MATRIX, (2, 4))
-made("shifted", shifted, MATRIX, (2, 4))
 made("gated by itself", lambda net: net.w * net.w.sigmoid(), MATRIX, (4,))
 made("used twice", lambda net: net.w.tanh() + net.w * 2, MATRIX, (4,))
 made("Kronecker product", lambda net: torch.kron(net.one, net.other), {"one": parameter(3, 2), "other": parameter(1, 2)}, (4,))
@@ -108,3 +120,13 @@ graph(
     (4,),
     *MADE,
 )
+graph("weight: shifted", shifted, lambda: {"w": parameter(3, 4)(), "one": parameter(3)(), "v": parameter(3, 3)(), "b": Linear(3, 4)}, (4,))
+graph("weight: shifted kernel", shifted_kernel, lambda: {"k": parameter(3, 2, 3)(), "one": parameter(3)(), "b": Linear(3, 4)}, (2, 4), "positions")
+graph(
+    "weight: shifted norm",
+    shifted_norm,
+    lambda: {"a": Linear(4, 3), "one": parameter(3)(), "other": parameter(3)(), "b": Linear(3, 4)},
+    (4,),
+    *MADE,
+)
+graph("weight: shifted and used", shifted_and_used, lambda: {"w": parameter(3, 4)(), "b": Linear(3, 4)}, (4,), *MADE)

@@ -428,7 +428,10 @@ def multiplied(out: Tensor, weight: Tensor, transposed: bool, groups: int) -> li
 
 
 def is_or_views(tensor: Tensor, param: Tensor) -> bool:
-    """Tell whether a tensor is a parameter, or what reshapes that undo each other make of it."""
+    """Tell whether a tensor is a parameter, what reshapes that undo each other make of it, or that beside a constant."""
+    made = tensor.grad_fn
+    if made is not None and made.name() in ("AddBackward0", "SubBackward0") and made.next_functions[-1][0] is None:
+        return getattr(made.next_functions[0][0], "variable", None) is param and tensor.shape == param.shape
     return tensor is param or (tensor._base is param and (tensor.shape, tensor.stride()) == (param.shape, param.stride()))
 
 

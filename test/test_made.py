@@ -92,7 +92,6 @@ WAYS = {
     "masked, rows and columns": [({"w"}, {"g", "h"}, set())],
     "lengths and directions": [(set(), {"g"}, {"w", "up", "down"})],
     "standardized": [(set(), set(), {"w"})],
-    "shifted": [({"w"}, set(), set())],
     "used twice": [(set(), set(), {"w"})],
     "Kronecker product": [(set(), set(), {"one", "other"})],
     "of a vector": [({"v"}, set(), set())],

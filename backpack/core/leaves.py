@@ -23,12 +23,14 @@ _REARRANGES = _TRANSPOSES | _RESHAPES | {"Clone", "Expand", "Alias"}
 _ONE = frozenset({"Select", "Unbind"})
 _CUTS = _ONE | {"Slice", "Split", "SplitWithSizes"}
 _JOINS = _REARRANGES | _CUTS | {"Cat", "Stack"}
+SHIFTS = frozenset({"Add", "Sub"})
+"""Operations that may add a constant to a parameter, as where its rounded values are used."""
 _MOST = 32
 """Number of blocks up to which rows of unequal parts are cut into blocks."""
 
 
 def way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
-    """Return the nodes between an edge and the leaf to which it leads, perhaps through reshapes that undo each other, and a change of precision.
+    """Return the nodes between an edge and the leaf to which it leads, through reshapes that undo each other, constants added, changes of precision.
 
     Args:
         edge: The edge.
@@ -44,12 +46,24 @@ def way_to_leaf(edge: Edge, turned: bool) -> list[Node] | None:
         way.append(edge[0])
         edge = edge[0].next_functions[0]
     (node, _), shape = edge, shape_of(edge)
-    while node is not None and (
-        operation(node) in _RESHAPES or (operation(node) == "Expand" and shape_of(node.next_functions[0]) == shape_of((node, 0)))
-    ):  # torch.matmul expands what needs no more
+    while node is not None:
+        # torch.matmul expands what needs no more
+        if operation(node) in _RESHAPES or (operation(node) == "Expand" and shape_of(node.next_functions[0]) == shape_of((node, 0))):
+            upstream = node.next_functions[0]
+        elif (upstream := _shifted(node)) is None:
+            break
         way.append(node)
-        node = node.next_functions[0][0]
+        node = upstream[0]
     return [*way, node] if node is not None and node.name() == LEAF and shape_of((node, 0)) == shape else None
+
+
+def _shifted(node: Node) -> Edge | None:
+    # to what a node adds a constant of its shape, or from what it subtracts one
+    found = [(number, edge) for number, edge in enumerate(node.next_functions) if edge[0] is not None]
+    if operation(node) not in SHIFTS or len(found) != 1 or shape_of(found[0][1]) != shape_of((node, 0)):
+        return None
+    ((number, edge),) = found
+    return None if number and (operation(node) != "Add" or saved(node, "alpha") != 1) else edge
 
 
 class Multiple(NamedTuple):

@@ -19,7 +19,7 @@ from backpack.core.calls import Mark
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.graph import operation, shape_of, tensor_at
-from backpack.core.leaves import joins_leaves, way_to_leaf
+from backpack.core.leaves import SHIFTS, joins_leaves, way_to_leaf
 from backpack.core.mixing import is_made_of_constants, multiplies_data
 from backpack.core.origins import STACKS
 from backpack.core.samples import Layout, settle
@@ -200,15 +200,16 @@ def unit_of(
         if edge[0] is None or not walk.reach[edge[0]]:
             continue
         way = ways[name] if name in ways else way_to_leaf(edge, turned=turned and name == "weight")
+        if not way or not SHIFTS.isdisjoint(map(operation, way)):
+            # what lies beside joined leaves does not change their derivatives
+            fits = (operation(node) not in STACKS or shape_of(edge)[0] == 1) and joins_leaves(edge[0], walk, name == "bias")
+            if not fits and (edge[0] in walk.has_data or multiplies_data(walk, edge[0], layout.samples)):
+                return None  # a product of two activations
+            if not fits and layout.of_one and not layout.plain and not is_made_of_constants(walk, edge[0], layout.samples):
+                return None  # of one sample, too, as in a loop over samples
         if way:
             unit.parameters[name] = walk.leaves[way[-1]]
             unit.inside.update(way)
-        elif (operation(node) not in STACKS or shape_of(edge)[0] == 1) and joins_leaves(edge[0], walk, name == "bias"):
-            unit.split[name] = edge  # what lies beside them does not change their derivatives
-        elif edge[0] in walk.has_data or multiplies_data(walk, edge[0], layout.samples):
-            return None  # a product of two activations
-        elif layout.of_one and not layout.plain and not is_made_of_constants(walk, edge[0], layout.samples):
-            return None  # of one sample, too, as in a loop over samples
         else:
             unit.split[name] = edge
     unit.arrangement, unit.layout = arrangement(layout) if call.derivatives.any_batch_axis else (None, settle(layout))
