@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("error")
 NAMES = [name for name in CASES if name.startswith("weight: ")]
 OF_COLUMNS = [
     *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"),
-    *("DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC"),
+    *("DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "DiagHessian", "BatchDiagHessian"),
 ]
 
 
@@ -58,7 +57,7 @@ def test_blocks_of_one_sample(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_columns_in_blocks(name: str) -> None:
     """With little memory, columns come in blocks, too."""
-    for quantity in (QUANTITIES["DiagGGNExact"], QUANTITIES["BatchDiagGGNExact"], QUANTITIES["SqrtGGNExact"]):
+    for quantity in map(QUANTITIES.get, ("DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "DiagHessian", "BatchDiagHessian")):
         problem = CASES[name].build(3)
         run(problem, quantity.make(), memory=1)
         quantity.check(oracle_of(name, 3), collect(problem, quantity.field))
@@ -113,11 +112,13 @@ def test_what_is_formed(name: str, seen: list[MadeUse | None]) -> None:
     assert [tuple({names[p] for p in part} for part in (use.terms, use.formed, use.others)) for use in seen] == WAYS[name]
 
 
-@pytest.mark.parametrize("extension", [lambda: extensions.DiagGGNExact(subsampling=[0]), extensions.DiagHessian])
-def test_left_to_the_nodes(extension: Callable, seen: list[MadeUse | None]) -> None:
-    problem = CASES["weight: masked"].build(3)
-    run(problem, extension())
+@pytest.mark.parametrize("name", ["masked", "noise"])
+def test_left_to_the_nodes(name: str, seen: list[MadeUse | None]) -> None:
+    """Chosen samples; and the diagonal of the Hessian, where something is born behind the weight."""
+    run(CASES[f"weight: {name}"].build(3), extensions.DiagGGNExact(subsampling=[0]))
     assert not any(seen)
+    run(CASES[f"weight: {name}"].build(3), extensions.DiagHessian(), extensions.BatchGrad())
+    assert any(seen) is (name == "masked")
 
 
 class Own(extensions.BatchGrad):

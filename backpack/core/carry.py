@@ -180,7 +180,7 @@ class Carry:
             self._reader.at_call(flow, use)
         for name, upstream in unit.split.items():
             if self._concerns(flow, upstream):
-                made = None if self._connection else MadeUse.of(use, name, upstream, self._plan, self._concerned[flow], self._flows)
+                made = None if self._connection else MadeUse.of(use, name, unit, self._plan, flow, self._concerned)
                 if made is None or not self._reader.at_made(flow, made):
                     self.deposit(flow, upstream, use.per_sample(name, shape_of(upstream)))
 

@@ -116,6 +116,19 @@ class Flow(ABC):
         """
         return None
 
+    def bears_at(self, walk: Walk, concerned: int, gap: Gap) -> bool:
+        """Say whether something may be born at a graph node that no rule covers.
+
+        Args:
+            walk: The graph.
+            concerned: Bit set of the parameters at which the flow is read.
+            gap: The node.
+
+        Returns:
+            Whether it may: not, by default.
+        """
+        return False
+
     def part(self, source: Hashable, block: slice) -> Hashable:
         """Return the source of some of the columns of a source: the same, by default.
 

@@ -7,7 +7,6 @@ of the samples at a time, while it stays in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch.autograd.graph import Node
@@ -19,6 +18,7 @@ from backpack.core.graph import shape_of, tensor_at
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
 from backpack.core.terms import Term
+from backpack.core.units import Unit
 from backpack.core.walk import Need
 from backpack.core.ways import SPLIT
 from backpack.utils.columns import blocks
@@ -131,24 +131,28 @@ class MadeUse:
         return self.uses.keys() - self.terms.keys() - self.formed.keys()
 
     @classmethod
-    def of(cls, use: Use, name: str, edge: Edge, plan: Plan, concerned: int, flows: Iterable[Flow]) -> MadeUse | None:
+    def of(cls, use: Use, name: str, unit: Unit, plan: Plan, flow: Flow, concerned: dict[Flow, int]) -> MadeUse | None:
         """Read a use of a factor, if what it contributes can be read off before the nodes behind the factor run.
 
         Args:
             use: The use of the factor.
             name: Name of the factor there.
-            edge: Edge of the factor.
+            unit: What the use belongs to.
             plan: The plan.
-            concerned: Bit set of the parameters that are asked for.
-            flows: All that is carried in the pass.
+            flow: The flow.
+            concerned: All that is carried in the pass, and bit sets of the parameters that are asked for.
 
         Returns:
             The use; ``None`` if something may be born at those nodes, if they serve something else, too, or if samples have several rows.
         """
-        if not (use.layout.samples and use.parts[0].layout.plain and all(flow.crosses_gaps and flow.needs is Need.COLUMNS for flow in flows)):
+        several = not use.layout.samples or not use.parts[0].layout.plain
+        coupled = any(unit.couples & bits and other.needs is Need.CURVATURE for other, bits in concerned.items())
+        if several or coupled or not all(other.crosses_gaps for other in concerned):
             return None
-        made = Made.at(edge, plan)
-        return None if made is None else cls(made, use.parts[0], name, {p for p in made.uses if plan.walk.bits[id(p)] & concerned})
+        made = Made.at(unit.split[name], plan)
+        if made is None or any(other.bears_at(plan.walk, bits, gap) for other, bits in concerned.items() for gap in made.gaps):
+            return None
+        return cls(made, use.parts[0], name, {p for p in made.uses if plan.walk.bits[id(p)] & concerned[flow]})
 
     def _follow(self, gap: Gap, arrived: dict[Edge, list[Term | Columns]]) -> None:
         # from a node to its inputs

@@ -217,23 +217,27 @@ class Costs:
                 births = {**births, node: inputs // max(1, unit.layout.samples)}
         for name, edge in unit.split.items():  # what parameters make, of which each sample has columns
             products = self._products(unit) if name == "weight" else 0
-            self.carried += columns * (products + self._behind(edge) * self._samples * prod(shape_of(edge)))
+            self.carried += columns * (products + self._behind(unit, edge) * self._samples * prod(shape_of(edge)))
         for name, parameter in unit.parameters.items():
             if parameter in self._plan.uses:
                 self.read[id(parameter)] += self._reading(sides(unit, name, parameter), parameter, columns)
         return births
 
-    def _behind(self, edge: Edge) -> float:
+    def _behind(self, unit: Unit, edge: Edge) -> float:
         """Find out how a factor that is made of parameters is read, and take note of the nodes behind it.
 
         Args:
+            unit: The product.
             edge: Edge of the factor.
 
         Returns:
             What an entry of a sample's columns takes: nothing if these are not formed, less in blocks that stay in a cache.
         """
         made, rule = Made.at(edge, self._plan), self._extension.rule_at(self._samples)
-        if made is None or self._flow.needs is not Need.COLUMNS or not goes_by_blocks(self._extension, rule, cut=False):
+        bits, walk = self._plan.concerned, self._plan.walk
+        if self._flow.needs is not Need.COLUMNS and unit.couples & bits:
+            return FRESH
+        if made is None or any(self._flow.bears_at(walk, bits, gap) for gap in made.gaps) or not goes_by_blocks(self._extension, rule, cut=False):
             return FRESH
         if any(uses != self._plan.uses.get(parameter) for parameter, uses in made.uses.items()):
             return FRESH

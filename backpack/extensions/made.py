@@ -34,6 +34,12 @@ def goes_by_blocks(extension: BackpropExtension, rule: Rule, cut: bool) -> bool:
     return plain and isinstance(extension.combined_by(), Sum | PerSample | CentredSquares)
 
 
+def _of_samples(source: Any, block: slice) -> Any:
+    # the source of the columns of some samples
+    signs = getattr(source, "signs", None)
+    return source if signs is None else source._replace(signs=signs[:, block])
+
+
 class _Gathered:
     """A quantity of samples that come block by block, united like the parts of a mini-batch."""
 
@@ -48,7 +54,7 @@ class _Gathered:
             columns: ``{source: [V, n, *parameter]}``.
             block: Its samples.
         """
-        value = self._finish(columns, self._parameter)
+        value = self._finish({_of_samples(source, block): c for source, c in columns.items()}, self._parameter)
         value, extra = (value.value, value.extra()) if isinstance(value, Noted) else (value, None)
         part = Part(value, block.stop - block.start, extra)
         self.kept = self._extension.combination.gathered(self.kept, part, block.start, self._samples)
@@ -91,6 +97,8 @@ def read_made(made: MadeUse, readers: dict[Parameter, list[BackpropExtension]], 
     Returns:
         Id of the parameter and extension to quantities, with what has to be known beside them.
     """
+    if not any(readers.values()):
+        return {}
     made.carry()
     found = {}
     for parameter, columns in made.formed.items():

@@ -101,6 +101,9 @@ class SignedSqrtFlow(RootFlow):
             raise _hidden(walk, concerned, gap)
         return Source(0, signs), born
 
+    def bears_at(self, walk: Walk, concerned: int, gap: Gap) -> bool:
+        return bool(curved_in(walk, concerned, gap))
+
     def at_unit(self, walk: Walk, concerned: int, unit: Unit, use: Use) -> Iterator[tuple[Source, Any, dict[str, PartOfPairs]]]:
         own = self.residual_at(use.call, use.grad, use.layout)
         if own is not None:

@@ -8,13 +8,14 @@ from torch.nn import Parameter
 from backpack.core.flow import Columns, Flow
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import PerSample, Sum
+from backpack.extensions.made import OfSquares
 from backpack.extensions.rules import signs_of, stack
 from backpack.extensions.secondorder.base import OfDiagonals, SecondOrderBackpropExtension, squares_at_once
 from backpack.extensions.signed_flow import SignedSqrtFlow
 from backpack.utils.moment import sum_of_squared_columns
 
 
-class HessianExtension(OfDiagonals, SecondOrderBackpropExtension):
+class HessianExtension(OfDiagonals, OfSquares, SecondOrderBackpropExtension):
     """A quantity of the Hessian's diagonal blocks, read off signed square roots of its terms."""
 
     flow: Flow = SignedSqrtFlow()
