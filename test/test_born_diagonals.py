@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Build, int]] = {
     ),
     "two activations": (net(twice, 4, a=linear(4, 5), b=linear(5, 4), other=linear(5, 5), **TANH), 2),
     "called twice": (net(shared, 4, a=linear(4, 5), b=linear(5, 4), **TANH), 0),
-    "computed weight": (net(squared, 4, w=parameter(5, 4), b=linear(5, 4), **TANH), 0),
+    "computed weight": (net(squared, 4, w=parameter(5, 4), b=linear(5, 4), **TANH), 1),
     "multiple of a weight": (net(scaled, 4, w=parameter(5, 4), b=linear(5, 4), **TANH), 1),
     "broadcast": (net(broadcast, 4, a=linear(4, 1), b=linear(5, 4)), 0),
     "matrix": (net(lambda own, x: own.b(own.act(x @ own.w)), 4, w=parameter(4, 5), b=linear(5, 4), **TANH), 1),

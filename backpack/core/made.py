@@ -19,7 +19,6 @@ from backpack.core.plan import Plan
 from backpack.core.slots import Edge
 from backpack.core.terms import Term
 from backpack.core.units import Unit
-from backpack.core.walk import Need
 from backpack.core.ways import SPLIT
 from backpack.utils.columns import blocks
 
@@ -143,14 +142,12 @@ class MadeUse:
             concerned: All that is carried in the pass, and bit sets of the parameters that are asked for.
 
         Returns:
-            The use; ``None`` if something may be born at those nodes, if they serve something else, too, or if samples have several rows.
+            The use; ``None`` if these nodes serve something else, too, if samples have several rows, or if others need the gradient at the nodes.
         """
-        several = not use.layout.samples or not use.parts[0].layout.plain
-        coupled = any(unit.couples & bits and other.needs is Need.CURVATURE for other, bits in concerned.items())
-        if several or coupled or not all(other.crosses_gaps for other in concerned):
+        if not (flow.crosses_gaps and use.layout.samples and use.parts[0].layout.plain):
             return None
         made = Made.at(unit.split[name], plan)
-        if made is None or any(other.bears_at(plan.walk, bits, gap) for other, bits in concerned.items() for gap in made.gaps):
+        if made is None or (flow.is_gradient and any(f.bears_at(plan.walk, bits, gap) for f, bits in concerned.items() for gap in made.gaps)):
             return None
         return cls(made, use.parts[0], name, {p for p in made.uses if plan.walk.bits[id(p)] & concerned[flow]})
 

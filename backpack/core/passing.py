@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import partial
 from math import nan, prod
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -21,14 +23,18 @@ from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Use
-from backpack.core.graph import shape_of
+from backpack.core.graph import call_once, operation, shape_of, tensor_at
+from backpack.core.leaves import turns
+from backpack.core.linear import SAME_ENTRIES
 from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.reader import Blocks, Reader
+from backpack.core.samples import plain_layout
 from backpack.core.slots import Edge
 from backpack.core.starts import Start
 from backpack.core.state import recording
 from backpack.core.units import Unit
+from backpack.core.ways import BROADCASTING, ELEMENTWISE
 from backpack.utils.columns import ScatteredColumns
 
 Place = Callable[[Carry, Columns], None]
@@ -153,8 +159,30 @@ class Pass(Carry):
             return
         (source, parts), nexts = born, gap.nexts
         columns, upstream = parts[0].columns, nexts[parts[0].number]
+        if len(parts) == 1 and parts[0].layout is None and self._bear_at_parameter(flow, columns, upstream[:2]):
+            return
         if not self._bear_at_layer(flow, source, columns, upstream[:2], lambda c: c):
             self._bear(flow, source, [(p.columns, lambda to, c, p=p: to.hand_on(flow, nexts[p.number], c, p.layout)) for p in parts])
+
+    def _bear_at_parameter(self, flow: Flow, columns: Tensor | ScatteredColumns, edge: Edge) -> bool:
+        """Read a diagonal matrix off at the parameter behind operations that treat each of its entries alone, without columns.
+
+        Args:
+            flow: The flow.
+            columns: The root of the diagonal matrix of each sample.
+            edge: Where it was born.
+
+        Returns:
+            Whether it was: whether there is such a parameter, and nobody needs to see the columns there.
+        """
+        diagonal = columns.diagonal if isinstance(columns, ScatteredColumns) and self._connection is None else None
+        while diagonal is not None and not self._is_leaf(edge[0]):
+            diagonal, edge = _squares_behind(self._plan.gaps.get(edge[0]), diagonal)
+        if diagonal is None:
+            return False
+        parameter, layout = edge[0].variable, plain_layout(len(diagonal))
+        use = Use(SimpleNamespace(derivatives=_AtParameter), {"weight": parameter}, {0: diagonal[None].to(parameter.dtype)}, diagonal, layout)
+        return self._concerns(flow, edge) and self._reader.at_diagonal(flow, use)
 
     def _bear_at_layer(self, flow: Flow, source: Hashable, columns: Tensor | ScatteredColumns, edge: Edge, back: Callable[[Tensor], Tensor]) -> bool:
         """Read a diagonal matrix off at the affine layer at whose output it was born, without columns, and let its root be born at the layer's input.
@@ -217,3 +245,44 @@ def _put(to: Carry, flow: Flow, source: Hashable, parts: list[tuple[Tensor, Plac
     some = source if block == slice(None) else flow.part(source, block)
     for columns, place in parts:
         place(to, {some: columns[block]})
+
+
+class _AtParameter:
+    """Rule of a parameter that is read like a layer which returns it for each sample."""
+
+    @staticmethod
+    def sum_at_diagonal(module: Any, name: str, mat: Tensor, sum_batch: bool) -> Tensor:
+        """Say what a diagonal matrix adds at the parameter.
+
+        Args:
+            module: There is none.
+            name: Name of the parameter.
+            mat: The diagonal ``[1, N, *parameter]``.
+            sum_batch: Whether to sum over samples.
+
+        Returns:
+            ``[*parameter]`` if ``sum_batch``, else ``[N, *parameter]``.
+        """
+        return mat[0].sum(0) if sum_batch else mat[0].clone()
+
+
+def _squares_behind(gap: Gap | None, diagonal: Tensor) -> tuple[Tensor | None, Edge]:
+    """Carry a diagonal matrix through an operation that treats each entry alone.
+
+    Args:
+        gap: The node.
+        diagonal: The diagonal at its output, of each sample ``[N, *shape]``.
+
+    Returns:
+        That at its input ``[N, *shape]``, ``None`` if it does something else, or has several inputs; and the edge there.
+    """
+    found = [] if gap is None else [(number, upstream[:2]) for number, upstream in enumerate(gap.nexts) if upstream is not None]
+    if len(found) != 1 or gap.outputs > 1:
+        return None, (None, 0)
+    ((number, edge),), node = found, gap.node
+    if operation(node) in SAME_ENTRIES or turns((node, 0)):
+        return gap.call_split({0: diagonal[None]})[number][0], edge
+    if operation(node) not in ELEMENTWISE | BROADCASTING or shape_of(edge) != shape_of((node, 0)):
+        return None, edge
+    slope = call_once(node, [torch.ones_like(diagonal[0], dtype=tensor_at((node, 0)).dtype)])[number]
+    return None if slope is None else diagonal * slope.to(diagonal.dtype).square(), edge

@@ -18,15 +18,13 @@ from backpack.core.calls import ModuleCall
 from backpack.core.concern import concerning
 from backpack.core.connect import Connection
 from backpack.core.flow import Columns, Flow, Use
-from backpack.core.made import MadeUse
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.reader import Reader
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted, mark_of
 from backpack.extensions.flows import GRADIENT, carried_for
 from backpack.extensions.hook_queue import HookQueue
-from backpack.extensions.made import goes_by_blocks, read_made
+from backpack.extensions.made import ReadsMade
 from backpack.extensions.mapped import answered, ask
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.positions import Contribution, join, joins
@@ -38,7 +36,7 @@ from backpack.utils.pages import written
 from backpack.utils.precision import in_type
 
 
-class Collector(Reader):
+class Collector(ReadsMade):
     """Quantities of one backward pass.
 
     Attributes:
@@ -226,13 +224,6 @@ class Collector(Reader):
             if key not in done and (id(parameter), extension) not in self._values:
                 done.add(key)
                 self._add(parameter, rule, key, rule.at_parameter(parameter, columns, self._plan))
-
-    def at_made(self, flow: Flow, made: MadeUse) -> bool:
-        readers = {p: [e for e in self._readers(flow, p) if (id(p), e) not in self._values] for p in made.uses}
-        every, done = set().union(*readers.values()), all(uses == self._plan.uses[p] for p, uses in made.uses.items())
-        done = done and all(goes_by_blocks(extension, self._rule(extension, made.samples), flow in self.cut) for extension in every)
-        self._values |= read_made(made, readers, self.finishes) if done else {}
-        return done
 
     def _rule(self, extension: BackpropExtension, samples: int) -> Rule:
         if (extension, samples) not in self._rules:

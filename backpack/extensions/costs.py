@@ -30,7 +30,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
 from backpack.extensions.flows import RootFlow, SqrtFlow, carried_for
-from backpack.extensions.made import goes_by_blocks
+from backpack.extensions.made import goes_by_blocks, stands_alone
 from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
@@ -217,29 +217,24 @@ class Costs:
                 births = {**births, node: inputs // max(1, unit.layout.samples)}
         for name, edge in unit.split.items():  # what parameters make, of which each sample has columns
             products = self._products(unit) if name == "weight" else 0
-            self.carried += columns * (products + self._behind(unit, edge) * self._samples * prod(shape_of(edge)))
+            self.carried += columns * (products + self._behind(edge) * self._samples * prod(shape_of(edge)))
         for name, parameter in unit.parameters.items():
             if parameter in self._plan.uses:
                 self.read[id(parameter)] += self._reading(sides(unit, name, parameter), parameter, columns)
         return births
 
-    def _behind(self, unit: Unit, edge: Edge) -> float:
+    def _behind(self, edge: Edge) -> float:
         """Find out how a factor that is made of parameters is read, and take note of the nodes behind it.
 
         Args:
-            unit: The product.
             edge: Edge of the factor.
 
         Returns:
             What an entry of a sample's columns takes: nothing if these are not formed, less in blocks that stay in a cache.
         """
         made, rule = Made.at(edge, self._plan), self._extension.rule_at(self._samples)
-        bits, walk = self._plan.concerned, self._plan.walk
-        if self._flow.needs is not Need.COLUMNS and unit.couples & bits:
-            return FRESH
-        if made is None or any(self._flow.bears_at(walk, bits, gap) for gap in made.gaps) or not goes_by_blocks(self._extension, rule, cut=False):
-            return FRESH
-        if any(uses != self._plan.uses.get(parameter) for parameter, uses in made.uses.items()):
+        by_blocks = made is not None and goes_by_blocks(self._extension, rule, adds=self._flow.needs is Need.CURVATURE)
+        if not by_blocks or not stands_alone(made, self._plan):
             return FRESH
         entry = 0 if set(made.uses.values()) == {1} and all(carries_terms(gap.node) for gap in made.gaps) else 2 * ENTRY
         self._entry |= {gap.node: entry for gap in made.gaps}

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Container, Iterator
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.flow import Columns
-from backpack.core.made import MadeUse
+from backpack.core.flow import Columns, Flow
+from backpack.core.made import Made, MadeUse
+from backpack.core.plan import Plan
+from backpack.core.reader import Reader
 from backpack.core.terms import Term
+from backpack.core.walk import Need
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import CentredSquares, Noted, Part, PerSample, Sum
 from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster
@@ -19,19 +24,32 @@ from backpack.extensions.spared import gradient_at
 Finish = Callable[[Columns, Parameter], Any]
 
 
-def goes_by_blocks(extension: BackpropExtension, rule: Rule, cut: bool) -> bool:
+def goes_by_blocks(extension: BackpropExtension, rule: Rule, adds: bool) -> bool:
     """Say whether a quantity of all samples is made of those of blocks.
 
     Args:
         extension: The extension.
         rule: How it reads columns.
-        cut: Whether columns come in blocks, too.
+        adds: Whether other columns come by themselves.
 
     Returns:
         Whether it is: unless samples are chosen, or a user has changed what is made of columns.
     """
-    plain = isinstance(rule, ColumnRule) and rule.subsampling is None and (extension.adds_up or not cut)
+    plain = isinstance(rule, ColumnRule) and rule.subsampling is None and (extension.adds_up or not adds)
     return plain and isinstance(extension.combined_by(), Sum | PerSample | CentredSquares)
+
+
+def stands_alone(made: Made | MadeUse, plan: Plan) -> bool:
+    """Say whether parameters have no other uses, which would have to be added.
+
+    Args:
+        made: What lies between them and a factor.
+        plan: The plan.
+
+    Returns:
+        Whether they have none.
+    """
+    return all(uses == plan.uses.get(parameter) for parameter, uses in made.uses.items())
 
 
 def _of_samples(source: Any, block: slice) -> Any:
@@ -86,31 +104,65 @@ class OfSquares(BackpropExtension):
         return placed(value) * scale**2
 
 
-def read_made(made: MadeUse, readers: dict[Parameter, list[BackpropExtension]], finishes: dict[BackpropExtension, Finish]) -> dict[Any, Any]:
-    """Compute the quantities of all parameters.
+class ReadsMade(Reader):
+    """Reads quantities off factors that are made of parameters: what the collector knows of them, apart from all else that it does."""
 
-    Args:
-        made: The use of the parameters, of some samples.
-        readers: Parameters, and the extensions that read them.
-        finishes: What each extension makes of columns.
+    _plan: Plan
+    _values: dict[tuple[int, BackpropExtension], Any]
+    cut: Container[Flow]
+    finishes: dict[BackpropExtension, Finish]
 
-    Returns:
-        Id of the parameter and extension to quantities, with what has to be known beside them.
-    """
-    if not any(readers.values()):
-        return {}
-    made.carry()
-    found = {}
-    for parameter, columns in made.formed.items():
-        found |= {(id(parameter), extension): finishes[extension](columns, parameter) for extension in readers[parameter]}
-    for parameter, term in made.terms.items():
-        for extension in readers[parameter]:
-            value = extension.of_term(term)
-            found[id(parameter), extension] = finishes[extension](term.formed(), parameter) if value is NotImplemented else value
-    gathered = {(p, e): _Gathered(e, p, finishes[e], made.samples) for p in made.others for e in readers[p]}
-    for block in made.blocks() if gathered else ():
-        columns = made.columns(block)
-        for (parameter, _), part in gathered.items():
-            if parameter in columns:
-                part.add(columns[parameter], block)
-    return found | {(id(parameter), extension): part.value for (parameter, extension), part in gathered.items() if part.kept is not None}
+    def at_made(self, flow: Flow, made: MadeUse) -> bool:
+        adds = flow in self.cut or flow.needs is Need.CURVATURE  # what is born behind the factor arrives by itself
+        readers = {p: [e for e in self._readers(flow, p) if (id(p), e) not in self._values] for p in made.uses}
+        by_blocks = all(goes_by_blocks(e, self._rule(e, made.samples), adds) for e in chain(*readers.values()))
+        if not by_blocks or not stands_alone(made, self._plan):
+            return False
+        for parameter, extension, value in self._made(made, readers) if any(readers.values()) else ():
+            if adds:
+                self.keep(parameter, extension, value)
+            else:
+                self._values[id(parameter), extension] = value
+        return True
+
+    def _made(self, made: MadeUse, readers: dict[Parameter, list[BackpropExtension]]) -> Iterator[tuple[Parameter, BackpropExtension, Any]]:
+        """Compute the quantities of all parameters.
+
+        Args:
+            made: The use of the parameters, of some samples.
+            readers: Parameters, and the extensions that read them.
+
+        Yields:
+            Parameter, extension, and the quantity with what has to be known beside it.
+        """
+        made.carry()
+        for parameter, columns in made.formed.items():
+            for extension in readers[parameter]:
+                yield parameter, extension, self.finishes[extension](columns, parameter)
+        for parameter, term in made.terms.items():
+            for extension in readers[parameter]:
+                value = extension.of_term(term)
+                yield parameter, extension, self.finishes[extension](term.formed(), parameter) if value is NotImplemented else value
+        gathered = {(p, e): _Gathered(e, p, self.finishes[e], made.samples) for p in made.others for e in readers[p]}
+        for block in made.blocks() if gathered else ():
+            columns = made.columns(block)
+            for (parameter, _), part in gathered.items():
+                if parameter in columns:
+                    part.add(columns[parameter], block)
+        yield from ((*key, part.value) for key, part in gathered.items() if part.kept is not None)
+
+    @abstractmethod
+    def keep(self, parameter: Parameter, extension: BackpropExtension, part: Any) -> None:
+        """Keep what some of the columns have left at a parameter.
+
+        Args:
+            parameter: The parameter.
+            extension: The extension.
+            part: Its result for these columns.
+        """
+
+    @abstractmethod
+    def _readers(self, flow: Flow, parameter: Parameter) -> list[BackpropExtension]: ...
+
+    @abstractmethod
+    def _rule(self, extension: BackpropExtension, samples: int) -> Rule: ...
