@@ -595,3 +595,23 @@ def test_functions_behind_what_is_left_out_are_crossed_for_others() -> None:
     for name in ("KFRA", "HMP"):
         found = collect(problem, QUANTITIES[name].field)
         QUANTITIES[name].check(head, {key.replace("b.", "0."): value for key, value in found.items()})
+
+
+def test_names_of_another_model_are_refused_where_those_of_this_one_end_so() -> None:
+    """In a model around it, a net has longer names: short ones would silently leave out nothing, as long as a net of its own lives."""
+    alone, inner, lossfunc = extend(Sequential(Linear(3, 2))), Sequential(Linear(3, 2)), extend(nn.CrossEntropyLoss())
+    model = extend(nn.ModuleDict({"net": inner}))
+    x, y = randn(4, 3), torch.tensor([0, 1, 1, 0])
+    for name in ("0", "0.weight", "0.*"):
+        with pytest.raises(ArgumentError, match=re.escape(f"exclude='{name}' names parameters of another")), backpack(BatchGrad(exclude=[name])):
+            lossfunc(model["net"](x), y).backward()
+        assert not any(hasattr(parameter, "grad_batch") for parameter in model.parameters())
+        with backpack(BatchGrad(exclude=[f"*.{name}"])):
+            lossfunc(model["net"](x), y).backward()
+        assert not hasattr(inner[0].weight, "grad_batch")
+    with backpack(BatchGrad(exclude=["0.weight"])):
+        lossfunc(alone(x), y).backward()
+    assert not hasattr(alone[0].weight, "grad_batch")
+    with backpack(BatchGrad(exclude=[alone[0].weight])):  # that of the other one, on purpose
+        lossfunc(model["net"](x), y).backward()
+    assert inner[0].weight.grad_batch.shape == (4, 2, 3)

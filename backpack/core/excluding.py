@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from copy import copy, deepcopy
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -78,6 +78,22 @@ class Excluding:
             ArgumentError: If a name is that of no parameter or module.
         """
         return find_excluded(self._entries(), type(self).__name__) if self._exclude else frozenset()
+
+    def refuse_elsewhere(self, parameters: Container[int]) -> None:
+        """Refuse names that another model has, where those of the model at hand end so: they would leave out nothing.
+
+        Args:
+            parameters: Ids of those of the model at hand.
+
+        Raises:
+            ArgumentError: If there is one.
+        """
+        for entry in self._exclude:
+            if isinstance(entry, str) and owners.ending(entry, parameters) and owners.named(entry).isdisjoint(parameters):
+                raise ArgumentError(
+                    f"{type(self).__name__}: exclude={entry!r} names parameters of another extended model, and none of this one. "
+                    f"Did you mean {exclusion('*.' + entry)}? Give the parameters themselves if you mean those of the other one."
+                )
 
     def leaving_out(self: _Self, parameters: Iterable[Parameter]) -> _Self:
         """Make a copy that leaves out more.

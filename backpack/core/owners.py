@@ -221,8 +221,21 @@ class _Owners:
         Returns:
             Their ids.
         """
-        fits = re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"(\..*)?", re.DOTALL).fullmatch
+        fits = _expression(pattern).fullmatch
         return {key for key, _, name in self._current() if fits(name)}
+
+    def ending(self, pattern: str, among: Container[int]) -> bool:
+        """Say whether some parameters would have a name if the outermost extended module was not around theirs.
+
+        Args:
+            pattern: See ``named``.
+            among: Ids of the parameters.
+
+        Returns:
+            Whether the names of some, or of modules that hold them, end so.
+        """
+        fits = _expression(f"*.{pattern}").fullmatch
+        return any(key in among and fits(name) for key, _, name in self._current())
 
     def like(self, name: str) -> list[str]:
         """Find names that resemble one that is nobody's.
@@ -237,6 +250,11 @@ class _Owners:
         if any(some.endswith(f".{name}") for some in names):
             return [f"*.{name}"]
         return get_close_matches(name, sorted(names | {some.rpartition(".")[0] for some in names}), cutoff=0.75)
+
+
+def _expression(pattern: str) -> re.Pattern[str]:
+    # names of parameters, and of all in a module
+    return re.compile(".*".join(map(re.escape, pattern.split("*"))) + r"(\..*)?", re.DOTALL)
 
 
 owners = _Owners()
