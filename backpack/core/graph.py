@@ -278,7 +278,7 @@ def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -
     if separate:  # one column after the other; of none, one tells the shapes
         rows = [defined(*row) for row in zip(*(p if count else p.new_zeros(1, *p.shape[1:]) for p in parts), strict=True)]
         found = [torch.stack(row)[:count] for row in zip(*rows, strict=True)]
-    if custom and count and not probing and not compare_mixture(parts, found, lambda *mixed: [-t for t in defined(*(-c for c in mixed))])[0]:
+    if custom and count and not probing and not compare_mixture(parts, found, lambda *mixed: [-t for t in defined(*(-c for c in mixed))], False)[0]:
         raise UnsupportedError(
             f"The backward of {node.name().removesuffix('Backward')} (a torch.autograd.Function) is not linear in the gradient, as if it clipped, "
             "normalized or drew something, so that it is no derivative that could carry curvature. First-order quantities remain: the contributions "
