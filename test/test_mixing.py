@@ -556,3 +556,40 @@ def test_mini_batches_that_a_model_keeps_are_no_constants(extension: type) -> No
     with backpack(extension()), pytest.raises((MixedSamplesError, UnsupportedError)):
         F.mse_loss(net(x), torch.zeros(5, 5)).backward()
     assert results(net) == {}
+
+
+LOW_RANK: dict[str, Callable[[nn.ParameterDict], Tensor]] = {
+    "multiple of a factor": lambda p: p["w"] + (0.5 * p["b"]) @ p["a"],
+    "directions": lambda p: p["g"] * (p["b"] @ p["a"] / (p["b"] @ p["a"]).norm(dim=1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("made", LOW_RANK)
+@pytest.mark.parametrize("out", ["b", "a"])
+@pytest.mark.parametrize("samples", [2, 4])
+def test_a_factor_that_is_left_out_is_known_to_be_a_parameter(made: str, out: str, samples: int) -> None:
+    """What is made of it alone has no samples, though a mini-batch may be as long as it, or a part of that."""
+
+    class LowRank(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = {"w": (4, 4), "a": (2, 4), "b": (4, 2), "g": (4, 1)}
+            self.parts = nn.ParameterDict({name: torch.randn(shape) for name, shape in shapes.items()})
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(x, LOW_RANK[made](self.parts))
+
+    torch.manual_seed(0)
+    model, x = extend(nn.Sequential(LowRank(), nn.Tanh(), nn.Linear(4, 3))), torch.randn(samples, 4)
+    y = torch.arange(samples) % 3
+    for options in ({}, {"inputs": [p for name, p in model.named_parameters() if not name.endswith(f".{out}")]}):
+        with backpack(BatchGrad(exclude=[] if options else [f"*.{out}"])):
+            F.cross_entropy(model(x), y).backward(**options)
+        used = {name: p for name, p in model.named_parameters() if hasattr(p, "grad_batch")}
+        assert f"0.parts.{out}" not in used
+        for n in range(samples):
+            gradients = torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]), y[n : n + 1]) / samples, list(used.values()))
+            for parameter, gradient in zip(used.values(), gradients, strict=True):
+                close(parameter.grad_batch[n], gradient)
+        for parameter in used.values():
+            del parameter.grad_batch

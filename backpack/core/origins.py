@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import zip_longest
 
 import torch
@@ -91,16 +92,20 @@ def _multiplies_by_fewer(walk: Walk, node: Node, samples: int) -> bool:
 
 def _reads_constants(walk: Walk, node: Node) -> bool:
     # whether what takes part beside the graph is known to be constant, or a number
-    others = [
-        tensor for tensor in saved_tensors(node, results=False) if not (is_made(walk, tensor) and tensor.requires_grad)
-    ]  # frozen parameters are others
+    # frozen parameters are others; what has a graph without tracked parameters comes with it
+    given = saved_tensors(node, results=False)
+    others = [tensor for tensor in given if not (tensor.requires_grad and (tensor.grad_fn is not None or is_made(walk, tensor)))]
     others += [tensor for n, _ in node.next_functions if n is not None and not walk.is_tracked(n) for tensor in _made_from(n)]
     if operation(node) in PIECEWISE_LINEAR:  # the places of maxima
         others = [tensor for tensor in others if tensor.is_floating_point()]
     if not others:
         norm = operation(node) == "NativeLayerNorm"  # has saved its weight, or has none
         return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) or (norm and n is None) for n, _ in node.next_functions)
-    return all(tensor is not None and (not tensor.dim() or is_constant(walk, tensor)) for tensor in others)
+    return _are_constant(walk, others)
+
+
+def _are_constant(walk: Walk, tensors: Iterable[Tensor | None]) -> bool:
+    return all(tensor is not None and (not tensor.dim() or is_constant(walk, tensor)) for tensor in tensors)
 
 
 def _made_from(node: Node) -> list[Tensor | None]:
@@ -261,7 +266,9 @@ def brings_rows(walk: Walk, node: Node, samples: int) -> bool:
     if not any(size and size % samples == 0 for size in rows):
         return False
     given = list(saved_tensors(node, results=False))
-    return not given or any(not (is_made(walk, t) or is_constant(walk, t) or are_positions(t, samples)) for t in given)
+    known = [is_made(walk, t) or is_constant(walk, t) or are_positions(t, samples) for t in given]
+    made = [t.grad_fn for t, is_known in zip(given, known, strict=True) if not is_known]
+    return not given or not all(n is not None and _are_constant(walk, _made_from(n)) for n in made)
 
 
 def _has_rows_of(walk: Walk, node: Node, edge: Edge, samples: int) -> bool:
