@@ -69,7 +69,8 @@ class Connection:
             self._found[slot] = self._find(slot, name, call)
         found = self._found[slot]
         if found is None:
-            self.fail(f"{name} of {call.path}, of shape {list(slot.shape)}, is not at hand any more: let the model keep a reference to it")
+            how = "keep a reference to what the loss is given (z = out / T)" if call.is_loss else "let the model keep a reference to it"
+            self.fail(f"{name} of {call.path}, of shape {list(slot.shape)}, is not at hand any more: {how}")
         return tensor if found is None else found
 
     def _find(self, slot: Slot, name: str, call: ModuleCall) -> Tensor | None:

@@ -204,8 +204,9 @@ class DifferentiationError(BackpackError, RuntimeError):
     Cause: Monte-Carlo quantities, ``KFRA``, ``HBP``, Hessian diagonals and products cannot be differentiated, even after a pass with
     ``create_graph=True``. Others cannot where a tensor that is needed again is not there any more.
 
-    Way out: ``.detach()``, if the quantity is meant to be constant. Otherwise keep a reference to the model's output until it is
-    differentiated, or take one that can be: first-order quantities, ``DiagGGNExact``, ``BatchDiagGGNExact``, ``SqrtGGNExact``, ``KFLR``.
+    Way out: ``.detach()``, if the quantity is meant to be constant. Otherwise keep references to the model's output and to what
+    the loss is given until it is differentiated, or take one that can be: first-order quantities, ``DiagGGNExact``,
+    ``BatchDiagGGNExact``, ``SqrtGGNExact``, ``KFLR``.
     """
 
     code = "not-differentiable"
