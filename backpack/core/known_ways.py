@@ -10,7 +10,7 @@ from backpack.core.samples import Layout, label_tensor, layout_of, settle
 from backpack.core.selections import SELECTS, numbered_rows, selection
 from backpack.core.ways import Crossing, Way, rearranged, same_axis, summed
 
-_ADDS = frozenset({"IndexAdd", "ScatterAdd", "ScatterReduce"})
+_ADDS = frozenset({"IndexAdd", "IndexCopy", "ScatterAdd", "ScatterReduce"})
 
 
 def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
