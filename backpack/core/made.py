@@ -156,9 +156,10 @@ class MadeUse:
         given = {nr: arrived.pop((gap.node, nr)) for nr in gap.states if (gap.node, nr) in arrived}
         values, sent = [value for each in given.values() for value in each], None
         nexts = [None if crossing is None else upstream for upstream, crossing in zip(gap.nexts, gap.crossings, strict=True)]
-        if gap.node not in self._behind and all(isinstance(value, dict) for value in values):
+        small = all(upstream is None or upstream[2].numel() <= shape_of(self._made.edge).numel() for upstream in nexts)
+        if gap.node not in self._behind and small and all(isinstance(value, dict) for value in values):
             sent = self._called(gap, {nr: columns for nr, (columns,) in given.items()})
-        elif gap.node not in self._behind and len(values) == 1:
+        elif gap.node not in self._behind and [type(value) for value in values] == [Term]:
             sent = [None if upstream is None else values[0].through(gap.node, number) for number, upstream in enumerate(nexts)]
         if sent is None or any(upstream is not None and value is None for upstream, value in zip(nexts, sent, strict=True)):
             self._starts.update({(gap.node, nr): each for nr, each in given.items()})
@@ -185,7 +186,8 @@ class MadeUse:
         Returns:
             The blocks.
         """
-        return blocks(self.samples, shape_of(self._made.edge).numel(), _BLOCK)
+        width = max(map(len, self._use.value.values()))
+        return blocks(self.samples, width * shape_of(self._made.edge).numel(), _BLOCK)
 
     def columns(self, part: slice) -> dict[Parameter, Columns]:
         """Carry what some samples contribute to the parameters where it has to be formed.
