@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from copy import copy, deepcopy
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -79,17 +79,19 @@ class Excluding:
         """
         return find_excluded(self._entries(), type(self).__name__) if self._exclude else frozenset()
 
-    def refuse_elsewhere(self, parameters: Container[int]) -> None:
+    def refuse_elsewhere(self, model: Callable[[], Container[int]]) -> None:
         """Refuse names that another model has, where those of the model at hand end so: they would leave out nothing.
 
         Args:
-            parameters: Ids of those of the model at hand.
+            model: Returns the ids of the parameters of the model at hand.
 
         Raises:
             ArgumentError: If there is one.
         """
-        for entry in self._exclude:
-            if isinstance(entry, str) and owners.ending(entry, parameters) and owners.named(entry).isdisjoint(parameters):
+        names = [entry for entry in self._exclude if isinstance(entry, str)]
+        parameters = model() if names else ()
+        for entry in names:
+            if owners.ending(entry, parameters) and owners.named(entry).isdisjoint(parameters):
                 raise ArgumentError(
                     f"{type(self).__name__}: exclude={entry!r} names parameters of another extended model, and none of this one. "
                     f"Did you mean {exclusion('*.' + entry)}? Give the parameters themselves if you mean those of the other one."

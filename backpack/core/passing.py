@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.carry import Carry
@@ -29,7 +29,7 @@ from backpack.core.linear import SAME_ENTRIES
 from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.reader import Blocks, Reader
-from backpack.core.samples import plain_layout
+from backpack.core.samples import plain_layout, sum_to
 from backpack.core.slots import Edge
 from backpack.core.starts import Start
 from backpack.core.state import recording
@@ -159,23 +159,26 @@ class Pass(Carry):
             return
         (source, parts), nexts = born, gap.nexts
         columns, upstream = parts[0].columns, nexts[parts[0].number]
-        if len(parts) == 1 and parts[0].layout is None and self._bear_at_parameter(flow, columns, upstream[:2]):
+        if len(parts) == 1 and parts[0].layout is None and self._bear_at_parameter(flow, columns, upstream):
             return
         if not self._bear_at_layer(flow, source, columns, upstream[:2], lambda c: c):
             self._bear(flow, source, [(p.columns, lambda to, c, p=p: to.hand_on(flow, nexts[p.number], c, p.layout)) for p in parts])
 
-    def _bear_at_parameter(self, flow: Flow, columns: Tensor | ScatteredColumns, edge: Edge) -> bool:
+    def _bear_at_parameter(self, flow: Flow, columns: Tensor | ScatteredColumns, upstream: tuple[Node, int, Size]) -> bool:
         """Read a diagonal matrix off at the parameter behind operations that treat each of its entries alone, without columns.
 
         Args:
             flow: The flow.
             columns: The root of the diagonal matrix of each sample.
-            edge: Where it was born.
+            upstream: Where it was born, and the shape there, which may have been broadcast.
 
         Returns:
             Whether it was: whether there is such a parameter, and nobody needs to see the columns there.
         """
-        diagonal = columns.diagonal if isinstance(columns, ScatteredColumns) and self._connection is None else None
+        diagonal, edge = columns.diagonal if isinstance(columns, ScatteredColumns) and self._connection is None else None, upstream[:2]
+        if diagonal is not None:
+            same = diagonal[:1].numel() == upstream[2].numel()  # axes of length one may have been left out
+            diagonal = diagonal.reshape(-1, *upstream[2]) if same else sum_to(diagonal, upstream[2], 1)
         while diagonal is not None and not self._is_leaf(edge[0]):
             diagonal, edge = _squares_behind(self._plan.gaps.get(edge[0]), diagonal)
         if diagonal is None:

@@ -67,7 +67,7 @@ class Collector(ReadsMade):
         self._of_flow = {carried_for(flow, readers, plan): readers for flow, readers in self._of_flow.items()}
         every = (1 << len(plan.walk.parameters)) - 1
         for extension in self._extensions:
-            extension.refuse_elsewhere(plan.walk.models)
+            extension.refuse_elsewhere(lambda: plan.walk.models)
         self._concerned = {extension: every & ~plan.walk.bits_of(extension.excluded()) for extension in self._extensions}
         self._by_all = all(bits == every for bits in self._concerned.values())
         self._bits = {flow: reduce(or_, [self._concerned[ext] for ext in readers]) for flow, readers in self._of_flow.items()}
