@@ -85,6 +85,7 @@ def biased(net: Net, x: Tensor) -> Tensor:
 
 
 MATRIX, ROWS, COLUMNS = {"w": parameter(3, 4)}, {"g": parameter(3, 1)}, {"h": parameter(4)}
+FROZEN = {"c": lambda: parameter(3, 4)().requires_grad_(False)}
 LOW_RANK = {"up": parameter(3, 2), "down": parameter(2, 4)}
 
 made("masked", lambda net: net.w * mask(net.w), MATRIX, (4,))
@@ -109,8 +110,8 @@ made("used twice", lambda net: net.w.tanh() + net.w * 2, MATRIX, (4,))
 made("Kronecker product", lambda net: torch.kron(net.one, net.other), {"one": parameter(3, 2), "other": parameter(1, 2)}, (4,))
 made("of a vector", lambda net: (net.v * 2).view(3, 4).tanh(), {"v": parameter(12)}, (2, 4))
 made("one row for all", lambda net: net.h.tanh().expand(3, 4) * noise(net.h.expand(3, 4)), COLUMNS, (4,))
-made("constants divided by columns", lambda net: noise(net.h.expand(3, 4)) / net.h.exp(), COLUMNS, (4,))
-made("norms of single entries", lambda net: noise(net.g.expand(3, 4)) * (net.g / (net.g.norm(dim=1, keepdim=True) + 1)), ROWS, (4,))
+made("constants divided by columns", lambda net: net.c / net.h.exp(), COLUMNS | FROZEN, (4,))
+made("norms of single entries", lambda net: net.c * (net.g / (net.g.norm(dim=1, keepdim=True) + 1)), ROWS | FROZEN, (4,))
 made("rows below each other", lambda net: torch.cat([net.one.tanh(), net.other * 2]), {"one": parameter(2, 4), "other": parameter(1, 4)}, (4,))
 graph("weight: masked kernel", masked_kernel, lambda: {"k": parameter(3, 2, 3)(), "b": Linear(3, 4)}, (2, 4), *MADE)
 graph("weight: in two places", in_two_places, lambda: {"w": parameter(3, 4)(), "g": parameter(3, 1)(), "b": Linear(3, 4)}, (4,), *MADE)
