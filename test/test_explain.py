@@ -230,15 +230,32 @@ def test_what_does_not_go_together_is_told_once() -> None:
 
 
 def test_computed_weights_cost_more() -> None:
-    """The gradient of a weight that is computed is formed for each sample: a sum with another matrix, even if that is zero, is told to cost it."""
+    """The gradient of a weight that is normalized is formed for each sample; not so if each entry is treated alone, or a constant is added."""
 
-    class Merged(Linear):
+    class Computed(Linear):
+        def __init__(self, made: Callable[[Tensor], Tensor]) -> None:
+            super().__init__(300, 300)
+            self.made = made
+
         def forward(self, x: Tensor) -> Tensor:
-            return linear(x, self.weight + torch.zeros(300, 300), self.bias)
+            return linear(x, self.made(self.weight), self.bias)
 
-    layers = Linear(300, 300), Merged(300, 300)
-    costs = [explain(layer, MSELoss(), torch.rand(64, 300), torch.rand(64, 300), [DiagGGNMC()]).quantities[0].cost for layer in layers]
-    assert costs[1] > 5 * costs[0]
+    def cost(layer: Module) -> float:
+        return explain(layer, MSELoss(), torch.rand(64, 300), torch.rand(64, 300), [DiagGGNMC()]).quantities[0].cost
+
+    plain, added, masked, normalized, twice = map(
+        cost,
+        (
+            Linear(300, 300),
+            Computed(lambda w: w + torch.zeros(300, 300)),
+            Computed(lambda w: w * torch.ones(300, 300).tril()),
+            Computed(lambda w: w / w.norm(dim=1, keepdim=True)),
+            Computed(lambda w: w + w.mean() + torch.relu(w)),
+        ),
+    )
+    assert added < 1.2 * plain
+    assert plain < masked < 3 * plain
+    assert min(normalized, twice) > max(3 * masked, 5 * plain)
 
 
 def test_several_targets() -> None:
