@@ -204,6 +204,40 @@ def test_few_samples(samples: int) -> None:
         close(parameter.sum_grad_squared, parameter.grad_batch.square().sum(0), 1e-6)
 
 
+class Curved(Module):
+    """A layer with a curved weight, which may have no inputs."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.weight, self.scale = Parameter(torch.randn(4, inputs).double()), Parameter(torch.randn(4, 1).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.exp() / self.scale.exp())
+
+
+@pytest.mark.parametrize("inputs", [0, 1, 3])
+@pytest.mark.parametrize("samples", [0, 1, 3])
+def test_diagonals_of_few_entries(inputs: int, samples: int) -> None:
+    """The Hessian diagonal of an empty mini-batch, of empty weights, and of single columns."""
+    torch.manual_seed(0)
+    model, lossfunc = extend(Sequential(Curved(inputs), nn.Tanh(), Linear(4, 3).double())), extend(CrossEntropyLoss(reduction="sum"))
+    x, y = torch.randn(samples, inputs).double(), torch.arange(samples) % 3
+    with backpack(extensions.DiagHessian(), extensions.BatchDiagHessian()):
+        lossfunc(model(x), y).backward()
+    for name, parameter in model.named_parameters():
+
+        def loss(value: Tensor, name: str = name) -> Tensor:
+            return lossfunc(torch.func.functional_call(model, {name: value}, (x,)), y)
+
+        entries = parameter.numel()
+        hessian = torch.autograd.functional.hessian(loss, parameter.detach().clone()).reshape(entries, entries) if entries * samples else None
+        expected = torch.zeros_like(parameter).detach() if hessian is None else hessian.diagonal().reshape(parameter.shape)
+        assert parameter.diag_h.shape == parameter.shape
+        assert parameter.diag_h_batch.shape == (samples, *parameter.shape)
+        torch.testing.assert_close(parameter.diag_h, expected, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(parameter.diag_h_batch.sum(0), expected, rtol=1e-9, atol=1e-12)
+
+
 def test_nothing_is_left_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     model, lossfunc = extend(Sequential(Masked(), nn.Tanh(), Masked())), extend(CrossEntropyLoss())
     model[2].weight = Parameter(torch.randn(4, 4))

@@ -13,7 +13,6 @@ from math import nan, prod
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Size, Tensor
 from torch.autograd.graph import Node
 
@@ -23,7 +22,7 @@ from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Use
-from backpack.core.graph import call_once, operation, shape_of, tensor_at
+from backpack.core.graph import operation, shape_of
 from backpack.core.leaves import turns
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.loss_nodes import LossNode
@@ -33,6 +32,7 @@ from backpack.core.samples import plain_layout, sum_to
 from backpack.core.slots import Edge
 from backpack.core.starts import Start
 from backpack.core.state import recording
+from backpack.core.terms import slopes
 from backpack.core.units import Unit
 from backpack.core.ways import BROADCASTING, ELEMENTWISE
 from backpack.utils.columns import ScatteredColumns
@@ -178,7 +178,7 @@ class Pass(Carry):
         diagonal, edge = columns.diagonal if isinstance(columns, ScatteredColumns) and self._connection is None else None, upstream[:2]
         if diagonal is not None:
             same = diagonal[:1].numel() == upstream[2].numel()  # axes of length one may have been left out
-            diagonal = diagonal.reshape(-1, *upstream[2]) if same else sum_to(diagonal, upstream[2], 1)
+            diagonal = diagonal.reshape(len(diagonal), *upstream[2]) if same else sum_to(diagonal, upstream[2], 1)
         while diagonal is not None and not self._is_leaf(edge[0]):
             diagonal, edge = _squares_behind(self._plan.gaps.get(edge[0]), diagonal)
         if diagonal is None:
@@ -287,5 +287,5 @@ def _squares_behind(gap: Gap | None, diagonal: Tensor) -> tuple[Tensor | None, E
         return gap.call_split({0: diagonal[None]})[number][0], edge
     if operation(node) not in ELEMENTWISE | BROADCASTING or shape_of(edge) != shape_of((node, 0)):
         return None, edge
-    slope = call_once(node, [torch.ones_like(diagonal[0], dtype=tensor_at((node, 0)).dtype)])[number]
+    slope = slopes(node, number)
     return None if slope is None else diagonal * slope.to(diagonal.dtype).square(), edge

@@ -67,6 +67,22 @@ def carries_terms(node: Node) -> bool:
     return operation(node) in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | _OF_MATRICES
 
 
+def slopes(node: Node, number: int) -> Tensor | None:
+    """Return the derivative of each entry that a node makes with respect to the one entry of an input that it is made of.
+
+    Args:
+        node: A node with one output that treats entries alone; inputs may be broadcast.
+        number: Number of the next edge of the input.
+
+    Returns:
+        Shape of the output; ``None`` if the node does not tell.
+    """
+    slot = tensor_at((node, 0))
+    ones = torch.ones(slot.shape, dtype=slot.dtype, device=slot.device)
+    found = ones if operation(node) == "Expand" else call_once(node, [ones])[number]  # of which the node returns the sum
+    return None if found is None or found.shape != ones.shape else found
+
+
 def _reshaped(place: Callable[[Tensor], Tensor], axes: int, shape: Size, part: Tensor) -> Tensor:
     placed = place(part)
     return placed.reshape(*placed.shape[: placed.dim() - axes], *shape)
@@ -202,9 +218,8 @@ class Term(NamedTuple):
         if slot.dtype.is_complex or dtype.is_complex or outputs_of(node) > 1:
             return None
         if name in ELEMENTWISE | BROADCASTING:
-            slope = torch.ones(full, dtype=slot.dtype, device=slot.device)
-            slope = slope if name == "Expand" else call_once(node, [slope])[number]  # of which the node returns the sum
-            if slope is None or slope.shape != full:
+            slope = slopes(node, number)
+            if slope is None:
                 return None
             term, slope = self.to(dtype), slope.to(dtype)
             return term._times(slope) if shape == full else term._summed(slope, shape)
