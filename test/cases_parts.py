@@ -69,6 +69,16 @@ def routed_data(net: Net, x: Tensor) -> Tensor:
     return net.b(out.tanh().mean(1))
 
 
+def sorted_tokens(net: Net, x: Tensor, expert: Callable[[Net, Tensor, int], Tensor]) -> Tensor:
+    """Sort tokens by the expert to which they are sent; the last one gets none, and tokens of a sample go to several."""
+    h = net.a(x).flatten(0, 1)
+    chosen = (torch.arange(len(h)) * 5) % 7 % 3
+    order = chosen.argsort(stable=True)
+    parts = h[order].split(chosen.bincount(minlength=4).tolist())
+    out = torch.cat([expert(net, part, i) for i, part in enumerate(parts)]).tanh()
+    return net.b(torch.zeros_like(h).index_add(0, order, out).view_as(x).mean(1))
+
+
 def stack_in_two_ways(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     h = torch.bmm(net.a(x).expand(3, -1, -1), net.stack)
     return net.b((h[0] @ net.stack[1] + h[1] @ net.stack[-1]).tanh() + h[2])
@@ -92,6 +102,13 @@ for _turned in (True, False):
     graph(f"matrices of a stack{', turned' * _turned}", partial(experts, turned=_turned), _stack, (3,), *USES)
     _stack = layers(3, 3, stack=parameter(2, 3, 3), **({"shifts": parameter(2, 3)} if _turned else {}), b=lambda: Linear(3, 4))
     graph(f"matrices of a stack, for some samples each{', turned' * _turned}", partial(routed, turned=_turned), _stack, (3,), *USES)
+for _name, _expert in (
+    ("", lambda net, h, i: h @ net.stack[i]),
+    (", turned", lambda net, h, i: F.linear(h, net.stack[i], net.shifts[i])),
+    (", turned twice", lambda net, h, i: F.linear(h, net.stack[i].t(), net.shifts[i])),
+):
+    _stack = layers(3, 3, stack=parameter(4, 3, 3), **({"shifts": parameter(4, 3)} if _name else {}), b=lambda: Linear(3, 4))
+    graph(f"matrices of a stack, for sorted tokens{_name}", partial(sorted_tokens, expert=_expert), _stack, (4, 3), *USES)
 graph(
     "matrices of a stack, for data of some samples each",
     routed_data,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from cases_nets import Net, graph, layers, parameter
@@ -132,6 +132,23 @@ for _name, _function, _factor in (
         lambda net, x, function=_function: net.a(function(net, x).tanh()),
         layers(2, 4, b=lambda: Linear(3, 3), **_factor or {"v": parameter(3)}),
         (2, 3),
+        "nested",
+        "reused",
+        "other parameters",
+    )
+for _name, _rows in (
+    ("one after the other", list),
+    ("by numbers", lambda p: [p[0], p[-2], p[2]]),
+    ("as slices", lambda p: [p[i : i + 1].squeeze(0) for i in range(3)]),
+    ("more than once", lambda p: [p[0], p[2], p[0]]),
+):
+    graph(
+        f"vectors of a stack, {_name}",
+        lambda net, x, rows=_rows: net.a(
+            reduce(lambda h, vectors: h + vectors[1] * torch.tanh(h @ vectors[0])[..., None], zip(rows(net.m), rows(net.p), strict=True), net.b(x))
+        ),
+        layers(3, 4, b=lambda: Linear(3, 3), m=parameter(3, 3), p=parameter(3, 3)),
+        (3,),
         "nested",
         "reused",
         "other parameters",

@@ -16,13 +16,15 @@ import torch
 from test_extensions import close
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.graph import Node
 from torch.nn import GRU, Conv1d, L1Loss, Linear, Module, Parameter, ReLU, RMSNorm, Sequential, Sigmoid
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from backpack import backpack, clear, explain, extend, results
+from backpack.core import crossings
 from backpack.core.crossings import crossings_of
-from backpack.core.graph import shape_of
+from backpack.core.graph import operation, shape_of
 from backpack.core.known_ways import known_crossings
 from backpack.core.samples import Layout, along
 from backpack.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, DiagHessian, SumGradSquared, Variance
@@ -1059,3 +1061,42 @@ def test_functions_of_one_sample_behind_products(front: Callable, each: Callable
     for parameter, gradients in zip(parameters, zip(*expected, strict=True), strict=True):
         if gradients[0] is not None:
             close(parameter.grad_batch, torch.stack(gradients))
+
+
+class Vectors(Module):
+    """Rows of two parameters are used by turns: a planar flow, with the logarithm of a determinant that all samples share."""
+
+    def __init__(self, rows: Callable[[Tensor], Iterable[Tensor]]) -> None:
+        super().__init__()
+        self.w, self.u, self.mix, self.rows = Parameter(torch.randn(4, 3)), Parameter(torch.randn(4, 3)), Parameter(torch.randn(3, 3)), rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        logarithms = x.new_zeros(len(x)) + torch.slogdet(self.mix)[1]
+        x = x @ self.mix
+        for w, u in zip(self.rows(self.w), self.rows(self.u), strict=True):
+            x = x + u * torch.tanh(x @ w)[:, None]
+        return logarithms - x.square().sum(1)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+@pytest.mark.parametrize("rows", [list, lambda p: [p[i] for i in range(len(p))], lambda p: [p[0], p[-1], p[0]]])
+def test_cost_of_vectors_of_a_stack(rows: Callable[[Tensor], Iterable[Tensor]], samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are layers; a stack is filled with zeros once, and what depends on one number is differentiated with respect to that once."""
+    torch.manual_seed(0)
+    model, x = extend(Vectors(rows).double()), torch.randn(samples, 3, **DOUBLE)
+    expected = [torch.autograd.grad(model(x[n : n + 1]).sum() / samples, tuple(model.parameters())) for n in range(samples)]
+    monkeypatch.setattr(crossings.Gap, "call_masked", lambda *_: pytest.fail("a layer is crossed sample by sample"))
+    called, call = [], crossings.call_node
+
+    def count(node: Node, columns: list[Tensor | None], **more: Any) -> list[Tensor | None]:
+        if not more:  # not to find out where samples go
+            called.append((operation(node), max(len(c) for c in columns if c is not None)))
+        return call(node, columns, **more)
+
+    monkeypatch.setattr(crossings, "call_node", count)
+    with backpack(BatchGrad()):
+        model(x).mean().backward()
+    for i, parameter in enumerate(model.parameters()):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in expected]))
+    assert samples == 1 or [name for name, _ in called].count("Select") in (0, 2)
+    assert [columns for name, columns in called if name == "LinalgSlogdet"] == [1]

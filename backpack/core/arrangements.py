@@ -125,17 +125,18 @@ def repetitions(indices: tuple[int, ...]) -> list[int]:
 
 
 @lru_cache(maxsize=64)
-def ragged(layout: Layout) -> Ragged | None:
+def ragged(layout: Layout, groups: int = 1) -> Ragged | None:
     """Find out how to give all samples as many rows, as a sum over those costs much less than a result for each row.
 
     Args:
         layout: To which sample each row on axis 0 belongs.
+        groups: How many times as long the rows are, with zeros, if this is not possible.
 
     Returns:
         The arrangement; ``None`` if some have so many rows more than others that there would be little else than zeros.
     """
     length = max(Counter(layout.labels).values(), default=0)
-    if layout.samples * length > _MOST_PADDING * len(layout.labels) or not length:
+    if layout.samples * length > _MOST_PADDING * groups * len(layout.labels) or not length:
         return None
     places = tuple(label * length + turn for label, turn in zip(layout.labels, repetitions(layout.labels), strict=True))
     return Ragged(layout.samples, length, places)

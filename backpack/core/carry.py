@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.calls import RANDOM, ModuleCall
+from backpack.core.calls import RANDOM
 from backpack.core.connect import Connection
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
@@ -26,11 +26,12 @@ from backpack.core.made import MadeUse
 from backpack.core.node_calls import Composite, Waiting
 from backpack.core.plan import Plan
 from backpack.core.reader import Reader
+from backpack.core.refusals import refuse_released
 from backpack.core.samples import Layout, add_rows, after_sum, split, sum_to
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
 from backpack.core.ways import SPLIT, Way
-from backpack.utils.errors import NotRecordedError, OverwrittenError
+from backpack.utils.errors import OverwrittenError
 
 
 class Carry:
@@ -43,6 +44,7 @@ class Carry:
         self._split: dict[Flow, dict[Edge, Columns]] = {flow: {} for flow in flows}
         self._concerned = {flow: reader.concerned(flow) for flow in flows}
         self._own: dict[tuple[Flow, Edge], set[Hashable]] = defaultdict(set)  # sources of columns whose memory nobody else holds
+        self._leaves: dict[Parameter, Edge] = {}  # where columns have arrived
 
     def run(self) -> None:
         """Carry what has been put somewhere through all nodes upstream, without gradients: what columns become there does not depend on them."""
@@ -86,7 +88,7 @@ class Carry:
     # --------------------------------------------------------------------------------------------------------------- nodes
     def _at_unit(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
         call, turn = unit.call, unit.arrangement
-        self._refuse_released(call)
+        refuse_released(call)
         edge, below, slot = (node, unit.nr), unit.below, call.outputs[0]
         grad = grads[unit.nr]
         if grad is None or grad._is_zerotensor():
@@ -146,8 +148,7 @@ class Carry:
             own: Whether nobody else holds its memory.
         """
         if flow.crosses_gaps:
-            turn = unit.arrangement
-            value = value if turn is None else {s: turn.back(c, 1) for s, c in value.items()}
+            value = value if unit.arrangement is None else {s: unit.arrangement.back(c, 1) for s, c in value.items()}
             value = reshaped(value, shape_of(unit.below))
         self.deposit(flow, unit.below, value, unit.arrives, own)
 
@@ -186,7 +187,7 @@ class Carry:
 
     def _at_shared(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
         call, shape = unit.call, (unit.layout.samples, *unit.call.outputs[0].shape)
-        self._refuse_released(call)
+        refuse_released(call)
         call.scratch, view = {}, BatchFirst(call, unit.arrangement)
         arrived = {flow: self._split[flow].pop((node, unit.nr), {}) for flow in self._flows}  # autograd's gradient is a sum
         grad = next((c[0] for flow, c in arrived.items() if flow.is_gradient and c), None)
@@ -223,8 +224,8 @@ class Carry:
                 columns = {source: inner[place] if turn is None else turn.front(inner[place], 1) for source, place in value.items()}
                 # the rule of a product does not read the gradient, which is carried for those only that ask for it
                 grad = columns[0][0] if flow.is_gradient else inner.new_full((), nan).expand(next(iter(columns.values())).shape[1:])
-                call = unit.call if turn is None else BatchFirst(unit.call, turn)
-                self._at_use(flow, unit, Use(call, unit.parameters, columns, grad, unit.layout, notes))
+                view = unit.call if turn is None else BatchFirst(unit.call, turn)
+                self._at_use(flow, unit, Use(view, unit.parameters, columns, grad, unit.layout, notes))
             for (edge, layout), send in zip(composite.below, below, strict=True):
                 if self._wants(flow, edge):
                     self.deposit(flow, edge, {source: send(place) for source, place in value.items()}, layout)
@@ -253,7 +254,10 @@ class Carry:
                 if parts:
                     columns = {nr: split(c, gap.states[nr]) for nr, c in given.items()}
                     columns |= {nr: value[source] for nr, value in parts.items() if source in value}
-                    self._send(flow, source, gap, wanted, gap.call_split(columns), SPLIT)
+                    if operation(node) == "Select":
+                        self._send_selected(flow, source, gap, columns, 2)
+                    else:
+                        self._send(flow, source, gap, wanted, gap.call_split(columns), SPLIT)
                     continue
                 self._send_data(flow, source, gap, wanted, given)
                 if any(w and c.way is Way.MASKED for w, c in zip(wanted, gap.crossings, strict=True)):
@@ -295,14 +299,13 @@ class Carry:
         if not any(usable):
             return
         if operation(gap.node) == "Select":
-            self._send_selected(flow, source, gap, given)
+            self._send_selected(flow, source, gap, given, 1)
             return
         for i, columns in enumerate(gap.call(given)):
-            if not usable[i] or columns is None:
-                continue
-            self.hand_on(flow, gap.nexts[i], {source: columns}, gap.crossings[i].returned)
+            if usable[i] and columns is not None:
+                self.hand_on(flow, gap.nexts[i], {source: columns}, gap.crossings[i].returned)
 
-    def _send_selected(self, flow: Flow, source: Hashable, gap: Gap, given: dict[int, Tensor]) -> None:
+    def _send_selected(self, flow: Flow, source: Hashable, gap: Gap, given: dict[int, Tensor], lead: int) -> None:
         """Call the node of ``x[i]``; where another ``x[j]`` has come before, add to what it has made.
 
         Args:
@@ -310,14 +313,15 @@ class Carry:
             source: Source of the columns.
             gap: The gap.
             given: Output number, which is zero, to columns.
+            lead: Number of their leading axes: two, if they are split.
         """
-        edge = gap.nexts[0][:2]
-        if source in self._own[flow, edge]:
+        edge, store = gap.nexts[0][:2], self._data if lead == 1 else self._split
+        if source in self._own[flow, edge] and edge in store[flow]:
             dim = saved(gap.node, "dim")
-            self._data[flow][edge][source].select(dim + (dim >= 0), saved(gap.node, "index")).add_(given[0])
+            store[flow][edge][source].select(dim + lead * (dim >= 0), saved(gap.node, "index")).add_(given[0])
             return
-        (columns,) = gap.call(given)
-        self.hand_on(flow, gap.nexts[0], {source: columns}, gap.crossings[0].returned, own=True)
+        (columns,) = gap.call(given) if lead == 1 else gap.call_split(given)
+        self.hand_on(flow, gap.nexts[0], {source: columns}, gap.crossings[0].returned if lead == 1 else None, own=True)
 
     def hand_on(self, flow: Flow, upstream: tuple[Node, int, torch.Size], columns: Columns, layout: Layout | None, own: bool = False) -> None:
         """Sum columns to the shape of an input that may have been broadcast, and hand them to its edge.
@@ -352,24 +356,25 @@ class Carry:
             layout: Where the samples lie in it; ``None`` if it is split.
             own: Whether nobody else holds its memory.
         """
-        node = edge[0]
-        leaf = self._is_leaf(node)
+        node, leaf = edge[0], self._is_leaf(edge[0])
         if not leaf and node not in self._plan.states:
             return
         if flow.crosses_gaps:  # as autograd does with gradients where precisions are mixed
             value = cast(value, tensor_at(edge).dtype)
         if flow.crosses_gaps and (leaf or self._plan.states[node].get(edge[1]) is SPLIT):
             if layout is not None:
-                value = {source: split(columns, layout) for source, columns in value.items()}
-            if leaf:
-                if node.variable in self._pending:
-                    self._reader.at_leaf(flow, node.variable, value)
+                value, own = {source: split(columns, layout) for source, columns in value.items()}, False
+            if leaf and node.variable not in self._pending:
                 return
+            if leaf and self._connection is not None:
+                return self._reader.at_leaf(flow, node.variable, value)
+            if leaf:
+                self._leaves[node.variable] = edge
             store = self._split[flow]
         else:
             store = self._data[flow]
-            if self._connection is None and flow.crosses_gaps:  # else autograd may hold it
-                value = add_in_place(store.pop(edge, {}), value, self._own[flow, edge], own)
+        if self._connection is None and flow.crosses_gaps:  # else autograd may hold it
+            value = add_in_place(store.pop(edge, {}), value, self._own[flow, edge], own)
         store[edge] = flow.merge(store[edge], value) if edge in store else value
 
     def _leave(self, what: Unit | Composite | Waiting | Gap) -> None:
@@ -387,13 +392,9 @@ class Carry:
 
     def _used(self, parameter: Parameter) -> None:
         self._pending[parameter] = left = self._pending[parameter] - 1
+        edge = None if left else self._leaves.pop(parameter, None)
+        for flow in () if edge is None else self._flows:
+            if columns := self._split[flow].pop(edge, None):
+                self._reader.at_leaf(flow, parameter, columns)
         if not left:
             self._reader.finish(parameter)
-
-    @staticmethod
-    def _refuse_released(call: ModuleCall) -> None:
-        if call.released:
-            raise NotRecordedError(
-                f"What {call.path} had recorded was given back after an earlier backward pass over this graph, or by memory_cleanup(). Call that "
-                "pass with retain_graph=True, and clean up after this one."
-            )

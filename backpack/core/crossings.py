@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
 from backpack.core.graph import call_node, has_saved, operation, outputs_of, saved, settings_of, shape_of, tensor_at
@@ -84,9 +85,15 @@ class Gap:
         Returns:
             For each next edge ``[V, N, *shape]``, or ``None``.
         """
-        lead = next(iter(columns.values())).shape[:2]
-        returned = self.call({nr: c.flatten(0, 1) for nr, c in columns.items()})
-        return [None if c is None or n is None else sum_to(c.unflatten(0, lead), n[2], 2) for c, n in zip(returned, self.nexts, strict=True)]
+        (nr, some), *others = columns.items()
+        lead, multiples = some.shape[:2], not (others or some.is_complex() or isinstance(self.node, BackwardCFunction))
+        if not multiples or lead.numel() <= 1 or some.shape[2:].numel() != 1:
+            returned = self.call({nr: c.flatten(0, 1) for nr, c in columns.items()})
+            returned = [None if c is None else c.unflatten(0, lead) for c in returned]
+        else:  # columns with a single entry are multiples of one
+            returned = self.call({nr: torch.ones_like(some[0, :1])})
+            returned = [None if c is None else some.reshape(*lead, *(1,) * (c.dim() - 1)) * c for c in returned]
+        return [None if c is None or n is None else sum_to(c, n[2], 2) for c, n in zip(returned, self.nexts, strict=True)]
 
     def call_masked(self, given: dict[int, Tensor]) -> list[Tensor | None]:
         """Split columns by masks, block of samples by block, and call the node with them; add what is selected where it belongs, for each sample.

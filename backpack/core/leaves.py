@@ -204,8 +204,9 @@ def part_of_leaf(edge: Edge, walk: Walk) -> Part | None:
         The part; ``None`` if something else lies there, or all of a parameter, or if blocks would be too many.
     """
     way: list[Node] = []
-    turned = len(shape_of(edge)) == 2 and turns(edge)  # noqa: PLR2004
-    while operation(edge[0]) == "ToCopy" or (turned and not way):
+    turned = False
+    while operation(edge[0]) == "ToCopy" or (len(shape_of(edge)) == 2 and turns(edge)):  # noqa: PLR2004
+        turned ^= operation(edge[0]) != "ToCopy"
         way.append(edge[0])
         edge = edge[0].next_functions[0]
     entries = _cut(edge[0])

@@ -195,8 +195,9 @@ def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], upstream: tuple[Nod
     if operation(node) == "Repeat":
         return how + ", or copies what is none of samples: then write expand"
     hint = (
-        ", or one of its inputs is the same for all samples: then make that of a buffer of the model, used as it is, look rows of a table up with "
-        "torch.nn.functional.embedding(numbers, weight), or use a mini-batch of another size"
+        ", or one of its inputs is the same for all samples: then make that of a buffer of the model, used as it is, without frozen layers in "
+        "between, look rows of a table up with torch.nn.functional.embedding(numbers, weight), give it an axis of samples with expand, or use a "
+        "mini-batch of another size"
     )
     return how + hint * (operation(node) in MATRIX_PRODUCTS or operation(node).startswith("Linalg"))
 

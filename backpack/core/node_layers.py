@@ -151,8 +151,7 @@ def _product_with_vector(node: Node, states: States, walk: Walk) -> Unit | None:
     if layout is None or checkpointed(node):
         return None
     read = {"input0": lambda: saved(node, "self"), "weight": _saved_or_shape(node, "vec", 1)}
-    unit = _layer(node, NodeCall(node, _VECTOR, **read), 0, {"weight": 1}, layout, walk)
-    return None if unit is None or unit.couples else unit  # what couples the two factors is known of products alone
+    return _layer(node, NodeCall(node, _VECTOR, **read), 0, {"weight": 1}, layout, walk)
 
 
 @reads("GroupedMm")

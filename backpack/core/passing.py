@@ -28,6 +28,7 @@ from backpack.core.linear import SAME_ENTRIES
 from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.reader import Blocks, Reader
+from backpack.core.refusals import refuse_released
 from backpack.core.samples import plain_layout, sum_to
 from backpack.core.slots import Edge
 from backpack.core.starts import Start
@@ -109,7 +110,7 @@ class Pass(Carry):
 
     def _at_loss(self, node: Node, start: Start, grads: tuple[Tensor | None, ...]) -> None:
         call, grad = start.call, grads[start.nr]
-        self._refuse_released(call)
+        refuse_released(call)
         grad = None if grad is None else start.take(grad)
         before, recording.on = recording.on, False  # the loss may be evaluated again
         try:
@@ -206,7 +207,7 @@ class Pass(Carry):
         slot, turn = unit.call.outputs[0], unit.arrangement
         if not (isinstance(unit.call.derivatives, AffineDerivatives) and unit.is_ours and diagonal.numel() == prod(slot.shape)):
             return False
-        self._refuse_released(unit.call)
+        refuse_released(unit.call)
         view = unit.call if turn is None else BatchFirst(unit.call, turn)
 
         def use(value: Columns) -> Use:

@@ -87,9 +87,8 @@ class Plan(Tracking):
                 self._note(error)
         self._compare_outputs()
         doubts = self._open_doubts()  # first: what follows may be due to a wrong guess
-        if len(self.losses) == 1:
-            for start in self.losses.values():
-                refuse_one_row(self.walk, start.call, start.below, start.layout)
+        for start in self.losses.values() if len(self.losses) == 1 else ():
+            refuse_one_row(self.walk, start.call, start.below, start.layout)
         if doubts or self._refusals:
             raise merge([*doubts, *self._refusals])
         if len(self.losses) > 1:
@@ -196,8 +195,8 @@ class Plan(Tracking):
             couples = 0
             for parameter in own.values() if needed else ():
                 couples |= self.walk.reach[needed[0][1][0]] & self.walk.bits[id(parameter)]
-            if self._need is Need.CURVATURE and (rule is GENERIC or (couples and not is_bilinear(call, rule))) and self._is_known(piece.inside):
-                continue  # the rule does not tell the second derivative with respect to the parameters, but the graph does
+            if self._need is Need.CURVATURE and self._lacks_terms(call, rule, couples, piece.inside):
+                continue
             if node in self._guessed and layout.samples > 1:
                 self._compare_with_data(node, call, layout, axes)
             if not needed and layout.samples > 1:
@@ -311,7 +310,7 @@ class Plan(Tracking):
             self.waiting |= found.waiting
             self._covered |= found.covers
             self.gaps = {n: gap for n, gap in self.gaps.items() if n not in found.covers | found.waiting.keys()}
-        elif found is None:
+        elif found is None or (self._need is Need.CURVATURE and self._lacks_terms(found.call, found.call.derivatives, found.couples, found.inside)):
             return False
         samples = self._samples_at[node]
         if samples > 1 and isinstance(found, Unit) and found.below is None:
@@ -352,9 +351,10 @@ class Plan(Tracking):
         kept = all(isinstance(slot, Slot) and slot.kept for slot in (call.inputs[0], *call.outputs))
         return GENERIC if kept else None
 
-    def _is_known(self, nodes: Iterable[Node]) -> bool:
-        # whether the graph tells the second derivative of a piece
-        return all(is_known(node) or is_linear(node, self.walk.reach.get) for node in nodes)
+    def _lacks_terms(self, call: ModuleCall, rule: BaseDerivatives, couples: int, nodes: Iterable[Node]) -> bool:
+        # whether a rule does not tell the second derivative with respect to parameters, and the graph does
+        unknown = rule is GENERIC or (couples and not is_bilinear(call, rule))
+        return unknown and all(n in self.walk.leaves or is_known(n) or is_linear(n, self.walk.reach.get) for n in nodes)
 
     def _cross(self, node: Node, states: dict[int, State]) -> None:
         """Plan the crossing of a gap node.

@@ -19,7 +19,7 @@ from backpack.core.ways import SPLIT, State
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
 
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'
-_RETURN = "Let the model return its predictions, with the samples on axis 0, and compute the loss of them."
+_RETURN = "Let the model return its predictions, with the samples on axis 0 (padded, if these are ragged), and compute the loss of them."
 _COMPARED = (
     "A loss that compares each sample with each, as contrastive ones do, has first-order quantities only, those of the rows that it compares: let "
     "the model return these, and compute the loss of them outside. "
@@ -147,8 +147,9 @@ def bare(walk: Walk, node: Node) -> UnattributedError:
         "its loss, in an output of the model that is made of parameters alone or of some samples, or in a factor of losses behind the last module. "
         "The gradient there belongs to no sample, or to samples that cannot be followed, as where another axis is as long as the mini-batch"
         f"{''.join(parts[:1])}. To leave such a term out of all quantities, and keep it in .grad, write "
-        "`loss = loss + backpack.leave_out(penalty)`. To keep it in them, let the model return a row for each sample there, like losses [N] or "
-        "`std.expand_as(mean)`, and reduce outside. To leave the parameters out of an extension, write {exclude}.",
+        "`loss = loss + backpack.leave_out(penalty)`. To keep it in them, let the model return a row for each sample there (padded, where "
+        "it has several), like losses [N] or `std.expand_as(mean)`, and reduce outside. To leave the parameters out of an extension, write "
+        "{exclude}.",
         walk.named(walk.reach[node]),
     )
 
@@ -364,4 +365,20 @@ def refuse_one_row(walk: Walk, loss: object, below: Edge, layout: Layout) -> Non
             "on axis 0 there lie no samples, it seems, but steps in time, say. Return the samples on axis 0 (transpose, or batch_first=True), and "
             "extend the whole model; for the loss of a single sample, take a slice (out[i : i + 1]).",
             walk.named(walk.reach[node]),
+        )
+
+
+def refuse_released(call: ModuleCall) -> None:
+    """Refuse a call whose tensors are gone.
+
+    Args:
+        call: The call.
+
+    Raises:
+        NotRecordedError: If it has given back what it had recorded.
+    """
+    if call.released:
+        raise NotRecordedError(
+            f"What {call.path} had recorded was given back after an earlier backward pass over this graph, or by memory_cleanup(). Call that "
+            "pass with retain_graph=True, and clean up after this one."
         )

@@ -111,7 +111,7 @@ class KroneckerRule(Rule):
             return KroneckerState(None, outputs, rule)
         if not self._mean_input:
             return KroneckerState(rule.input_moment(use.call, 1 / samples), outputs, rule)
-        if rule.in_parts and not use.layout.plain:
+        if rule.in_parts and (rule.apart or not use.layout.plain):
             raise _without_means()
         x = wide(rule.columns(use.call))
         turns = torch.tensor(repetitions(use.layout.labels), dtype=torch.int64, device=x.device)

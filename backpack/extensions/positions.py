@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from math import nan, prod
 from typing import Any, NamedTuple
 
@@ -87,7 +87,7 @@ class Contribution(NamedTuple):
         if isinstance(rule, ConvTransposeNDDerivatives) and name == "weight" and values.keys() == {0}:  # the gradient: factors have their own sides
             rule, call, mat = rule.turned(call, values[0]) or (rule, call, values[0])
             values = {0: mat}
-        part = isinstance(rule, PartDerivatives) and use.layout.plain
+        part = isinstance(rule, PartDerivatives)
         view, columns = (rule.own_rows, rule.own_columns) if part else (rule.rows, rule.columns)
         inputs = (None, None) if name == "bias" else (columns(call), call.weight)
         return cls(use, name, rule, inputs[0], {source: view(call, mat) for source, mat in values.items()}, inputs[1], rule.own if part else None)
@@ -136,7 +136,19 @@ class Contribution(NamedTuple):
         columns = None if self.columns is None else _as_rows(self.columns)
         return self._replace(columns=columns, rows={source: _as_rows(mat) for source, mat in self.rows.items()})
 
-    def joined(self, columns: Tensor | None, rows: Columns, layout: Layout, parts: list[Use] | None = None) -> Use:
+    def among_all(self) -> Contribution:
+        """Give all groups views.
+
+        Returns:
+            The contribution, with zeros for those that it does not see.
+        """
+        if self.own is None:
+            return self
+        fill = partial(self.rule.among_all, axis=-3)
+        columns = None if self.columns is None else fill(self.columns)
+        return self._replace(columns=columns, rows={source: fill(mat) for source, mat in self.rows.items()}, own=None)
+
+    def joined(self, columns: Tensor | None, rows: Columns, layout: Layout, parts: list[Use] | None = None, apart: bool = False) -> Use:
         """Return a use like this one of other views.
 
         Args:
@@ -144,6 +156,7 @@ class Contribution(NamedTuple):
             rows: View of the columns at the output.
             layout: Says to which sample each row belongs.
             parts: Uses that stand for it where rows of a sample are summed, if others are cheaper.
+            apart: Whether positions of two samples do not go together.
 
         Returns:
             The use.
@@ -152,18 +165,18 @@ class Contribution(NamedTuple):
             rows = {source: mat.squeeze(2).mT for source, mat in rows.items()}
         some = next(iter(rows.values()))
         grad = rows[0][0] if 0 in rows else some.new_full((), nan).expand(some.shape[1:])  # no rule reads it
-        return Use(Positions(self, columns), self.use.parameters, rows, grad, layout, parts=parts)
+        return Use(Positions(self, columns, apart), self.use.parameters, rows, grad, layout, parts=parts)
 
 
 class Positions:
     """A call that stands for all uses: what its rule reads are the views, side by side along the positions, or one below the other."""
 
-    def __init__(self, part: Contribution, columns: Tensor | None) -> None:
+    def __init__(self, part: Contribution, columns: Tensor | None, apart: bool) -> None:
         self.call, self.weight, self.columns, self.derivatives = part.use.call, part.weight, columns, part.rule
         if isinstance(part.rule, EmbeddingDerivatives):
             self.input0, self.padding_idx = columns[:, 0, 0], part.use.call.padding_idx
         else:
-            self.derivatives = PositionDerivatives(part.rule, part.groups)
+            self.derivatives = PositionDerivatives(part.rule, part.groups, apart)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.call, name)
@@ -172,14 +185,15 @@ class Positions:
 class PositionDerivatives(AffineDerivatives):
     """The rule of ``Positions``: matrices of outputs are rows already."""
 
-    def __init__(self, rule: AffineDerivatives, groups: int) -> None:
+    def __init__(self, rule: AffineDerivatives, groups: int, apart: bool) -> None:
         """Take over how the weight is laid out.
 
         Args:
             rule: Rule of each of the uses.
             groups: Number of groups.
+            apart: Whether positions of two samples do not go together.
         """
-        self._rule, self._groups = rule, groups
+        self._rule, self._groups, self.apart = rule, groups, apart
         self.transposed, self.in_parts = rule.transposed, rule.in_parts
 
     @property
@@ -268,9 +282,15 @@ def _below_each_other(parts: list[Contribution]) -> Use:
     Returns:
         The joint use: with positions for rows where these are summed, or one by one, if most of what is made of all would be zeros.
     """
-    labels = [label for part in parts for label in part.use.layout.labels for _ in range(part.some.shape[-1])]
-    layout, uses = parts[0].use.layout._replace(labels=tuple(labels)), None
-    first, *others = flat = [part.as_rows() for part in parts]
+    counts = [part.some.shape[-1] for part in parts]
+    labels = tuple(label for part, count in zip(parts, counts, strict=True) for label in part.use.layout.labels for _ in range(count))
+    layout, uses, flat = parts[0].use.layout._replace(labels=labels), None, [part.as_rows() for part in parts]
+    if any(part.own is not None for part in flat):
+        joint = _groups_apart(flat, layout)
+        if joint is not None:
+            return joint
+        flat = [part.among_all() for part in flat]
+    first, *others = flat
     columns = None if first.columns is None else torch.cat([part.columns for part in flat])
     rows = {source: torch.cat(_of_source(flat, source), 1) for source in _sources(flat)}
     turn = None if layout.plain else ragged(layout)
@@ -280,6 +300,34 @@ def _below_each_other(parts: list[Contribution]) -> Use:
     elif others and not layout.plain:
         uses = [use for part in parts for use in _below_each_other([part]).parts]
     return first.joined(columns, rows, layout, uses)
+
+
+def _groups_apart(parts: list[Contribution], layout: Layout) -> Use | None:
+    """Join uses that see some of the samples and some of the groups each: what a sample has in one group are its positions there.
+
+    Args:
+        parts: The uses, with a single position.
+        layout: To which sample each of their rows belongs.
+
+    Returns:
+        The joint use; ``None`` if most of it would be zeros.
+    """
+    first, groups, remaining, cells = parts[0], parts[0].groups, iter(layout.labels), list[int]()
+    for part in parts:
+        seen = range(groups)[part.own or slice(None)]
+        cells += [label * groups + group for label in islice(remaining, part.some.shape[1]) for group in seen]
+    turn = ragged(Layout(0, tuple(cells), layout.samples * groups), groups)
+    if turn is None:
+        return None
+
+    def placed(views: list[Tensor]) -> Tensor:
+        # ``[..., R, own groups, K, 1]`` to ``[..., N, G, K, L]``
+        flat, lead = torch.cat([view.flatten(-4, -3) for view in views], -3).squeeze(-1), views[0].dim() - 4
+        return turn.front(flat, lead).unflatten(lead, (layout.samples, groups)).mT
+
+    columns = None if first.columns is None else placed([part.columns for part in parts])
+    rows = {source: placed(_of_source(parts, source)) for source in _sources(parts)}
+    return first.joined(columns, rows, plain_layout(layout.samples), apart=not layout.plain)
 
 
 def _sources(parts: list[Contribution]) -> dict[Hashable, None]:

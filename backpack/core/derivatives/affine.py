@@ -43,12 +43,14 @@ class AffineDerivatives(ConstantJacobianDerivatives, BaseParameterDerivatives):
         transposed: The input side of the weight comes before the output side.
         separates: Axes of inputs lie side by side in the weight, as those of outputs do, so that it has Kronecker factors.
         in_parts: A use need not see all groups at each position: with other numbers of positions, those of two samples need not go together.
+        apart: Positions of two samples do not go together.
     """
 
     keeps = frozenset({"input"})
     transposed: ClassVar[bool] = False
     separates: bool = True
     in_parts: ClassVar[bool] = False
+    apart: bool = False
 
     @property
     def weight_layout(self) -> Hashable:
