@@ -496,3 +496,26 @@ def test_refusals_name_extensions_that_read_modules_only() -> None:
     for others, expected in (((KFAC(),), None), (beside, "first.weight.*a context without HMP"), ((HMP(),), "^((?!without HMP).)*$")):
         with backpack(*others), nullcontext() if expected is None else pytest.raises(UnsupportedError, match=expected):
             F.cross_entropy(model(x), y).backward()
+
+
+class Product(nn.Module):
+    """A layer of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+def test_factors_do_not_depend_on_what_else_is_computed() -> None:
+    """Beside products, what a module of one's own computes is not read: its weight would have one factor instead of two."""
+    model, x, y = extend(nn.Sequential(Product(), nn.Tanh(), nn.Linear(5, 4))), torch.randn(2, 3), torch.tensor([0, 3])
+    lossfunc = extend(nn.CrossEntropyLoss())
+    for others in ((), (BatchGrad(),), (DiagHessian(),)):
+        with backpack(KFLR(), *others):
+            lossfunc(model(x), y).backward()
+        assert [len(factor) for factor in model[0].weight.kflr] == [5, 3]
+    with backpack(KFLR(), GGNMP()), pytest.raises(UnsupportedError, match=r"kflr: 0.weight of shape \[5, 3\].*a context without GGNMP"):
+        lossfunc(model(x), y).backward()

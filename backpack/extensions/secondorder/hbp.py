@@ -20,6 +20,7 @@ from backpack.core.derivatives.bilinear import BilinearDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import Flow
 from backpack.core.plan import Plan
+from backpack.core.walk import GENERIC
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.chains import LARGEST, AverageFlow, too_large
 from backpack.extensions.combining import Combination, Factors, Noted
@@ -129,7 +130,10 @@ class HBP(SecondOrderBackpropExtension):
         Yields:
             One error a parameter.
         """
-        loose, made = {id(parameter) for parameter in plan.loose}, rows_of_weights(plan)
+        # beside products with curvature matrices, functions of a module are not read
+        generic = (unit for unit in units_of(plan) if unit.call.derivatives is GENERIC)
+        loose = {id(p) for p in (*plan.loose, *(p for unit in generic for p in unit.parameters.values()))}
+        made = rows_of_weights(plan)
         mixed = {p for unit in units_of(plan) if not separates(unit) for name, p in unit.parameters.items() if name == "weight"}
         for parameter, uses in sides_of(plan, self.averages_inputs).items():
             shape = list(parameter.shape)
