@@ -15,13 +15,15 @@ from torch.autograd.graph import Node
 from backpack.core.graph import call_node, has_saved, operation, outputs_of, saved, settings_of, shape_of, tensor_at
 from backpack.core.known_ways import known_crossings
 from backpack.core.linear import LINEAR, ON_A_PART
-from backpack.core.samples import Layout, add_rows, along, decode, filled, label_tensor, layout_of, probe, split, sum_to
+from backpack.core.samples import Layout, add_rows, along, decode, filled, label_tensor, layout_of, probe, probes, split, sum_to
 from backpack.core.selections import SELECTS, selection
 from backpack.core.ways import OF_ONE, SPLIT, STATIC, Crossing, State, Way, axis_kept, summed
 from backpack.utils.columns import blocks
 
 _MASKED = 2**24
 """Entries of columns that are masked at once."""
+_SMALL = 2**14
+"""Entries up to which probing columns take less time together."""
 _TENSOR_AND_PART = 2
 """Inputs of an assignment."""
 
@@ -264,6 +266,39 @@ def _codes(samples: int, device: torch.device, dtype: torch.dtype) -> tuple[Tens
     return None if values.diff().eq(0).any() else codes, values, order
 
 
+def _kept(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say whether a node leaves the samples where they are, by one probing column after the other: these stay in the cache, and nobody asks entries.
+
+    Args:
+        node: The node.
+        states: Output number to layout.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` where samples come elsewhere, or mix.
+    """
+    (nr, layout), *others = states.items()
+    slot, full = tensor_at((node, nr)), shape_of((node, nr))
+    if others or layout.samples <= 1 or full.numel() < _SMALL or slot.dtype.is_complex or any(shape not in (None, full) for shape in shapes):
+        return None
+    columns: list[Tensor | None] = [None] * outputs_of(node)
+    found: dict[int, Tensor] = {}
+    for mask, column in probes(full, layout, slot.dtype, slot.device):
+        columns[nr] = column[None]
+        with torch.no_grad():
+            returned = call_node(node, columns, probing=True)
+        for number, sent in enumerate(returned):
+            if shapes[number] is not None and sent is not None:
+                if sent.shape[1:] != full or ((rows := filled(sent[0], layout)) & ~mask).any():
+                    return None
+                found[number] = rows | found.get(number, False)
+    there = {
+        number: _completed(layout._replace(labels=tuple(torch.where(rows, label_tensor(layout.labels, rows.device), -1).tolist())), layout)
+        for number, rows in found.items()
+    }
+    return [Crossing(Way.DATA, there[number], there[number]) if number in there else None for number in range(len(shapes))]
+
+
 _CROSSINGS: dict[Any, list[Crossing | None]] = {}
 
 
@@ -293,6 +328,9 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         key = (node.name(), tuple(torch.Size(m.shape) for m in tensors), shapes, tuple(states.items()), settings_of(node))
         if key in _CROSSINGS:
             return _CROSSINGS[key]
+    kept = None if key is not None else _kept(node, states, shapes)
+    if kept is not None:
+        return kept
     samples, axis = next((layout.samples, layout.axis) for layout in states.values())
     columns = [probe(m.shape, states[nr], m.dtype, m.device) if nr in states else None for nr, m in enumerate(tensors)]
     with torch.no_grad():  # as autograd runs its nodes

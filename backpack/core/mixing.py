@@ -27,6 +27,7 @@ from backpack.core.origins import (
     selects_rows,
 )
 from backpack.core.refusals import mixing
+from backpack.core.samples import Layout
 from backpack.core.slots import Slot
 from backpack.core.walk import Walk
 from backpack.utils.differentiation import search
@@ -50,14 +51,31 @@ def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
     calls, brings = _data_of(walk, samples, upstream)
     if brings:
         return True
-    given = [slot for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
-    if operation(node) in MATRIX_PRODUCTS and all(is_constant(walk, slot.tensor) or are_positions(slot.tensor, samples) for slot in given):
+    if operation(node) in MATRIX_PRODUCTS and _are_given_constants(walk, calls, samples):
         return False
+    given = [slot for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
     if upstream in walk.has_data and operation(node) != "Repeat":
         return True
     times = Counter(call.module for call in calls if walk.was_given_data(call))  # once a sample
     rows = [slot.shape[:-1] if slot.dtype.is_floating_point and len(slot.shape) > 1 else slot.shape for slot in given]
     return max(times.values(), default=0) >= samples or any(samples in shape for shape in rows)
+
+
+def is_given_data(walk: Walk, node: Node, layout: Layout) -> bool:
+    """Say whether modules were called with data from which a factor of a product was computed.
+
+    Args:
+        walk: The graph.
+        node: The node that made the factor.
+        layout: Where the samples lie in the product.
+
+    Returns:
+        Whether they were; not if these are constants, or positions, unless others may use them for other samples, as in a loop.
+    """
+    if node not in walk.has_data or layout.of_one:
+        return node in walk.has_data
+    calls, brings = _data_of(walk, layout.samples, node)
+    return brings or not _are_given_constants(walk, calls, layout.samples)
 
 
 def multiplies_data(walk: Walk, node: Node, samples: int) -> bool:
@@ -265,6 +283,13 @@ def _data_of(walk: Walk, samples: int, node: Node) -> tuple[set[ModuleCall], boo
 
     nodes = [*search([node], follow)]
     return {call for n in nodes for call in ended(n)}, any(not ended(n) and brings_rows(walk, n, samples) for n in nodes)
+
+
+def _are_given_constants(walk: Walk, calls: Iterable[ModuleCall], samples: int) -> bool:
+    # whether modules were called with nothing but what depends on parameters, constants, and positions
+    given = [slot.tensor for call in calls for slot in call.tensor_inputs if walk.is_data(slot)]
+    given += [tensor for call in calls for tensor in nested_in(call) if not walk.is_tracked(tensor.grad_fn)]
+    return all(is_constant(walk, tensor) or are_positions(tensor, samples) for tensor in given)
 
 
 class OfData(Container[Node]):

@@ -20,7 +20,7 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.graph import operation, shape_of, tensor_at
 from backpack.core.leaves import SHIFTS, joins_leaves, way_to_leaf
-from backpack.core.mixing import is_made_of_constants, multiplies_data
+from backpack.core.mixing import is_given_data, is_made_of_constants, multiplies_data
 from backpack.core.origins import STACKS
 from backpack.core.samples import Layout, settle
 from backpack.core.slots import Edge
@@ -203,7 +203,7 @@ def unit_of(
         if not way or not SHIFTS.isdisjoint(map(operation, way)):
             # what lies beside joined leaves does not change their derivatives
             fits = (operation(node) not in STACKS or shape_of(edge)[0] == 1) and joins_leaves(edge[0], walk, name == "bias")
-            if not fits and (edge[0] in walk.has_data or multiplies_data(walk, edge[0], layout.samples)):
+            if not fits and (is_given_data(walk, edge[0], layout) or multiplies_data(walk, edge[0], layout.samples)):
                 return None  # a product of two activations
             if not fits and layout.of_one and not layout.plain and not is_made_of_constants(walk, edge[0], layout.samples):
                 return None  # of one sample, too, as in a loop over samples

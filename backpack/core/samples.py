@@ -6,6 +6,7 @@ a graph node by sending known columns through it and looking where they arrive; 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -83,7 +84,7 @@ def along(values: Tensor, axis: int, ndim: int) -> Tensor:
     Returns:
         ``[..., 1, R, 1]`` with ``ndim`` axes after the leading ones.
     """
-    return values.reshape(*values.shape[:-1], *(values.shape[-1] if i == axis else 1 for i in range(ndim)))
+    return values.reshape([*values.shape[:-1], *(values.shape[-1] if i == axis else 1 for i in range(ndim))])
 
 
 def rows_of_one(layout: Layout | None, shape: torch.Size) -> Layout | None:
@@ -113,8 +114,30 @@ def shape_of_one(shape: torch.Size, layout: Layout | None) -> torch.Size:
     return shape if whole else torch.Size(n // max(layout.samples, 1) if i == layout.axis else n for i, n in enumerate(shape))
 
 
+def probes(shape: torch.Size, layout: Layout, dtype: torch.dtype, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Make columns that tell the samples: for each bit, random numbers at samples whose number has it, then for each bit those at the others.
+
+    Args:
+        shape: Shape of the tensor.
+        layout: Where its samples lie.
+        dtype: Of the columns.
+        device: Of the columns.
+
+    Yields:
+        Which rows along the axis of samples have numbers, and the column ``[*shape]``.
+    """
+    # a generator of its own: the user's random numbers must not notice; of complex numbers, either part may be all that arrives somewhere
+    generator = torch.Generator(device).manual_seed(0)
+    u = (torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype) + 0.5) * (1 + 0.5j if dtype.is_complex else 1)
+    bits = torch.arange(max(1, (layout.samples - 1).bit_length()), device=device)
+    labels = label_tensor(layout.labels, device)
+    ones = (labels >> bits[:, None]) & 1
+    for mask in torch.cat([ones, 1 - ones]).bool() & (labels >= 0):
+        yield mask, u * along(mask, layout.axis, len(shape)).to(dtype)
+
+
 def probe(shape: torch.Size, layout: Layout, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return columns from which ``decode`` can tell the samples: for each bit, random numbers at samples whose number has it, and at the others.
+    """Return columns from which ``decode`` can tell the samples.
 
     Args:
         shape: Shape of the tensor.
@@ -125,13 +148,7 @@ def probe(shape: torch.Size, layout: Layout, dtype: torch.dtype, device: torch.d
     Returns:
         ``[2 * bits, *shape]``.
     """
-    # a generator of its own: the user's random numbers must not notice; of complex numbers, either part may be all that arrives somewhere
-    generator = torch.Generator(device).manual_seed(0)
-    u = (torch.rand(shape, generator=generator, device=device, dtype=torch.float32).to(dtype) + 0.5) * (1 + 0.5j if dtype.is_complex else 1)
-    bits = torch.arange(max(1, (layout.samples - 1).bit_length()), device=device)
-    labels = label_tensor(layout.labels, device)
-    ones = (labels >> bits[:, None]) & 1
-    return torch.cat([u * along(mask & (labels >= 0), layout.axis, len(shape)).to(dtype) for mask in (ones, 1 - ones)])
+    return torch.stack([column for _, column in probes(shape, layout, dtype, device)])
 
 
 def decode(columns: Tensor, samples: int, prefer: int) -> tuple[Layout | None, bool]:

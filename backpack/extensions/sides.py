@@ -250,9 +250,10 @@ def rows_of_weights(plan: Plan) -> set[Parameter]:
         The weights. Such rows are no positions: what belongs to two of them is not added up.
     """
     split = [edge[0] for unit in units_of(plan) for name, edge in unit.split.items() if name != "bias"] if plan.shared else []
-    made = [plan.shared[node] for node in _upstream(plan, split) if node in plan.shared]
+    apart = {node for node in split if node in plan.walk.has_data}
+    made = [plan.shared[node] for node in _upstream(plan, [node for node in split if node not in apart]) if node in plan.shared]
     factors = [gap.nexts[_WEIGHTS[operation(node)]] for node, gap in plan.gaps.items() if operation(node) in _WEIGHTS]
-    for node in _upstream(plan, [n[0] for n in factors if n is not None]):
+    for node in _upstream(plan, [*apart, *(n[0] for n in factors if n is not None)]):
         unit = plan.shared.get(node) or plan.units.get(node)
         if unit is not None and isinstance(unit.call, NodeCall) and is_made_of_constants(plan.walk, node, unit.layout.samples):
             made.append(unit)
