@@ -6,7 +6,7 @@ import torch
 from torch.autograd.graph import Node
 
 from backpack.core.graph import operation, saved, shape_of
-from backpack.core.samples import Layout, label_tensor, layout_of, settle
+from backpack.core.samples import Layout, along, label_tensor, layout_of, settle
 from backpack.core.selections import SELECTS, numbered_rows, selection
 from backpack.core.ways import Crossing, Way, rearranged, same_axis, summed
 
@@ -40,6 +40,31 @@ def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
             layout = Layout(chosen.axis, (max(layout.labels),) * full[chosen.axis], layout.samples)
     found = chosen.before(layout)
     return [Crossing(Way.DATA, found[0], found[0]) if found else Crossing(Way.MASKED, None, None)]
+
+
+def _of_part(node: Node, layout: Layout) -> list[Crossing | None] | None:
+    """Say how a node carries the only sample of a part that was cut out, ``x[i]`` or ``x[a:b]``: what was left out is of samples that are not known.
+
+    Args:
+        node: The node.
+        layout: Where the sample lies in its output, perhaps in some rows.
+
+    Returns:
+        The crossing of its input; ``None`` if it is another node, or has to be found out.
+    """
+    if operation(node) not in ("Select", "Slice") or not layout.of_one or layout.samples <= 1 or not shape_of((node, 0)).numel():
+        return None
+    shape, known = shape_of(node.next_functions[0]), label_tensor(layout.labels, torch.device("cpu")) >= 0
+    dim = saved(node, "dim") % len(shape)
+    rows = torch.tensor([saved(node, "index")]) if operation(node) == "Select" else numbered_rows(node)[1]
+    axis = layout.axis + (operation(node) == "Select" and layout.axis >= dim) if len(shape) > 1 else 0
+    # all other axes are like one of a single row
+    seen = torch.zeros([size if place in (dim, axis) else 1 for place, size in enumerate(shape)], dtype=torch.bool)
+    seen.movedim(dim, 0)[rows] = along(known, axis, len(shape)).movedim(dim, 0)
+    there = layout_of(torch.where(seen, max(layout.labels), 0), seen, layout.samples, layout.axis)
+    if there is not None and there.axis not in (dim, axis):
+        there = there._replace(labels=there.labels * shape[there.axis])
+    return [there and Crossing(Way.DATA, there, there, whole=True)]
 
 
 def _of_added(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
@@ -116,7 +141,8 @@ def known_crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.S
     """
     number, layout = next(iter(states.items()))
     if len(states) == 1 and not number:
-        known = same_axis(node, layout, shapes) or _of_selected(node, layout) or _of_added(node, layout, shapes) or _of_groups(node, layout, shapes)
+        known = same_axis(node, layout, shapes) or _of_part(node, layout) or _of_selected(node, layout)
+        known = known or _of_added(node, layout, shapes) or _of_groups(node, layout, shapes)
         if known is not None:
             return known
     return rearranged(node, number, layout, shapes) if all(state == layout for state in states.values()) else None

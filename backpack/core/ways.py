@@ -203,14 +203,9 @@ def rearranged(node: Node, number: int, layout: Layout, shapes: tuple[torch.Size
     if not full.numel() or not given:
         return None
     there: Layout | None = None
-    if layout.of_one:
-        rows = [-1] * given[0][dim := saved(node, "dim") % len(given[0])] if name == "Select" else []
-        if len(rows) > 1 < layout.samples and -1 not in layout.labels:  # whose the other rows are is not known
-            rows[saved(node, "index")] = layout.labels[0]
-            there = Layout(dim, tuple(rows), layout.samples)
-    elif name in SAME_ENTRIES:
+    if name in SAME_ENTRIES and not layout.of_one:
         there = seen_through_reshape(layout, full, given[0])
-    elif name in _AXES and given[0] and (axis := _AXES[name](node, layout.axis, len(given[0]))) is not None:
+    elif name in _AXES and not layout.of_one and given[0] and (axis := _AXES[name](node, layout.axis, len(given[0]))) is not None:
         there = layout._replace(axis=axis)
     if there is None or any(len(shape) != len(given[0]) or shape[there.axis] != len(there.labels) for shape in given):
         return None
