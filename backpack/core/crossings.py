@@ -15,7 +15,8 @@ from torch.autograd.graph import Node
 from backpack.core.graph import call_node, has_saved, operation, outputs_of, saved, settings_of, shape_of, tensor_at
 from backpack.core.known_ways import known_crossings
 from backpack.core.linear import LINEAR, ON_A_PART
-from backpack.core.samples import Layout, add_rows, along, decode, filled, label_tensor, layout_of, probe, probes, split, sum_to
+from backpack.core.probing import decode, probe, probes
+from backpack.core.samples import Layout, add_rows, along, filled, label_tensor, layout_of, split, sum_to
 from backpack.core.selections import SELECTS, selection
 from backpack.core.ways import OF_ONE, SPLIT, STATIC, Crossing, State, Way, axis_kept, summed
 from backpack.utils.columns import blocks
