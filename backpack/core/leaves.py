@@ -176,7 +176,7 @@ def _is_beside_own(node: Node, walk: Walk) -> bool:
 
 
 class Part(NamedTuple):
-    """A part of a parameter, as the rows of a matrix.
+    """A part of a parameter, as the rows, or columns, of a matrix.
 
     Attributes:
         way: The nodes between it and the leaf, which is the last one.
@@ -184,6 +184,7 @@ class Part(NamedTuple):
         rows: Which of the rows it holds, those of a stack of matrices counted through.
         total: How many there are.
         groups: Number of equal blocks of rows of which all parts of the parameter consist.
+        axis: Along which axis of the parameter these lie.
     """
 
     way: list[Node]
@@ -191,10 +192,11 @@ class Part(NamedTuple):
     rows: range
     total: int
     groups: int
+    axis: int
 
 
 def part_of_leaf(edge: Edge, walk: Walk) -> Part | None:
-    """Say for which part of a parameter an edge stands: rows of a matrix that is transposed then, entries of a bias, or a matrix of a stack.
+    """Say for which part of a parameter an edge stands: rows or columns of a matrix, entries of a bias, or a matrix of a stack.
 
     Args:
         edge: The edge.
@@ -214,18 +216,24 @@ def part_of_leaf(edge: Edge, walk: Walk) -> Part | None:
         return None
     part, behind, one = entries[edge[1]], _behind(edge[0]), operation(edge[0]) in _ONE
     turned ^= len(behind) > 1
-    shape, ends = shape_of((behind[-1], 0)), _ends(walk)[behind[-1]]
-    if len(shape) != (3 if one else 2 if turned else 1):
+    shape, axis = shape_of((behind[-1], 0)), _axis_of(edge[0])
+    ends = _ends(walk)[behind[-1], axis]
+    if len(shape) == 3 if not one else len(shape) != 3:  # noqa: PLR2004
         return None
-    groups = shape[0] // gcd(shape[0], *ends)
+    groups = shape[axis] // gcd(shape[axis], *ends)
     if groups > max(_MOST, 2 * len(ends)) and not one:
         return None
     size = 1 if not one else shape[1] if turned else shape[2]
-    return Part([*way, edge[0], *behind], turned, range(part.start * size, part.stop * size), shape[0] * size, groups)
+    return Part([*way, edge[0], *behind], turned, range(part.start * size, part.stop * size), shape[axis] * size, groups, axis)
+
+
+def _axis_of(node: Node) -> int:
+    # along which axis of its input a node cuts
+    return saved(node, "dim") % len(shape_of(node.next_functions[0]))
 
 
 def _cut(node: Node) -> list[range] | None:
-    """Say which entries along the first axis of a leaf the outputs of a node hold.
+    """Say which entries along an axis of a leaf the outputs of a node hold: the first one, or the second of a matrix.
 
     Args:
         node: The node.
@@ -236,10 +244,10 @@ def _cut(node: Node) -> list[range] | None:
     name = operation(node)
     if name not in _CUTS or _behind(node)[-1].name() != LEAF:
         return None
-    shape = shape_of(node.next_functions[0])
-    if saved(node, "dim") not in (0, -len(shape)):
+    shape, axis = shape_of(node.next_functions[0]), _axis_of(node)
+    if axis and (len(shape) != 2 or name in _ONE):  # noqa: PLR2004
         return None
-    entries = range(shape[0])
+    entries = range(shape[axis])
     if name == "Slice":
         return [entries[saved(node, "start") : saved(node, "end") : saved(node, "step")]]
     if name in _ONE:
@@ -254,13 +262,13 @@ def _behind(node: Node) -> list[Node]:
     return [edge[0], edge[0].next_functions[0][0]] if len(shape_of(edge)) == 3 and turns(edge) else [edge[0]]  # noqa: PLR2004
 
 
-def _ends(walk: Walk) -> dict[Node, set[int]]:
-    # where parts of leaves begin and end
+def _ends(walk: Walk) -> dict[tuple[Node, int], set[int]]:
+    # where parts of leaves begin and end, along an axis
     if walk.ends is None:
         walk.ends = {}
         for node in walk.order:
             for part in _cut(node) or () if node not in walk.leaves else ():
-                walk.ends.setdefault(_behind(node)[-1], set()).update((part.start, part.stop))
+                walk.ends.setdefault((_behind(node)[-1], _axis_of(node)), set()).update((part.start, part.stop))
     return walk.ends
 
 
@@ -282,14 +290,16 @@ def part_of(weight: Edge, bias: Edge | None, walk: Walk) -> tuple[PartDerivative
         found = axes_of(weight, left=False)
         rule = None if found is None else RearrangedDerivatives(found[0], len(shape_of(weight)) > 2, left=False)  # noqa: PLR2004
         return None if rule is None or not (bias is None or rule.keeps_order) else (rule, {"weight": found[1]})
-    beside = None if bias is None else part_of_leaf(bias, walk)
+    beside = part_of_leaf(bias, walk) if bias is not None and len(shape_of(bias)) == 1 else None
     if beside is None and bias is not None and way_to_leaf(bias, False):
         return None
     if beside is not None and (beside.rows, beside.total) != (part.rows, part.total):
         return None
     size = part.total // part.groups
-    own = slice(part.rows.start // size, part.rows.stop // size)
-    rule = PartDerivatives(shape_of((part.way[-1], 0)), part.groups, own, not part.turned, beside is not None)
+    own, shape = slice(part.rows.start // size, part.rows.stop // size), shape_of((part.way[-1], 0))
+    if bias is not None and len(shape) == 2 and part.turned is bool(part.axis):  # noqa: PLR2004  inputs are cut, and outputs are not
+        return None
+    rule = PartDerivatives(shape, part.groups, own, not part.turned, beside is not None, part.axis)
     return rule, {"weight": part.way} | ({} if beside is None else {"bias": beside.way})
 
 

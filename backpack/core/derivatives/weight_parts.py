@@ -1,4 +1,4 @@
-"""Derivatives of the product of an input with some rows of a matrix, or with one matrix of a stack."""
+"""Derivatives of the product of an input with some rows, or columns, of a matrix, or with one matrix of a stack."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ class PartDerivatives(AffineDerivatives):
 
     any_batch_axis = in_parts = True
 
-    def __init__(self, shape: Size, groups: int, own: slice, transposed: bool, bias: bool) -> None:
+    def __init__(self, shape: Size, groups: int, own: slice, transposed: bool, bias: bool, axis: int = 0) -> None:
         """Say which part of the weight it is.
 
         Args:
-            shape: Shape of the whole weight: rows of blocks one below the other ``[G O, K]``, or a stack ``[G, O, K]``.
+            shape: Shape of the whole weight: a matrix of blocks one below the other, or side by side, or a stack of them.
             groups: Number of blocks.
             own: Those which the layer sees.
-            transposed: Whether it is a stack of ``[K, O]``.
+            transposed: Whether blocks are ``[K, O]``, instead of ``[O, K]``.
             bias: Whether a bias is cut in the same way. Else it is that of the own groups alone.
+            axis: Along which axis of the weight blocks lie.
         """
-        self._shape, self._groups, self.own, self.transposed, self._bias = shape, groups, own, transposed, bias
+        self._shape, self._groups, self.own, self.transposed, self._bias, self._axis = shape, groups, own, transposed, bias, axis
+        self._cuts_inputs = len(shape) == 2 and transposed is (axis == 0)  # noqa: PLR2004  outputs of blocks are summed, not laid side by side
 
     @property
     def weight_layout(self) -> Hashable:
+        if self._axis:
+            return PartDerivatives.weight_from_matrix, self.transposed
         return MatmulDerivatives.weight_from_matrix if self.transposed else PartDerivatives.weight_from_matrix
 
     def groups(self, module: Any) -> int:
@@ -53,7 +57,8 @@ class PartDerivatives(AffineDerivatives):
         Returns:
             ``[N, own groups, K, L]``.
         """
-        return _VIEWS.columns(module, subsampling).expand(-1, self.own.stop - self.own.start, -1, -1)
+        columns, count = _VIEWS.columns(module, subsampling), self.own.stop - self.own.start
+        return columns.squeeze(1).unflatten(1, (count, -1)) if self._cuts_inputs else columns.expand(-1, count, -1, -1)
 
     def own_rows(self, module: Any, mat: Tensor) -> Tensor:
         """View of a matrix of outputs.
@@ -65,7 +70,8 @@ class PartDerivatives(AffineDerivatives):
         Returns:
             ``[V, N, own groups, O, L]``.
         """
-        return _VIEWS.rows(module, mat).squeeze(2).unflatten(2, (self.own.stop - self.own.start, -1))
+        rows, count = _VIEWS.rows(module, mat), self.own.stop - self.own.start
+        return rows.expand(-1, -1, count, -1, -1) if self._cuts_inputs else rows.squeeze(2).unflatten(2, (count, -1))
 
     def columns(self, module: Any, subsampling: Samples | slice = None) -> Tensor:
         return self.among_all(self.own_columns(module, subsampling), 1)
@@ -88,13 +94,19 @@ class PartDerivatives(AffineDerivatives):
         return whole
 
     def output_from_rows(self, module: Any, rows: Tensor) -> Tensor:
-        return _VIEWS.output_from_rows(module, rows[:, :, self.own].flatten(2, 3).unsqueeze(2))
+        rows = rows[:, :, self.own]
+        return _VIEWS.output_from_rows(module, rows.sum(2, keepdim=True) if self._cuts_inputs else rows.flatten(2, 3).unsqueeze(2))
 
     def weight_from_matrix(self, module: Any, matrix: Tensor) -> Tensor:
-        return (matrix.mT if self.transposed else matrix).reshape(*matrix.shape[:-3], *self._shape)
+        matrix = matrix.mT if self.transposed else matrix
+        return (matrix.transpose(-3, -2) if self._axis else matrix).reshape(*matrix.shape[:-3], *self._shape)
 
     def matrix_from_weight(self, module: Any, weight: Tensor) -> Tensor:
-        matrix = weight.reshape(weight.shape[0], self._groups, -1, weight.shape[-1])
+        count, groups = weight.shape[0], self._groups
+        if self._axis:
+            matrix = weight.reshape(count, weight.shape[1], groups, -1).transpose(1, 2)
+        else:
+            matrix = weight.reshape(count, groups, -1, weight.shape[-1])
         return matrix.mT if self.transposed else matrix
 
     def _bias_jac_t_mat_prod(
