@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 
 from backpack.accumulation import Earlier, combination_of, refuse_overwriting
 from backpack.context import CTX
-from backpack.core import node_layers, node_products, node_recurrent  # noqa: F401  (layers that it reads off graph nodes)
+from backpack.core import node_layers, node_lookups, node_products, node_recurrent  # noqa: F401  (layers that it reads off graph nodes)
 from backpack.core.calls import Mark
 from backpack.core.checkpoints import once
 from backpack.core.connect import Connection

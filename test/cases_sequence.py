@@ -136,6 +136,22 @@ for _name, _function, _factor in (
         "reused",
         "other parameters",
     )
+for _name, _function in (
+    ("vector of each sample", lambda net, h: torch.stack([torch.mv(net.w, row) for row in h])),
+    ("vector of each sample, twice", lambda net, h: torch.stack([net.w @ (net.w @ row).tanh() for row in h])),
+    ("vector of each sample, transposed", lambda net, h: torch.stack([net.w.t() @ h[i] for i in range(len(h))])),
+    ("samples last, with a bias", lambda net, h: torch.addmm(net.s, net.w, h.t()).t()),
+    ("samples last, with a bias, coupled", lambda net, h: torch.addmm(net.s, net.w, (h @ net.w.t()).tanh().t()).t()),
+):
+    graph(
+        f"matrix and {_name}",
+        lambda net, x, function=_function: net.a(function(net, net.b(x)).tanh()),
+        layers(3, 4, b=lambda: Linear(3, 3), w=parameter(3, 3), **({"s": parameter(3, 1)} if "bias" in _name else {})),
+        (3,),
+        "nested",
+        "reused",
+        "other parameters",
+    )
 for _name, _rows in (
     ("one after the other", list),
     ("by numbers", lambda p: [p[0], p[-2], p[2]]),

@@ -136,7 +136,7 @@ class Problem:
 class Product(NamedTuple):
     """One product of an input with a matrix, or of a stack: input, parameter, whether its input side comes first, output or its edge.
 
-    Of a matrix that is part of a parameter, also its rows there, those of a stack counted through.
+    Of a matrix that is part of a parameter, also its rows there, those of a stack counted through, or columns; and whether inputs lie along these.
     """
 
     x: Tensor
@@ -144,6 +144,8 @@ class Product(NamedTuple):
     transposed: bool
     out: GradientEdge | Tensor
     part: range | None = None
+    axis: int = 0
+    cuts_inputs: bool = False
 
     def outputs(self, per_output: Tensor) -> Tensor:
         """Sum over positions.
@@ -154,7 +156,8 @@ class Product(NamedTuple):
         Returns:
             ``[A, B, G, O]``.
         """
-        size = len(self.part or ()) or (self.weight.shape[-1] if self.transposed else self.weight.shape[0])
+        whole = self.weight.shape[-1] if self.transposed else self.weight.shape[0]
+        size = len(self.part) if self.part is not None and not self.cuts_inputs else whole
         summed = per_output.reshape(*per_output.shape[:2], *self.x.shape[:-1], size).sum(-2)
         return summed.unsqueeze(2) if self.x.dim() == 2 else summed
 
@@ -181,6 +184,12 @@ def products(root: Tensor) -> list[Product]:
         stack += [upstream for upstream, _ in node.next_functions]
         left = {"MmBackward0": "_saved_self", "BmmBackward0": "_saved_self", "AddmmBackward0": "_saved_mat1", "BaddbmmBackward0": "_saved_batch1"}
         left = left.get(node.name())
+        if node.name() == "MvBackward0":  # with the vector of a sample
+            behind = node.next_functions[0][0]
+            turned = behind is not None and behind.name() in ("TBackward0", "TransposeBackward0")
+            behind = behind.next_functions[0][0] if turned else behind
+            if hasattr(behind, "variable"):
+                found.append(Product(node._saved_vec[None], behind.variable, turned, GradientEdge(node, 0)))
         leaf = node.next_functions[-1][0] if left is not None else None
         turned = leaf is not None and leaf.name() in ("TBackward0", "TransposeBackward0", "PermuteBackward0")
         turned = turned and len(leaf._input_metadata[0].shape) == 2 and not keeps_axes(leaf)
@@ -328,14 +337,20 @@ def part_of_a_parameter(matrix: GradientEdge | None, x: Tensor, out: GradientEdg
     transposed = weight.dim() == 3 and torch.equal(arrived[arrived.flatten(1).any(1)], sent[None])
     rows = (arrived.mT if transposed else arrived).flatten(0, -2)
     (places,) = rows.any(1).nonzero(as_tuple=True)
-    if not torch.equal(rows[places], sent.T):
-        return []
-    assert len(places) == places[-1] - places[0] + 1
-    return [Product(x, weight, transposed, out, range(int(places[0]), int(places[-1]) + 1))]
+    if torch.equal(rows[places], sent.T):
+        assert len(places) == places[-1] - places[0] + 1
+        return [Product(x, weight, transposed, out, range(int(places[0]), int(places[-1]) + 1))]
+    for axis in (0, 1) if weight.dim() == 2 else ():
+        (places,) = arrived.any(1 - axis).nonzero(as_tuple=True)
+        part = arrived.index_select(axis, places)
+        for turned in (False, True):
+            if torch.equal(part, sent.T if turned else sent):
+                return [Product(x, weight, not turned, out, range(int(places[0]), int(places[-1]) + 1), axis, turned is bool(axis))]
+    return []
 
 
 def in_blocks(uses: list[Product], outputs: list[Tensor], times: list[float]) -> tuple[Tensor, list[Tensor]]:
-    """Tell apart the blocks of rows of which all parts of a weight consist.
+    """Tell apart the blocks of rows, or columns, of which all parts of a weight consist.
 
     Args:
         uses: Products with parts of it.
@@ -346,8 +361,16 @@ def in_blocks(uses: list[Product], outputs: list[Tensor], times: list[float]) ->
         What belongs to the outputs of each block ``[N, D, G, O]``, and what they are multiplied with ``[*, K]`` each.
     """
     rows = uses[0].weight.numel() // uses[0].x.shape[-1]
+    if uses[0].cuts_inputs:
+        rows = uses[0].weight.shape[uses[0].axis]
     parts = [use.part or range(rows) for use in uses]
     size = gcd(rows, *(end for part in parts for end in (part.start, part.stop)))
+    if uses[0].cuts_inputs:
+        seen = [[(use, out, t) for use, out, t in zip(uses, outputs, times, strict=True) if g * size in use.part] for g in range(rows // size)]
+        none = torch.zeros_like(outputs[0][:, :, 0])
+        T = torch.stack([sum((out[:, :, 0] for _, out, _ in of_block), none) for of_block in seen], 2)
+        starts = [[(use.x * t, g * size - use.part.start) for use, _, t in of_block] for g, of_block in enumerate(seen)]
+        return T, [torch.cat([x[:, at : at + size] for x, at in given]) if given else T.new_zeros(1, size) for given in starts]
     T = sum(F.pad(out.flatten(2), (part.start, rows - part.stop)) for part, out in zip(parts, outputs, strict=True)).unflatten(2, (-1, size))
     given = [[x * t for x in use.inputs()] * (rows // size) for use, t in zip(uses, times, strict=True)]  # of a stack one each, else the same for all
     inputs = [[x[g] for x, part in zip(given, parts, strict=True) if g * size in part] for g in range(rows // size)]
@@ -895,7 +918,8 @@ class Oracle:
         factors = {name: [block] for name, block in self.ggn_blocks(hessian).items()}
         for name, param in self.params.items():
             uses = [use for use in uses_of_all if is_or_views(use.weight, param)]
-            if uses:
+            cuts = {(use.axis, use.cuts_inputs) for use in uses if isinstance(use, Product)}
+            if uses and len(cuts) <= 1:  # else it is used in two ways, and has none
                 tracked = jacobian(flat, [use.out for use in uses])
                 outputs, times = [use.outputs(jac) for use, jac in zip(uses, tracked, strict=True)], [self._times(jac) for jac in tracked]
                 if any(getattr(use, "part", None) for use in uses):

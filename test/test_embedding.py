@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -270,3 +271,35 @@ def test_padding_that_is_counted_from_the_end(make: Callable[[], Module]) -> Non
         model(tensor([[4, 1], [4, 4], [0, 4]])).square().sum().backward()
     close(model[0].weight.grad_batch.sum(0), model[0].weight.grad)
     assert not model[0].weight.grad[4].any()
+
+
+class Function(Module):
+    """Calls a bag as a function."""
+
+    def __init__(self, bag: EmbeddingBag) -> None:
+        super().__init__()
+        self.weight, self.bag = nn.Parameter(bag.weight.detach().clone()), deepcopy(bag).requires_grad_(False)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        more = dict(zip(("offsets", "per_sample_weights"), inputs[1:], strict=False))
+        options = {name: getattr(self.bag, name) for name in ("mode", "padding_idx", "include_last_offset")}
+        return F.embedding_bag(inputs[0], self.weight, **more, **options)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "Bag" in name])
+def test_bags_as_functions(name: str) -> None:
+    """They are read like the module."""
+    names = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "DiagHessian", "KFLR"]
+    found = []
+    bag, inputs = LAYERS[name]()
+    last = Linear(bag.embedding_dim, 4).to(DOUBLE)
+    for first in (bag.to(DOUBLE), Function(bag)):
+        model = extend(nn.ModuleList([first, last]))
+        lossfunc = extend(nn.CrossEntropyLoss())
+        with backpack(*(getattr(extensions, quantity)() for quantity in names)):
+            logits = model[1](model[0](*inputs).tanh())
+            lossfunc(logits, torch.arange(len(logits)) % 4).backward()
+        found.append([getattr(first.weight, QUANTITIES[quantity].field) for quantity in names])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+    assert found[0][0].any()

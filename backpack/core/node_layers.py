@@ -1,4 +1,4 @@
-"""Graph nodes of layers that are called as functions: convolutions, normalisations and tables, read like calls of their modules."""
+"""Graph nodes of layers that are called as functions: convolutions and normalisations, read like calls of their modules."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from backpack.core.derivatives.batchnorm_nd import BatchNormNdDerivatives
 from backpack.core.derivatives.bilinear import BilinearDerivatives
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.convnd import ConvNDDerivatives
-from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.grouped import GroupedDerivatives
 from backpack.core.derivatives.matmul import VectorDerivatives
 from backpack.core.derivatives.normalization import GroupNormDerivatives, LayerNormDerivatives, standardized
 from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.leaves import turns, way_to_leaf
-from backpack.core.node_calls import Composite, NodeCall, States, layer, reads, unit_of
+from backpack.core.node_calls import LINEAR, Composite, NodeCall, States, layer, reads, unit_of
 from backpack.core.samples import Layout, rows_along
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
@@ -56,13 +55,12 @@ class SlopeOfFixedNormDerivatives(BatchNormNdDerivatives):
 
 
 _CONVOLUTIONS = {(kind, n): kind(n) for kind in (ConvNDDerivatives, ConvTransposeNDDerivatives) for n in (1, 2, 3)}
-_LAYER_NORM, _LAYER_NORM_SLOPE, _GROUP_NORM, _BATCH_NORM, _SLOPE_OF_FIXED_NORM, _EMBEDDING, _VECTOR, _BILINEAR = (
+_LAYER_NORM, _LAYER_NORM_SLOPE, _GROUP_NORM, _BATCH_NORM, _SLOPE_OF_FIXED_NORM, _VECTOR, _BILINEAR = (
     SavedLayerNormDerivatives(),
     SlopeScaleDerivatives(),
     GroupNormDerivatives(),
     BatchNormNdDerivatives(),
     SlopeOfFixedNormDerivatives(),
-    EmbeddingDerivatives(),
     VectorDerivatives(),
     BilinearDerivatives(),
 )
@@ -88,11 +86,19 @@ def _saved_or_shape(node: Node, name: str, number: int) -> Callable[[], Tensor |
     return read
 
 
-def _single(states: Mapping[int, State]) -> Layout | None:
+def single(states: Mapping[int, State]) -> Layout | None:
+    """Read where the samples lie in the output of a node that has one.
+
+    Args:
+        states: Output number to layout.
+
+    Returns:
+        The layout; ``None`` if others have arrived.
+    """
     return states[0] if set(states) == {0} else None
 
 
-def _layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int], layout: Layout, walk: Walk) -> Unit | None:
+def same_precision(node: Node, call: NodeCall, below: int | None, factors: dict[str, int], layout: Layout, walk: Walk) -> Unit | None:
     """Make a unit unless precisions are mixed, as under autocast.
 
     Args:
@@ -118,7 +124,7 @@ def _layer(node: Node, call: NodeCall, below: int | None, factors: dict[str, int
 @reads("Convolution", "ConvolutionDerivative")
 def _convolution(node: Node, states: States, walk: Walk) -> Unit | None:
     back = operation(node) == "ConvolutionDerivative"  # the gradient of the input is the transposed convolution of that of the output
-    layout, axes, transposed = _single(states[node]), len(shape_of((node, 0))) - 2, saved(node, "transposed") != back
+    layout, axes, transposed = single(states[node]), len(shape_of((node, 0))) - 2, saved(node, "transposed") != back
     if layout is None or layout.axis != 0 or axes > 3:
         return None
     source, number = ("grad_output", 2) if back else ("input", 1)
@@ -142,16 +148,37 @@ def _convolution(node: Node, states: States, walk: Walk) -> Unit | None:
         padding_mode=lambda: "zeros",
         **{name: lambda value=value: value for name, value in settings.items()},
     )
-    return _layer(node, call, 0, {"weight": number} if back else {"weight": number, "bias": 2}, layout, walk)
+    return same_precision(node, call, 0, {"weight": number} if back else {"weight": number, "bias": 2}, layout, walk)
 
 
 @reads("Mv")
 def _product_with_vector(node: Node, states: States, walk: Walk) -> Unit | None:
-    layout = rows_along(0, shape_of((node, 0))[0], states[node][0])
-    if layout is None or checkpointed(node):
+    """Read ``x @ w``, or ``W @ x`` for a single input.
+
+    Args:
+        node: The node.
+        states: Where the samples lie in the output.
+        walk: The graph.
+
+    Returns:
+        The unit; ``None`` if both factors are activations, or something would have to be computed again.
+    """
+    (size,), layout = shape_of((node, 0)), states[node][0]
+    rows = None if checkpointed(node) else rows_along(0, size, layout)
+    if rows is None:
         return None
     read = {"input0": lambda: saved(node, "self"), "weight": _saved_or_shape(node, "vec", 1)}
-    return _layer(node, NodeCall(node, _VECTOR, **read), 0, {"weight": 1}, layout, walk)
+    unit = same_precision(node, NodeCall(node, _VECTOR, **read), 0, {"weight": 1}, rows, walk)
+    if unit is not None or not layout.of_one:
+        return unit
+    output = tensor_at((node, 0))
+    one = torch.empty(1, size, dtype=output.dtype, device=output.device)
+    read = {"input0": lambda: saved(node, "vec")[None], "weight": _saved_or_shape(node, "self", 0)}
+    unit = same_precision(node, NodeCall(node, LINEAR, one, **read), 1, {"weight": 0}, layout._replace(labels=(max(layout.labels),)), walk)
+    if unit is not None:
+        unit.base = True  # what arrives there has no axis for the only row
+        unit.arrives = None if unit.below is None else rows_along(0, *shape_of(unit.below), layout)
+    return unit
 
 
 @reads("GroupedMm")
@@ -198,7 +225,7 @@ def _bilinear(node: Node, states: States, walk: Walk) -> Composite | None:
     Returns:
         The composite; ``None`` if it is another product of three factors, or samples are in the weight.
     """
-    layout, products = _single(states[node]), [list(saved(node, name)) for name in ("expand1", "expand2", "expand3", "sumdim")]
+    layout, products = single(states[node]), [list(saved(node, name)) for name in ("expand1", "expand2", "expand3", "sumdim")]
     if layout is None or layout.axis != 0 or walk.connected or products != _OUTER_PRODUCTS:
         return None
     given = {"input0": _saved_or_shape(node, "i1", 0), "weight": _saved_or_shape(node, "i2", 1), "input1": _saved_or_shape(node, "i3", 2)}
@@ -218,7 +245,7 @@ def _bilinear(node: Node, states: States, walk: Walk) -> Composite | None:
 
 @reads("NativeLayerNorm")
 def _layer_norm(node: Node, states: States, walk: Walk) -> Unit | None:
-    layout, normalized = _single(states[node]), torch.Size(saved(node, "normalized_shape"))
+    layout, normalized = single(states[node]), torch.Size(saved(node, "normalized_shape"))
     if layout is None or layout.axis >= len(shape_of((node, 0))) - len(normalized):
         return None
     call = NodeCall(
@@ -231,7 +258,7 @@ def _layer_norm(node: Node, states: States, walk: Walk) -> Unit | None:
         input2=lambda: saved(node, "result2"),
         normalized_shape=lambda: normalized,
     )
-    return _layer(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
+    return same_precision(node, call, 0, {"weight": 1, "bias": 2}, layout, walk)
 
 
 @reads("NativeLayerNormDerivative")
@@ -246,11 +273,11 @@ def _slope_of_layer_norm(node: Node, states: States, walk: Walk) -> Composite | 
     Returns:
         The composite; ``None`` if gradients of parameters are used, too, or if something of the node would have to be differentiated.
     """
-    layout, normalized = _single(states[node]), torch.Size(saved(node, "normalized_shape"))
+    layout, normalized = single(states[node]), torch.Size(saved(node, "normalized_shape"))
     if layout is None or layout.axis >= len(shape_of((node, 0))) - len(normalized) or walk.connected:
         return None
     read = {"input0": lambda: saved(node, "grad_out"), "weight": lambda: saved(node, "weight"), "normalized_shape": lambda: normalized}
-    unit = _layer(node, NodeCall(node, _LAYER_NORM_SLOPE, **read), 0, {"weight": 4}, layout, walk)
+    unit = same_precision(node, NodeCall(node, _LAYER_NORM_SLOPE, **read), 0, {"weight": 4}, layout, walk)
     below = [number for number in (0, 1) if walk.reach.get(node.next_functions[number][0])]
 
     def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
@@ -298,7 +325,7 @@ def _norm_of_channels(
         bias=lambda: torch.empty(shape_of((node, 0))[1], device="meta"),
         **{name: partial(saved, node, place) for name, place in settings.items()},
     )
-    return _layer(node, call, 0, factors, layout, walk)
+    return same_precision(node, call, 0, factors, layout, walk)
 
 
 @reads("NativeGroupNorm")
@@ -335,57 +362,4 @@ def _batch_norm(node: Node, states: States, walk: Walk) -> Unit | None:
         return None
     rule, source, factors = (_SLOPE_OF_FIXED_NORM, "grad_out", {"weight": 2}) if slope else (_BATCH_NORM, "input", _FACTORS)
     statistics = {name: name for name in ("running_mean", "running_var", "eps")}
-    return _norm_of_channels(node, rule, _single(states[node]), walk, source, factors, **statistics)
-
-
-def _lookup(node: Node, numbers: Callable[[], Tensor], layout: Layout | None, walk: Walk, padding: int | None = None) -> Unit | None:
-    """Read an operation that looks up rows of a table.
-
-    Args:
-        node: The node.
-        numbers: Returns those of the rows.
-        layout: Where the samples lie in its output.
-        walk: The graph.
-        padding: Number of the row that is constant.
-
-    Returns:
-        The unit; ``None`` where the samples lie along the features.
-    """
-    if layout is None or layout.axis >= len(shape_of((node, 0))) - 1:
-        return None
-    call = NodeCall(
-        node,
-        _EMBEDDING,
-        input0=numbers,
-        weight=lambda: torch.empty(shape_of(node.next_functions[0]), dtype=call.outputs[0].dtype, device="meta"),
-        padding_idx=lambda: padding,
-    )
-    return _layer(node, call, None, {"weight": 0}, layout, walk)
-
-
-@reads("Embedding")
-def _embedding(node: Node, states: States, walk: Walk) -> Unit | None:
-    padding = saved(node, "padding_idx")
-    layout = None if saved(node, "scale_grad_by_freq") else _single(states[node])
-    return _lookup(node, lambda: saved(node, "indices"), layout, walk, None if padding < 0 else padding)
-
-
-@reads("Index", "IndexSelect")
-def _index(node: Node, states: States, walk: Walk) -> Unit | None:
-    """Read ``table[numbers]``, where the table is a parameter.
-
-    Args:
-        node: The node.
-        states: Where the samples lie in the output.
-        walk: The graph.
-
-    Returns:
-        The unit; ``None`` if something else is selected, or if what is would have to be computed again.
-    """
-    shape = shape_of(node.next_functions[0])
-    if len(shape) != 2 or way_to_leaf(node.next_functions[0], False) is None or checkpointed(node):  # noqa: PLR2004
-        return None
-    given = saved(node, "indices") if operation(node) == "Index" else (None,) * (saved(node, "dim") % 2) + (saved(node, "index"),)
-    if given[0] is None or given[0].dtype not in (torch.long, torch.int) or any(more is not None for more in given[1:]):
-        return None
-    return _lookup(node, lambda: given[0] % shape[0], _single(states[node]), walk)
+    return _norm_of_channels(node, rule, single(states[node]), walk, source, factors, **statistics)

@@ -83,18 +83,22 @@ def _product(node: Node, states: States, walk: Walk, bias: bool = False, multipl
     return unit
 
 
-def _left_product(node: Node, states: States, walk: Walk) -> Unit | None:
-    """Read ``W @ x``, perhaps for a stack of matrices, as a layer with input ``x [*, K, N]`` and weight ``W``.
+def _left_product(node: Node, states: States, walk: Walk, bias: bool = False) -> Unit | None:
+    """Read ``W @ x``, perhaps for a stack of matrices, or with a bias, as a layer with input ``x [*, K, N]`` and weight ``W``.
 
     Args:
         node: The node.
         states: Where the samples lie in the output.
         walk: The graph.
+        bias: Whether the first of the next edges is that of a term that is added: a column.
 
     Returns:
         The layer; ``None`` if the samples do not lie along the columns, or the left factor is no parameter.
     """
-    shape, weight = shape_of((node, 0)), node.next_functions[0]
+    shape, weight, (first, second) = shape_of((node, 0)), node.next_functions[int(bias)], FACTORS[operation(node)]
+    column = node.next_functions[0] if bias else (None, 0)
+    if (bias and (saved(node, "alpha") != 1 or saved(node, "beta") != 1)) or (column[0] is not None and shape_of(column) != (shape[-2], 1)):
+        return None
     layout = rows_along(len(shape) - 1, shape[-1], states[node][0])
     layout = layout and layout._replace(axis=len(shape) - 1)
     found = None if layout is None or weight[0] is None else axes_of(weight, left=True)
@@ -104,10 +108,11 @@ def _left_product(node: Node, states: States, walk: Walk) -> Unit | None:
     rule = RearrangedDerivatives(axes, len(shape) > 2, left=last)  # noqa: PLR2004
 
     def matrices() -> Tensor:
-        return saved(node, "self") if last else saved(node, "self").mT
+        return saved(node, first) if last else saved(node, first).mT
 
-    read = {"input0": lambda: saved(node, "mat2"), "weight": lambda: walk.leaves[way[-1]], "matrices": matrices}
-    return layer(node, NodeCall(node, rule, **read), 1, {"weight": 0}, layout, walk, ways={"weight": way})
+    read = {"input0": lambda: saved(node, second), "weight": lambda: walk.leaves[way[-1]], "matrices": matrices}
+    factors, ways = {"weight": int(bias)} | ({"bias": 0} if bias else {}), {"weight": way, "bias": []}  # a column may have any shape
+    return None if bias and not rule.keeps_order else layer(node, NodeCall(node, rule, **read), 1 + bias, factors, layout, walk, ways=ways)
 
 
 def _product_of_each(node: Node, states: States, walk: Walk, left: bool) -> Unit | None:
@@ -145,7 +150,11 @@ def _either_product(node: Node, states: States, walk: Walk) -> Unit | None:
     return found or _product(node, states, walk) or _left_product(node, states, walk)
 
 
-reads("Addmm", "Baddbmm")(partial(_product, bias=True))
+@reads("Addmm", "Baddbmm")
+def _either_product_and_sum(node: Node, states: States, walk: Walk) -> Unit | None:
+    left = None if len(shape_of((node, 0))) > 2 else partial(_left_product, node, states, walk, bias=True)  # noqa: PLR2004
+    found = left() if left is not None and not walk.is_tracked(node.next_functions[2][0]) else None
+    return found or _product(node, states, walk, bias=True) or (left() if left is not None else None)
 
 
 @reads("MkldnnRnnLayer")
