@@ -97,17 +97,21 @@ graph("rows of a weight, slices", slices, SHIFTED, (3,), *USES)
 graph("rows of a weight, overlapping", overlapping, SIX, (2, 3), *USES)
 graph("rows of a weight, and all of it", whole_and_part, SIX, (3,), *USES)
 graph("rows of a weight, of some", rows_of_one, layers(3, 3, w=parameter(6, 3), s=parameter(6), b=lambda: Linear(2, 4)), (3,), *USES)
-for _name, _function in (
-    ("outputs", lambda net, h: torch.tanh(h @ net.w[:, :2]) @ net.w[:, 2:4].t() + h @ net.w[:, 3:]),
-    ("inputs", lambda net, h: F.linear(h[..., :1], net.w[:, :1]) + F.linear(h, net.w[:, 3:]) + F.linear(h[..., 1:], net.w[:, 1:3])),
-    ("split", lambda net, h: sum(F.linear(h, part) for part in net.w.split(3, 1))),
-    ("that are rows", lambda net, h: h @ net.w.t()[:3].tanh() + h[..., :2] @ net.v[:2] + h @ net.v[1:4] + h @ net.v[3:]),
-    ("with a bias", lambda net, h: F.linear(torch.addmm(net.v[:2, 0], h.flatten(0, -2), net.w[:, :2]).tanh(), net.w[:, 2:4], net.b.bias[:3])),
+for _name, _size, _function in (
+    ("outputs", (), lambda net, h: torch.tanh(h @ net.w[:, :2]) @ net.w[:, 2:4].t() + h @ net.w[:, 3:]),
+    ("inputs", (), lambda net, h: F.linear(h[..., :1], net.w[:, :1]) + F.linear(h, net.w[:, 3:]) + F.linear(h[..., 1:], net.w[:, 1:3])),
+    ("split", (), lambda net, h: sum(F.linear(h, part) for part in net.w.split(3, 1))),
+    ("that are rows", (6, 3), lambda net, h: h @ net.w.t()[:3].tanh() + h[..., :2] @ net.v[:2] + h @ net.v[1:4] + h @ net.v[3:]),
+    (
+        "with a bias",
+        (6,),
+        lambda net, h: F.linear(torch.addmm(net.v[:2], h.flatten(0, -2), net.w[:, :2]).tanh(), net.w[:, 2:4], net.b.bias[:3]),
+    ),
 ):
     graph(
         f"columns of a weight, {_name}",
         lambda net, x, function=_function: net.b(function(net, net.a(x)).tanh().view(len(x), -1, 3).mean(1)),
-        layers(3, 3, w=parameter(3, 6), **({"v": parameter(6, 3)} if _name in ("that are rows", "with a bias") else {}), b=lambda: Linear(3, 4)),
+        layers(3, 3, w=parameter(3, 6), **({"v": parameter(*_size)} if _size else {}), b=lambda: Linear(3, 4)),
         (2, 3),
         *USES,
     )
