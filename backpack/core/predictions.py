@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.batches import rows_of, sample_axis
-from backpack.core.graph import call_once, operation, outputs_of, shape_of, tensor_at
+from backpack.core.graph import call_once, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.mixing import is_made_of_constants, stands_beside
 from backpack.core.origins import FACTORS
@@ -146,6 +146,9 @@ def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _O
     node, shape, like = edge[0], shape_of(edge), tensor_at(edge)
     if layout is not None and all(part[1] == layout for part in parts):
         behind = layout_behind(node, layout, shape_of(ways[0][1]), shape)
+        if behind is None and operation(node) in ("Select", "Unbind") and len(shape) > 1 and saved(node, "dim") % (len(shape) + 1) == layout.axis:
+            label = layout.labels[edge[1] if operation(node) == "Unbind" else saved(node, "index")]
+            behind = Layout(0, (label,) * shape[0], samples)  # all is of one sample
         if behind is not None:
             return samples, behind, []
     if operation(node) not in _MOVES | _COPIES | _JOINS:  # numbers would be summed
