@@ -36,6 +36,7 @@ class PartDerivatives(AffineDerivatives):
             axis: Along which axis of the weight blocks lie.
         """
         self._shape, self._groups, self.own, self.transposed, self._bias, self._axis = shape, groups, own, transposed, bias, axis
+        self.separates = not axis  # else blocks do not lie one after the other in the weight
         self._cuts_inputs = len(shape) == 2 and transposed is (axis == 0)  # noqa: PLR2004  outputs of blocks are summed, not laid side by side
 
     @property

@@ -141,8 +141,9 @@ class HBP(SecondOrderBackpropExtension):
                 why = f"{{names}} of shape {shape}: used by an operation or a layer without a rule for Kronecker factors"
             elif parameter in mixed:
                 why = (
-                    f"{{names}} of shape {shape}: axes of inputs lie on both sides of axes of outputs (or of a stack), as in "
-                    "einsum('bid,iod->bo', x, W). Let them lie side by side in the parameter ('ido' or 'oid'), and it has factors"
+                    f"{{names}} of shape {shape}: columns of it are used, as in x @ W[:, :k], or axes of inputs lie on both sides of axes of outputs "
+                    "(or of a stack), as in einsum('bid,iod->bo', x, W). Let these be rows of the parameter (F.linear(x, W[:k])), or lie side by "
+                    "side there ('ido' or 'oid'), and it has factors"
                 )
             elif parameter in made:
                 why = f"{{names}} of shape {shape}: makes the weight of another layer (W + B @ A), so that its Kronecker factors are not defined"
@@ -282,10 +283,10 @@ class KFAC(HBP):
 
     Products with a matrix are read off the graph, in attention, recurrent layers and functional code: ``F.linear(x, W)`` is a Linear layer, and a
     matrix ``W [in, out]`` in ``x @ W`` has its factors in the order of its axes, ``[A, B]``. Convolutions and embeddings that are called as functions
-    are like their layers. A vector has one factor, its exact block. Where products take some rows of a weight each (``F.linear(x, W[:k])``, attention
-    to another sequence), or one matrix of a stack (also in ``F.grouped_mm``), there is a list for each block of rows, of equal size, of which these
-    consist. An ``einsum`` of a tensor and a weight is a product with a matrix, too: axes of inputs, and of outputs, are joined; axes of outputs that
-    lie in front of those of inputs, apart from the others, count blocks.
+    are like their layers. A vector has one factor, its exact block. Where products take some rows of a weight each (``F.linear(x, W[:k])``,
+    ``x @ W[:k]``, attention to another sequence), or one matrix of a stack (also in ``F.grouped_mm``), there is a list for each block of rows, of
+    equal size, of which these consist. An ``einsum`` of a tensor and a weight is a product with a matrix, too: axes of inputs, and of outputs, are
+    joined; axes of outputs that lie in front of those of inputs, apart from the others, count blocks.
 
     Refused are parameters with two or more axes longer than one in any other operation without a rule (also columns or a multiple of them in one
     of these), and those that are used in two ways, whole and in parts, or in two orientations: take a diagonal for these, or freeze them. Derivatives
