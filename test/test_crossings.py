@@ -6,6 +6,7 @@ The truth is plain autograd: sample ``n`` is row ``n`` of what the model returns
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from copy import deepcopy
 from itertools import product
 from typing import Any
@@ -17,7 +18,7 @@ from test_extensions import close
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import Node
-from torch.nn import GRU, Conv1d, L1Loss, Linear, Module, Parameter, ReLU, RMSNorm, Sequential, Sigmoid
+from torch.nn import GRU, Conv1d, CrossEntropyLoss, Embedding, L1Loss, Linear, Module, Parameter, ReLU, RMSNorm, Sequential, Sigmoid
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
@@ -1100,3 +1101,118 @@ def test_cost_of_vectors_of_a_stack(rows: Callable[[Tensor], Iterable[Tensor]], 
         close(parameter.grad_batch, torch.stack([gradients[i] for gradients in expected]))
     assert samples == 1 or [name for name, _ in called].count("Select") in (0, 2)
     assert [columns for name, columns in called if name == "LinalgSlogdet"] == [1]
+
+
+class Applied(Function):
+    """A function of activations, of which the backward is a given one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, backward: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.given = backward
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.given(grad), None
+
+
+BACKWARD: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "reversed": (lambda g: -g, True),
+    "features mixed": (lambda g: g.cumsum(1), True),
+    "rows without a gradient": (lambda g: g * (torch.arange(len(g)) % 3 > 0)[:, None], True),
+    "nothing": (torch.zeros_like, True),
+    "rows exchanged": (lambda g: g.flip(0), True),
+    "centered": (lambda g: g - g.mean(0), False),
+    "a little of the next row": (lambda g: g + 1e-12 * g.roll(1, 0), False),
+}
+
+
+@pytest.mark.parametrize("small", [0, 2**14])
+@pytest.mark.parametrize("samples", [2, 5, 8])
+@pytest.mark.parametrize("name", BACKWARD)
+def test_functions_of_activations(name: str, samples: int, small: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of large activations are probed by one column after the other, unless they move samples; both tell the same."""
+    monkeypatch.setattr(crossings, "_SMALL", small)
+    if not small and name in ("reversed", "features mixed", "rows without a gradient", "nothing"):
+        monkeypatch.setattr(crossings, "probe", lambda *_: pytest.fail("all columns are sent at once"))
+    torch.manual_seed(0)
+    (given, alone), first, x = BACKWARD[name], Linear(3, 4, **DOUBLE), torch.randn(samples, 3, **DOUBLE)
+    model = extend(Sequential(first, Called(lambda h: Applied.apply(h, given)), Linear(4, 2, **DOUBLE)))
+    with backpack(BatchGrad()), nullcontext() if alone else pytest.raises(UnsupportedError, match="AppliedBackward"):
+        model(x).square().sum().backward()
+    if alone:
+        arrived = given(2 * model(x).detach() @ model[2].weight.detach())
+        rows = slice(None) if name != "rows exchanged" else torch.arange(samples).flip(0)  # samples are those of the output
+        close(first.weight.grad_batch, torch.einsum("no,ni->noi", arrived, x)[rows])
+        close(first.bias.grad_batch, arrived[rows])
+
+
+class Called(Module):
+    """A function, as a module."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "lengths": lambda h: torch.stack([h[i, : i % 3 + 1].mean(0) for i in range(len(h))]),
+    "lengths, from rows": lambda h: torch.stack([u[: i % 3 + 1].mean(0) for i, u in enumerate(h)]),
+    "steps": lambda h: torch.stack([h[i, i % 3] for i in range(len(h))]),
+    "steps, backwards": lambda h: torch.stack([h[i, -1 - i % 3].sin() for i in reversed(range(len(h)))]).flip(0),
+    "axis kept": lambda h: torch.cat([h[i : i + 1, ::2].sum(1) for i in range(len(h))]),
+    "features": lambda h: torch.stack([torch.cat([h[i, 1, :2], h[i, 0, 2:]]) for i in range(len(h))]),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_of_single_samples(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose they are is told by their numbers."""
+    call = crossings.call_node
+
+    def check(node: Node, columns: list[Tensor | None], probing: bool = False) -> list[Tensor | None]:
+        assert not probing or samples == 1 or operation(node) not in ("Select", "Slice")
+        return call(node, columns, probing)
+
+    monkeypatch.setattr(crossings, "call_node", check)
+    torch.manual_seed(0)
+    first, last = Linear(2, 4, **DOUBLE), Linear(4, 3, **DOUBLE)
+    model = extend(Sequential(first, Called(lambda h: PARTS[name](h.tanh())), last))
+    pass_over(model, torch.randn(samples, 3, 2, **DOUBLE), torch.arange(samples) % 3)
+
+
+class Relative(Module):
+    """Attention with what a layer makes of positions, or of a buffer, beside keys."""
+
+    def __init__(self, positions: bool) -> None:
+        super().__init__()
+        self.query, self.last = Linear(2, 4, **DOUBLE), Linear(4, 3, **DOUBLE)
+        self.table = Embedding(9, 4, **DOUBLE) if positions else Sequential(Linear(2, 4, **DOUBLE), Sigmoid())
+        self.register_buffer("known", torch.arange(5)[:, None] - torch.arange(5) + 4 if positions else torch.randn(5, 5, 2, **DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.query(x)
+        differences = torch.arange(5)[:, None] - torch.arange(5) + 4 if isinstance(self.table, Embedding) else self.known
+        scores = torch.einsum("nqd,qkd->nqk", q, self.table(differences))
+        return self.last((scores.softmax(-1) @ q).sum(1))
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5])
+@pytest.mark.parametrize("positions", [True, False])
+def test_relative_positions(positions: bool, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a layer makes of them is a factor of a layer, and has its Kronecker factors."""
+    if samples > 1:
+        monkeypatch.setattr(crossings.Gap, "call_masked", lambda *_: pytest.fail("a layer is crossed sample by sample"))
+    torch.manual_seed(0)
+    model = extend(Relative(positions))
+    pass_over(model, torch.randn(samples, 5, 2, **DOUBLE), torch.arange(samples) % 3)
+    lossfunc = extend(CrossEntropyLoss())
+    with backpack(KFLR()):
+        lossfunc(model(torch.randn(samples, 5, 2, **DOUBLE)), torch.arange(samples) % 3).backward()
+    weight = model.table.weight if positions else model.table[0].weight
+    counts = torch.bincount(model.known.flatten()).double() if positions else torch.einsum("tsi,tsj->ij", model.known, model.known)
+    close(weight.kflr[0 if positions else 1], counts)
