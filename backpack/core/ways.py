@@ -27,7 +27,7 @@ ELEMENTWISE = frozenset(
     Erf Sin Cos Sinh Cosh Neg Alias Clone ToCopy NativeDropout Clamp ClampMin ClampMax Sign Sgn Round Floor Ceil Trunc Frac Deg2Rad Rad2Deg
     Reciprocal Log1P Log2 Log10 Expm1 Exp2 Tan Asin Acos Atan Asinh Acosh Atanh Erfc Celu Threshold Hardshrink Softshrink NanToNum
     Complex Conj ResolveConj Angle Erfinv Lgamma Digamma Polygamma Mvlgamma I0 Sinc Logit RreluWithNoise
-    SpecialI0E SpecialI1 SpecialI1E SpecialNdtri SpecialLogNdtr SpecialEntr SpecialErfcx""".split()
+    SpecialI0E SpecialI1 SpecialI1E SpecialNdtri SpecialLogNdtr SpecialEntr SpecialErfcx Tril Triu""".split()
 )
 """Operations that treat every entry alone."""
 _OF_ENTRIES = ELEMENTWISE | frozenset(

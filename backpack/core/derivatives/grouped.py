@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.derivatives.weight_parts import PartDerivatives
 from backpack.utils.subsampling import subsample
 
@@ -17,7 +19,6 @@ class GroupedDerivatives(AffineDerivatives):
     """Input ``[N, *positions, K]``, ``input1 [N, *positions, 1]`` with the number of the matrix for each: a layer with as many groups."""
 
     any_batch_axis = in_parts = True
-    weight_layout = PartDerivatives.weight_layout  # the same weight may be used in parts, too
 
     def __init__(self, groups: int, transposed: bool) -> None:
         """Say how the matrices lie.
@@ -27,6 +28,10 @@ class GroupedDerivatives(AffineDerivatives):
             transposed: Whether the inputs come first in a matrix of the weight.
         """
         self._groups, self.transposed = groups, transposed
+
+    @property
+    def weight_layout(self) -> Hashable:  # the same weight may be used in parts, too
+        return (MatmulDerivatives if self.transposed else PartDerivatives).weight_from_matrix
 
     def groups(self, module: Any) -> int:
         return self._groups

@@ -43,7 +43,7 @@ class PartDerivatives(AffineDerivatives):
     def weight_layout(self) -> Hashable:
         if self._axis:
             return PartDerivatives.weight_from_matrix, self.transposed
-        return MatmulDerivatives.weight_from_matrix if self.transposed else PartDerivatives.weight_from_matrix
+        return (MatmulDerivatives if self.transposed else PartDerivatives).weight_from_matrix
 
     def groups(self, module: Any) -> int:
         return self._groups
