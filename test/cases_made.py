@@ -90,6 +90,7 @@ LOW_RANK = {"up": parameter(3, 2), "down": parameter(2, 4)}
 
 made("masked", lambda net: net.w * mask(net.w), MATRIX, (4,))
 made("masked, positions", lambda net: net.w * mask(net.w), MATRIX, (2, 4))
+made("triangles", lambda net: net.w.tril(1) + 0.5 * net.up.triu() @ net.down, MATRIX | LOW_RANK, (2, 4))
 made("masked, turned", lambda net: net.w * mask(net.w), {"w": parameter(4, 3)}, (4,), turned=True)
 made("masked, turned twice", lambda net: (net.w.t() * mask(net.w.t())).t() * 0.5, MATRIX, (2, 4))
 made("noise", lambda net: net.w + F.softplus(net.s) * noise(net.s), MATRIX | {"s": parameter(3, 4)}, (4,))
