@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack.core.checkpoints import checkpointed
-from backpack.core.derivatives.embedding import EmbeddingBagDerivatives, EmbeddingDerivatives
+from backpack.core.derivatives.embedding import EmbeddingBagDerivatives, EmbeddingDerivatives, LookupDerivatives
 from backpack.core.graph import operation, saved, shape_of
 from backpack.core.leaves import way_to_leaf
 from backpack.core.node_calls import NodeCall, States, reads
@@ -21,15 +20,16 @@ from backpack.core.walk import Walk
 _EMBEDDING, _BAG, _MODES, _MAXIMUM = EmbeddingDerivatives(), EmbeddingBagDerivatives(), ("sum", "mean"), 2
 
 
-def _lookup(node: Node, numbers: Callable[[], Tensor], layout: Layout | None, walk: Walk, padding: int | None = None) -> Unit | None:
+def _lookup(node: Node, rule: LookupDerivatives, layout: Layout | None, walk: Walk, padding: int | None = None, **read: Callable) -> Unit | None:
     """Read an operation that looks up rows of a table.
 
     Args:
         node: The node.
-        numbers: Returns those of the rows.
+        rule: Its rule.
         layout: Where the samples lie in its output.
         walk: The graph.
-        padding: Number of the row that is constant.
+        padding: Number of the row that is constant; negative, or ``None``, for none.
+        read: What else the rule reads: the numbers of the rows, for example.
 
     Returns:
         The unit; ``None`` where the samples lie along the features.
@@ -38,19 +38,18 @@ def _lookup(node: Node, numbers: Callable[[], Tensor], layout: Layout | None, wa
         return None
     call = NodeCall(
         node,
-        _EMBEDDING,
-        input0=numbers,
+        rule,
         weight=lambda: torch.empty(shape_of(node.next_functions[0]), dtype=call.outputs[0].dtype, device="meta"),
-        padding_idx=lambda: padding,
+        padding_idx=lambda: None if padding is None or padding < 0 else padding,
+        **read,
     )
     return same_precision(node, call, None, {"weight": 0}, layout, walk)
 
 
 @reads("Embedding")
 def _embedding(node: Node, states: States, walk: Walk) -> Unit | None:
-    padding = saved(node, "padding_idx")
     layout = None if saved(node, "scale_grad_by_freq") else single(states[node])
-    return _lookup(node, lambda: saved(node, "indices"), layout, walk, None if padding < 0 else padding)
+    return _lookup(node, _EMBEDDING, layout, walk, saved(node, "padding_idx"), input0=lambda: saved(node, "indices"))
 
 
 @reads("EmbeddingBag")
@@ -65,23 +64,13 @@ def _embedding_bag(node: Node, states: States, walk: Walk) -> Unit | None:
     Returns:
         The unit; ``None`` for maxima, weights that depend on parameters, and bags that do not end with the list.
     """
-    layout, padding, offsets, numbers = single(states[node]), saved(node, "padding_idx"), saved(node, "offsets"), saved(node, "indices")
-    bags, (_, weights) = shape_of((node, 0))[0], node.next_functions
-    if layout is None or layout.axis or saved(node, "mode") == _MAXIMUM or saved(node, "scale_grad_by_freq") or walk.is_tracked(weights[0]):
+    offsets, numbers, (_, weights) = saved(node, "offsets"), saved(node, "indices"), node.next_functions
+    if saved(node, "mode") == _MAXIMUM or saved(node, "scale_grad_by_freq") or walk.is_tracked(weights[0]) or checkpointed(node):
         return None
-    if checkpointed(node) or (len(offsets) > bags and int(offsets[-1]) != len(numbers)):
+    if len(offsets) > shape_of((node, 0))[0] and int(offsets[-1]) != len(numbers):
         return None
-    call = NodeCall(
-        node,
-        _BAG,
-        input0=lambda: numbers,
-        input1=lambda: offsets,
-        input2=lambda: saved(node, "per_sample_weights"),
-        mode=lambda: _MODES[saved(node, "mode")],
-        weight=lambda: torch.empty(shape_of(node.next_functions[0]), dtype=call.outputs[0].dtype, device="meta"),
-        padding_idx=lambda: None if padding < 0 else padding,
-    )
-    return same_precision(node, call, None, {"weight": 0}, layout, walk)
+    read = {"input0": lambda: numbers, "input1": lambda: offsets, "input2": lambda: saved(node, "per_sample_weights")}
+    return _lookup(node, _BAG, single(states[node]), walk, saved(node, "padding_idx"), **read, mode=lambda: _MODES[saved(node, "mode")])
 
 
 @reads("Index", "IndexSelect")
@@ -102,4 +91,4 @@ def _index(node: Node, states: States, walk: Walk) -> Unit | None:
     given = saved(node, "indices") if operation(node) == "Index" else (None,) * (saved(node, "dim") % 2) + (saved(node, "index"),)
     if given[0] is None or given[0].dtype not in (torch.long, torch.int) or any(more is not None for more in given[1:]):
         return None
-    return _lookup(node, lambda: given[0] % shape[0], single(states[node]), walk)
+    return _lookup(node, _EMBEDDING, single(states[node]), walk, input0=lambda: given[0] % shape[0])
