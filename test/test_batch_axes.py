@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from backpack import backpack, extend, results
 from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, Variance
-from backpack.utils.errors import MixedSamplesError, UnsupportedError
+from backpack.utils.errors import MixedSamplesError, UnattributedError, UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -362,6 +362,35 @@ def test_samples_behind_an_axis_of_length_one(shape: tuple[int, ...], loss: str)
         out = model(torch.randn(shape))[0]
         lossfunc(out, torch.zeros_like(out)).backward()
     assert len(model.last.weight.diag_ggn_exact_batch) == len(out)
+
+
+class Draws(nn.Module):
+    """Bounds of an autoencoder with several draws in front of the samples, ``[K, N]``."""
+
+    def __init__(self, draws: int, united: bool) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.draws, self.united = nn.Linear(6, 3), nn.Linear(3, 6), draws, united
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = x.new_tensor(range(3 * self.draws)).view(-1, 1, 3).sin()
+        bounds = (self.decoder(self.encoder(x) + noise).tanh() - x).square().sum(-1)
+        return bounds.logsumexp(0) if self.united else bounds
+
+
+@pytest.mark.parametrize("draws", [1, 4, 6])
+@pytest.mark.parametrize("samples", [1, 3, 4])
+def test_draws_in_front_of_the_samples(samples: int, draws: int) -> None:
+    """As many as the input has features, they were taken for samples, and united behind the model."""
+    model, x = extend(Draws(draws, True).double()), torch.randn(samples, 6).double()
+    rows = [torch.autograd.grad(model(x)[nr] / samples, list(model.parameters())) for nr in range(samples)]
+    with backpack(BatchGrad()):
+        model(x).mean().backward()
+    for parameter, *expected in zip(model.parameters(), *rows, strict=True):
+        torch.testing.assert_close(parameter.grad_batch, torch.stack(expected))
+    model.united = False
+    if draws > 1 or samples > 1:
+        with backpack(BatchGrad()), pytest.raises((UnsupportedError, UnattributedError, MixedSamplesError)):
+            model(x).logsumexp(0).mean().backward()
 
 
 class Ragged(nn.Module):

@@ -135,7 +135,7 @@ def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
     if shape == (1,):  # a loss
         return None
     if not first or rows in _others(call):
-        return rows if first != 1 and (len(shape) == _MATRIX or first not in shape) else None
+        return rows if first != 1 and (first not in shape or (len(shape) == _MATRIX and shape != first_shape(call)[::-1])) else None
     return None if first in shape or rows % first == 0 else rows
 
 
@@ -153,6 +153,8 @@ def turns(call: ModuleCall) -> bool:
     shape, first = next(iter(shapes), (0,)), batch_of(call)
     if rows_of(call) is not None or not first:
         return False
+    if len(shape) == _MATRIX and shape == first_shape(call)[::-1]:
+        return True
     if len(shape) <= _MATRIX or first == 1:
         return (len(shape) == _MATRIX or first == 1) and shape[0] % first == 0 and shape[0] // first in _others(call)
     flat = len(first_shape(call)) == _MATRIX and shape[0] == 1

@@ -141,7 +141,7 @@ def bare(walk: Walk, node: Node) -> UnattributedError:
         The error.
     """
     graphs = (slot.shape for call in walk.outermost for index, slot in enumerate(call.outputs) if index not in call.detached)
-    parts = [f" (a model returned {list(s)} for {n} samples)" for s in graphs for n in walk.batches if n and s and s[0] > n and s[0] % n == 0]
+    parts = [f" (a model returned {list(s)} for {n} samples)" for s in graphs for n in walk.batches if n and s[:1] not in ((), (1,), (n,))]
     return UnattributedError(
         "{names}: used outside of everything that has samples: in a penalty on the parameters, say, or on derivatives inside of a model that returns "
         "its loss, in an output of the model that is made of parameters alone or of some samples, or in a factor of losses behind the last module. "
