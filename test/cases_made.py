@@ -7,8 +7,9 @@ from collections.abc import Callable
 import torch
 from cases_nets import Net, graph, parameter
 from torch import Tensor
-from torch.nn import Linear
+from torch.nn import Linear, Module
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 MADE = ("nested", "other parameters")
 
@@ -66,6 +67,10 @@ def shifted_and_used(net: Net, x: Tensor) -> Tensor:
     return net.b((F.linear(x, weight).tanh() + x @ net.w.t() + weight.sum(1)).tanh())
 
 
+def by_torch(norm: Callable[..., Module], **options: int) -> Callable[[], Linear]:
+    return lambda: norm(Linear(4, 3), **options).eval()
+
+
 def masked_kernel(net: Net, x: Tensor) -> Tensor:
     kernel = net.k * mask(net.k)
     return net.b(F.conv1d(x, kernel.exp() - 1, net.k.sum((1, 2)), padding=1).tanh().mean(2))
@@ -87,6 +92,13 @@ def biased(net: Net, x: Tensor) -> Tensor:
 MATRIX, ROWS, COLUMNS = {"w": parameter(3, 4)}, {"g": parameter(3, 1)}, {"h": parameter(4)}
 FROZEN = {"c": lambda: parameter(3, 4)().requires_grad_(False)}
 LOW_RANK = {"up": parameter(3, 2), "down": parameter(2, 4)}
+NORMED = {
+    "weight norm": by_torch(weight_norm),
+    "weight norm of columns": by_torch(weight_norm, dim=1),
+    "weight norm of all": by_torch(weight_norm, dim=None),
+    "spectral norm": by_torch(spectral_norm),
+}
+NO_HESSIAN = ("weight norm of columns", "weight norm of all")
 
 made("masked", lambda net: net.w * mask(net.w), MATRIX, (4,))
 made("masked, positions", lambda net: net.w * mask(net.w), MATRIX, (2, 4))
@@ -106,6 +118,20 @@ made("masked, rows and columns", lambda net: (net.w * mask(net.w)).tanh() * net.
 made("columns of a masked product", lambda net: (net.up @ net.down * mask(net.w) + net.w) * net.h, MATRIX | LOW_RANK | COLUMNS, (4,))
 made("lengths and directions", by_lengths, MATRIX | LOW_RANK | ROWS, (4,))
 made("standardized", standardized, MATRIX, (2, 4))
+made("standardized, no positions", standardized, MATRIX, (4,))
+made("normalized rows", lambda net: F.normalize(net.w, dim=1) + net.w, MATRIX, (4,))
+made("normalized columns", lambda net: F.normalize(net.w, dim=0), MATRIX, (4,))
+made("of length one", lambda net: net.w / net.w.norm(), MATRIX, (4,))
+made("of length one, positions", lambda net: net.w / net.w.norm(), MATRIX, (2, 4))
+made("by its largest entries", lambda net: net.w / (net.w.abs().amax(1, keepdim=True) + net.w.abs().max()), MATRIX, (4,))
+made("around its mean", lambda net: (net.w.t() - net.w.mean(1) + net.w.sum(0)[:3] * net.w.var()).t(), MATRIX, (4,))
+made("of probabilities", lambda net: net.w.softmax(1), MATRIX, (4,))
+made("of probabilities, turned", lambda net: net.w.softmax(-2) * net.w.logsumexp(0), {"w": parameter(4, 3)}, (4,), turned=True)
+made("symmetric", lambda net: ((net.w + net.w.t()) / 2)[:3] + 0, {"w": parameter(4, 4)}, (4,))
+made("antisymmetric", lambda net: net.w.triu(1) - net.w.triu(1).t(), {"w": parameter(3, 3)}, (3,), turned=True)
+made("symmetric, positions", lambda net: net.w @ (net.s + net.s.t()), MATRIX | {"s": parameter(4, 4)}, (2, 4))
+made("projected", lambda net: net.w - (net.w @ net.c)[:, None] * net.c, MATRIX | {"c": lambda: parameter(4)().requires_grad_(False)}, (4,))
+made("of its products", lambda net: net.w @ net.w.t(), {"w": parameter(3, 3)}, (3,))
 made("gated by itself", lambda net: net.w * net.w.sigmoid(), MATRIX, (4,))
 made("used twice", lambda net: net.w.tanh() + net.w * 2, MATRIX, (4,))
 made("Kronecker product", lambda net: torch.kron(net.one, net.other), {"one": parameter(3, 2), "other": parameter(1, 2)}, (4,))
@@ -114,6 +140,9 @@ made("one row for all", lambda net: net.h.tanh().expand(3, 4) * noise(net.h.expa
 made("constants divided by columns", lambda net: net.c / net.h.exp(), COLUMNS | FROZEN, (4,))
 made("norms of single entries", lambda net: net.c * (net.g / (net.g.norm(dim=1, keepdim=True) + 1)), ROWS | FROZEN, (4,))
 made("rows below each other", lambda net: torch.cat([net.one.tanh(), net.other * 2]), {"one": parameter(2, 4), "other": parameter(1, 4)}, (4,))
+for label, layer in NORMED.items():
+    tags = (*MADE, "curved") if label in NO_HESSIAN else MADE
+    graph(f"weight: {label}", lambda net, x: net.b(net.a(x).tanh()), lambda layer=layer: {"a": layer(), "b": Linear(3, 4)}, (4,), *tags)
 graph("weight: masked kernel", masked_kernel, lambda: {"k": parameter(3, 2, 3)(), "b": Linear(3, 4)}, (2, 4), *MADE)
 graph("weight: in two places", in_two_places, lambda: {"w": parameter(3, 4)(), "g": parameter(3, 1)(), "b": Linear(3, 4)}, (4,), *MADE)
 graph("weight: in two layers", in_two_layers, lambda: {"w": parameter(3, 4)(), "g": parameter(3, 1)(), "b": Linear(3, 4)}, (4,), *MADE)

@@ -243,7 +243,7 @@ def test_computed_weights_cost_more() -> None:
     def cost(layer: Module) -> float:
         return explain(layer, MSELoss(), torch.rand(64, 300), torch.rand(64, 300), [DiagGGNMC()]).quantities[0].cost
 
-    plain, added, masked, normalized, twice = map(
+    plain, added, masked, normalized, twice, mixed = map(
         cost,
         (
             Linear(300, 300),
@@ -251,11 +251,13 @@ def test_computed_weights_cost_more() -> None:
             Computed(lambda w: w * torch.ones(300, 300).tril()),
             Computed(lambda w: w / w.norm(dim=1, keepdim=True)),
             Computed(lambda w: w + w.mean() + torch.relu(w)),
+            Computed(lambda w: torch.matrix_exp(w - w.t())),
         ),
     )
     assert added < 1.2 * plain
-    assert plain < masked < 3 * plain
-    assert min(normalized, twice) > max(3 * masked, 5 * plain)
+    assert plain < min(masked, normalized, twice)
+    assert max(masked, normalized, twice) < 5 * plain
+    assert mixed > 10 * plain
 
 
 def test_several_targets() -> None:

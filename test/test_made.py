@@ -20,7 +20,7 @@ from backpack.extensions import collector
 from backpack.extensions.firstorder import batch_l2_grad
 
 pytestmark = pytest.mark.filterwarnings("error")
-NAMES = [name for name in CASES if name.startswith("weight: ")]
+NAMES = [name for name, case in CASES.items() if name.startswith("weight: ") and "curved" not in case.tags]
 OF_COLUMNS = [
     *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance"),
     *("DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "DiagGGNMC", "BatchDiagGGNMC", "SqrtGGNMC", "DiagHessian", "BatchDiagHessian"),
@@ -89,9 +89,22 @@ WAYS = {
     "rows, columns and a number": [({"w"}, {"g", "h", "n"}, set())],
     "rows of positions": [({"w"}, {"g", "h"}, set())],
     "masked, rows and columns": [({"w"}, {"g", "h"}, set())],
-    "lengths and directions": [(set(), {"g"}, {"w", "up", "down"})],
-    "standardized": [(set(), set(), {"w"})],
-    "used twice": [(set(), set(), {"w"})],
+    "lengths and directions": [({"w"}, {"g"}, {"up", "down"})],
+    "standardized": [({"w"}, set(), set())],
+    "standardized, no positions": [({"w"}, set(), set())],
+    "used twice": [({"w"}, set(), set())],
+    "normalized rows": [({"w"}, set(), set())],
+    "normalized columns": [({"w"}, set(), set())],
+    "by its largest entries": [({"w"}, set(), set())],
+    "around its mean": [({"w"}, set(), set())],
+    "of probabilities, turned": [({"w"}, set(), set())],
+    "antisymmetric": [({"w"}, set(), set())],
+    "symmetric, positions": [({"w", "s"}, set(), set())],
+    "projected": [({"w"}, set(), set())],
+    "of its products": [({"w"}, set(), set())],
+    "weight norm": [({"a.parametrizations.weight.original1"}, {"a.parametrizations.weight.original0"}, set())],
+    "weight norm of columns": [({"a.parametrizations.weight.original1"}, {"a.parametrizations.weight.original0"}, set())],
+    "spectral norm": [({"a.parametrizations.weight.original"}, set(), set())],
     "Kronecker product": [(set(), set(), {"one", "other"})],
     "of a vector": [({"v"}, set(), set())],
     "one row for all": [(set(), {"h"}, set())],

@@ -16,7 +16,7 @@ from backpack.core.derivatives.basederivatives import Samples
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.flow import Columns, Use
-from backpack.core.graph import call_once, operation, outputs_of, saved, shape_of, tensor_at
+from backpack.core.graph import call_once, has_saved, operation, outputs_of, saved, shape_of, tensor_at
 from backpack.core.leaves import turns
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.samples import plain_layout
@@ -24,6 +24,10 @@ from backpack.core.ways import BROADCASTING, ELEMENTWISE
 from backpack.utils.subsampling import subsample
 
 _OF_MATRICES = frozenset({"T", "Transpose", "Permute", "Mm"})
+_REDUCING = frozenset("Sum Mean Norm LinalgVectorNorm Var Std Logsumexp Amax Amin Max Min".split())
+"""Operations of whose results each is made of entries of its own, along some axes."""
+_SUMS = frozenset({"Softmax", "WeightNormInterface"})
+"""Operations that return a sum of terms for one."""
 _LAYOUTS = {LinearDerivatives.weight_from_matrix: False, MatmulDerivatives.weight_from_matrix: True}
 
 
@@ -64,7 +68,7 @@ def carries_terms(node: Node) -> bool:
     Returns:
         Whether it can.
     """
-    return operation(node) in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | _OF_MATRICES
+    return operation(node) in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | _OF_MATRICES | _REDUCING | _SUMS | {"Mv", "Dot", "Vdot"}
 
 
 def slopes(node: Node, number: int) -> Tensor | None:
@@ -133,6 +137,70 @@ class Term(NamedTuple):
         grad = rows[0][0] if 0 in rows else some.new_full((), nan).expand(some.shape[1:])
         use = Use(_Product(inputs, weight), {"weight": weight}, rows, grad, plain_layout(len(inputs)))
         return cls(use, "weight", some.dtype, (lambda part: part.mT) if turned else (lambda part: part), turned, scale)
+
+    @classmethod
+    def spread(cls, columns: Columns, node: Node, number: int) -> Term | None:
+        """Carry columns, of which each sample has few, to a matrix of which a node made as few.
+
+        Args:
+            columns: ``{source: [V, N, *shape]}``.
+            node: The node.
+            number: Number of the next edge.
+
+        Returns:
+            The term; ``None`` if the node does something else.
+        """
+        name, shape, few = operation(node), shape_of(node.next_functions[number]), shape_of((node, 0))
+        if len(shape) != 2 or outputs_of(node) > 1 or tensor_at((node, 0)).dtype.is_complex:  # noqa: PLR2004
+            return None
+        if name == "Mv" and number == 0:
+            vector = saved(node, "vec")
+            return cls._outer(columns, vector, turned=False)
+        if name not in _REDUCING:
+            return None
+        slope = call_once(node, [torch.ones(few, dtype=tensor_at((node, 0)).dtype, device=tensor_at((node, 0)).device)])[number]
+        return cls._along(columns, slope, saved(node, "dim") if has_saved(node, "dim") else None)
+
+    @classmethod
+    def _outer(cls, columns: Columns, vector: Tensor, turned: bool) -> Term:
+        # columns of each sample, one for each row of the matrix (for each of its columns, if it is turned), times a vector that is the same for all
+        rows = {source: c.reshape(*c.shape[:2], 1, -1, 1) for source, c in columns.items()}
+        samples = next(iter(columns.values())).shape[1]
+        return cls._product(rows, vector.expand(samples, -1).reshape(samples, 1, -1, 1), turned)
+
+    @classmethod
+    def _along(cls, columns: Columns, slope: Tensor, dims: int | tuple[int, ...] | None) -> Term:
+        # columns that are repeated along some axes of a matrix, all if none are named, and multiplied by another
+        axes = {axis % 2 for axis in ((dims,) if isinstance(dims, int) else dims or (0, 1))}
+        turned = axes == {0}
+        height, width = slope.shape[::-1] if turned else slope.shape
+        rows = {source: c.reshape(*c.shape[:2], -1).expand(-1, -1, height) for source, c in columns.items()}
+        return cls._outer(rows, slope.new_ones(width), turned)._times(slope)
+
+    def sides(self) -> tuple[Columns, Tensor] | None:
+        """Read the two factors of which a matrix without further positions is the product.
+
+        Returns:
+            ``{source: [V, N, rows of the edge]}`` and ``[N, columns of the edge]``, or the other way round if it is turned; ``None`` for others.
+        """
+        inputs = self.use.call.inputs if self.turned is not None else None
+        if inputs is None or inputs.shape[3] != 1:
+            return None
+        return {source: rows[:, :, 0, :, 0] for source, rows in self.use.value.items()}, inputs[:, 0, :, 0]
+
+    def merged(self, other: Term) -> Term | None:
+        """Add another term, if it differs by its scale.
+
+        Args:
+            other: Another one at the same edge.
+
+        Returns:
+            Their sum; ``None`` if it is none.
+        """
+        if self.use is not other.use or self.turned is None or self.turned != other.turned:
+            return None
+        one, two = (1.0 if term.scale is None else term.scale for term in (self, other))
+        return self._multiplied(one + two) if isinstance(one + two, float) else self._replace(scale=one + two)
 
     def formed(self, part: slice = slice(None)) -> Columns:
         """Form it.
@@ -203,39 +271,61 @@ class Term(NamedTuple):
             return self._replace(dtype=dtype, scale=scale)
         return self._product({source: mat.to(dtype) for source, mat in self.use.value.items()}, self.use.call.inputs.to(dtype), self.turned, scale)
 
-    def through(self, node: Node, number: int) -> Term | Columns | None:
-        """Carry it from the output of a node to one of its inputs.
+    def through(self, node: Node, number: int) -> list[Term | Columns] | None:
+        """Carry it from the first output of a node to one of its inputs.
 
         Args:
             node: The node.
             number: Number of the next edge.
 
         Returns:
-            The term, or what has been formed of it, where that is small; ``None`` if the node does something else.
+            Terms, or what has been formed of them, where that is small, of which it is the sum; ``None`` if the node does something else.
         """
         name, edge, slot = operation(node), node.next_functions[number], tensor_at((node, 0))
         shape, full, dtype = shape_of(edge), shape_of((node, 0)), tensor_at(edge).dtype
-        if slot.dtype.is_complex or dtype.is_complex or outputs_of(node) > 1:
+        if slot.dtype.is_complex or dtype.is_complex:
+            return None
+        if name in _SUMS and self.turned is not None and len(full) == 2:  # noqa: PLR2004
+            return self.to(dtype)._through_sum(node, number)
+        if outputs_of(node) > 1:
             return None
         if name in ELEMENTWISE | BROADCASTING:
             slope = slopes(node, number)
             if slope is None:
                 return None
             term, slope = self.to(dtype), slope.to(dtype)
-            return term._times(slope) if shape == full else term._summed(slope, shape)
-        if name in SAME_ENTRIES:
-            if shape == full:
-                return self
+            found = term._times(slope) if shape == full else term._summed(slope, shape)
+        elif name in SAME_ENTRIES:
             scale = self.scale if self.scale is None else self.scale.reshape(shape)
-            return self._replace(turned=None, scale=scale, place=partial(_reshaped, self.place, len(full), shape))
-        if self.turned is None or len(shape) != 2:  # noqa: PLR2004
-            return None
+            found = self if shape == full else self._replace(turned=None, scale=scale, place=partial(_reshaped, self.place, len(full), shape))
+        else:
+            found = self._through_matrices(node, number) if self.turned is not None and len(shape) == 2 else None  # noqa: PLR2004
+        return None if found is None else [found]
+
+    def _through_matrices(self, node: Node, number: int) -> Term | None:
         if turns((node, 0)):
             return self._product(self.use.value, self.use.call.inputs, not self.turned, self.scale if self.scale is None else self.scale.mT)
-        other = saved(node, "self" if number else "mat2") if name == "Mm" and self.scale is None else None
+        other = saved(node, "self" if number else "mat2") if operation(node) == "Mm" and self.scale is None else None
         if other is None or other.layout != torch.strided:
             return None
         other, rows, inputs = other.mT if number else other, self.use.value, self.use.call.inputs
         if bool(number) is self.turned:
             return self._product(rows, other @ inputs, self.turned)
         return self._product({source: other @ mat for source, mat in rows.items()}, inputs, self.turned)
+
+    def _through_sum(self, node: Node, number: int) -> list[Term | Columns] | None:
+        """Carry it through a softmax ``p`` of rows or columns, or to the directions ``v``, or the lengths, of ``g v / |v|``.
+
+        Returns:
+            As ``through``: ``p * (G - sum(p * G))``; ``s * (G - u * sum(u * G))`` with ``u = v / |v|`` and ``s = g / |v|``, or ``sum(u * G)``.
+        """
+        axis = saved(node, "dim") % 2
+        if operation(node) == "Softmax":
+            unit = rate = saved(node, "result")
+        else:
+            axis, norms = 1 - axis, saved(node, "result1")  # of which the lengths are those
+            unit, rate = saved(node, "v") / norms, saved(node, "g") / norms
+        sums = self._summed(unit, Size(1 if axis == nr else size for nr, size in enumerate(unit.shape)))
+        if operation(node) != "Softmax" and number == 1:
+            return [sums]
+        return [self._times(rate.expand_as(unit)), self._along(sums, -rate * (1 if unit is rate else unit), axis)]

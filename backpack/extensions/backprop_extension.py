@@ -141,11 +141,11 @@ class BackpropExtension(Excluding, ABC):
         """
         raise UnsupportedError(f"{type(self).__name__} says what to do only for {[cls.__name__ for cls in self._module_exts]}.")
 
-    def of_term(self, term: Term) -> Any:
-        """Make the quantity of a parameter at which everything arrives as a term, if that need not be formed.
+    def of_terms(self, terms: list[Term]) -> Any:
+        """Make the quantity of a parameter at which everything arrives as a sum of terms, if these need not be formed.
 
         Args:
-            term: The term.
+            terms: The terms.
 
         Returns:
             The quantity; ``NotImplemented``, by default.

@@ -8,6 +8,7 @@ from operator import or_
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.calls import ModuleCall
@@ -28,6 +29,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.costs import width
 from backpack.extensions.flows import ColumnFlow, SqrtFlow
+from backpack.extensions.made import read_in_blocks
 from backpack.extensions.positions import is_tied
 from backpack.extensions.rules import ColumnRule, Rule, find_faster, finish_at_once
 from backpack.extensions.secondorder import HBP
@@ -147,6 +149,7 @@ class Weight:
         self._concerned, self._samples = collector.concerned(flow), max(plan.batches.values())
         coupled = [unit.couples for unit in plan.units.values()] if flow.needs is Need.CURVATURE else []
         self._coupled = reduce(or_, coupled, 0) & self._concerned  # at these parameters columns are born, too
+        self._unformed = self._behind_factors() if flow.needs is not Need.CURVATURE else set()
         self.most = live = 0
         waiting: dict[Edge, int] = {}
         for node in plan.walk.order:
@@ -166,7 +169,18 @@ class Weight:
                 waiting[node, 0] = here
                 live += here
 
+    def _behind_factors(self) -> set[Node]:
+        # nodes at which nothing is formed for all samples, between factors and the parameters of which they are made
+        composites = [part for composite in self._plan.composites.values() for part in composite.parts]
+        found, readers = set[Node](), self._collector.readers(self._flow)
+        for edge in (edge for unit in (*self._plan.units.values(), *composites) for edge in unit.split.values()):
+            made = read_in_blocks(edge, self._plan, self._flow, readers, self._samples)
+            found |= {edge[0], *(upstream[0] for gap in made.gaps for upstream in filter(None, gap.upstream))} if made is not None else set()
+        return found
+
     def _at(self, edge: Edge) -> int:
+        if edge[0] in self._unformed:
+            return 0
         like, split = tensor_at(edge), self._plan.states.get(edge[0], {}).get(edge[1]) is SPLIT or edge[0] in self._plan.walk.leaves
         return prod(like.shape) * like.dtype.itemsize * (self._samples if split else 1)
 

@@ -17,20 +17,19 @@ from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.flow import Flow
 from backpack.core.graph import operation, outputs_of, saved, shape_of
-from backpack.core.made import Made
 from backpack.core.node_functions import axes_of, product
 from backpack.core.plan import Plan
 from backpack.core.residuals import columns_of
 from backpack.core.slots import Edge
 from backpack.core.terms import carries_terms
 from backpack.core.units import Unit
-from backpack.core.walk import Need, Walk
+from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, Way
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
 from backpack.extensions.flows import RootFlow, SqrtFlow, carried_for
-from backpack.extensions.made import goes_by_blocks, stands_alone
+from backpack.extensions.made import read_in_blocks
 from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
@@ -232,11 +231,10 @@ class Costs:
         Returns:
             What an entry of a sample's columns takes: nothing if these are not formed, less in blocks that stay in a cache.
         """
-        made, rule = Made.at(edge, self._plan), self._extension.rule_at(self._samples)
-        by_blocks = made is not None and goes_by_blocks(self._extension, rule, adds=self._flow.needs is Need.CURVATURE)
-        if not by_blocks or not stands_alone(made, self._plan):
+        made = read_in_blocks(edge, self._plan, self._flow, [self._extension], self._samples)
+        if made is None:
             return FRESH
-        entry = 0 if set(made.uses.values()) == {1} and all(carries_terms(gap.node) for gap in made.gaps) else 2 * ENTRY
+        entry = 0 if all(carries_terms(gap.node) for gap in made.gaps) else 2 * ENTRY
         self._entry |= {gap.node: entry for gap in made.gaps}
         return entry
 

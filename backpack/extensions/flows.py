@@ -29,6 +29,7 @@ from backpack.core.walk import GENERIC
 from backpack.extensions.loss_scale import scaled
 from backpack.utils.columns import Entries, ScatteredColumns
 from backpack.utils.errors import UnsupportedError
+from backpack.utils.pages import concatenated
 
 LONG = 2**16
 """Entries of a column, at all modules that it passes, from which on it takes longer to carry one more than to make a root that has one less.
@@ -54,6 +55,19 @@ class Source(NamedTuple):
     which: Hashable = None
 
 
+def in_order(sources: Iterable) -> list:
+    """Sort sources by the order of the forward passes.
+
+    Args:
+        sources: The sources.
+
+    Returns:
+        Sorted list.
+    """
+    sources = list(sources)
+    return sources if len(sources) == 1 else sorted(sources, key=lambda source: source.order)
+
+
 def apply_to_all(columns: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
     """Apply a function that treats columns independently to the columns of all sources at once.
 
@@ -66,8 +80,9 @@ def apply_to_all(columns: Columns, function: Callable[[Tensor], Tensor]) -> Colu
     """
     if len(columns) == 1:
         return {source: function(part) for source, part in columns.items()}
-    sizes = [part.shape[0] for part in columns.values()]
-    return dict(zip(columns, function(torch.cat(list(columns.values()))).split(sizes), strict=True))
+    sources = in_order(columns)
+    parts = [columns[source] for source in sources]
+    return dict(zip(sources, function(concatenated(parts)).split([*map(len, parts)]), strict=True))
 
 
 class ColumnFlow(Flow):

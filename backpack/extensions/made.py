@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterator
-from itertools import chain
+from collections.abc import Callable, Container, Iterable, Iterator
+from itertools import chain, combinations_with_replacement
+from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from backpack.core.derivatives.affine import LARGE
 from backpack.core.flow import Columns, Flow
 from backpack.core.made import Made, MadeUse
 from backpack.core.plan import Plan
 from backpack.core.reader import Reader
+from backpack.core.slots import Edge
 from backpack.core.terms import Term
 from backpack.core.walk import Need
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import CentredSquares, Noted, Part, PerSample, Sum
-from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster
+from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster, signs_of, stack
 from backpack.extensions.spared import gradient_at
+from backpack.utils.columns import blocks
+from backpack.utils.moment import sum_of_squared_columns
+from backpack.utils.precision import wide
 
+_LOST = 2**10
+"""Rounding errors of the summands below which a square is not taken from their products: it keeps three digits."""
 Finish = Callable[[Columns, Parameter], Any]
 
 
@@ -50,6 +59,24 @@ def stands_alone(made: Made | MadeUse, plan: Plan) -> bool:
         Whether they have none.
     """
     return all(uses == plan.uses.get(parameter) for parameter, uses in made.uses.items())
+
+
+def read_in_blocks(edge: Edge, plan: Plan, flow: Flow, extensions: Iterable[BackpropExtension], samples: int) -> Made | None:
+    """Foresee whether quantities of the parameters behind a factor are read without forming what all samples contribute.
+
+    Args:
+        edge: Edge of the factor.
+        plan: The plan.
+        flow: The flow.
+        extensions: The extensions that read it.
+        samples: Number of samples.
+
+    Returns:
+        What lies behind the factor, if they are.
+    """
+    made, adds = Made.at(edge, plan), flow.needs is Need.CURVATURE
+    known = made is not None and stands_alone(made, plan) and all(goes_by_blocks(e, e.rule_at(samples), adds) for e in extensions)
+    return made if known else None
 
 
 def _of_samples(source: Any, block: slice) -> Any:
@@ -83,10 +110,132 @@ class _Gathered:
         return self.kept.value if self.kept.extra is None else Noted(self.kept.value, self.kept.extra)
 
 
+class SumOfProducts:
+    """Sum of scaled outer products ``scale * left right^T`` of columns and samples, whose squares are added without forming it.
+
+    Attributes:
+        samples: Number of samples.
+    """
+
+    def __init__(self, parts: list[tuple[Tensor, Tensor, Tensor | None]], signs: Tensor | None) -> None:
+        """Take note of the factors.
+
+        Args:
+            parts: ``left`` ``[V, N, O]`` and ``right`` ``[V, N, K]``, one column where they are the same in all, and ``scale`` ``[O, K]``.
+            signs: Signs of the columns, ``[V, N]``.
+        """
+        self._parts, self._signs, self.samples = parts, signs, parts[0][0].shape[1]
+
+    @classmethod
+    def of(cls, terms: list[Term]) -> SumOfProducts | None:
+        """Read the factors of terms.
+
+        Args:
+            terms: Terms of one use.
+
+        Returns:
+            The sum; ``None`` if some have further positions, or are no matrices.
+        """
+        parts = []
+        for term in terms:
+            sides = term.sides()
+            if sides is None:
+                return None
+            rows, inputs = wide(stack(sides[0])), wide(sides[1])[None]
+            parts.append((*((inputs, rows) if term.turned else (rows, inputs)), None if term.scale is None else wide(term.scale)))
+        return cls(parts, signs_of(terms[0].use.value))
+
+    def _products(self) -> Iterator[tuple[Tensor, Tensor, Tensor | float, bool]]:
+        # of each two of them: of the left sides, of the right ones, of the scales; and whether it is a square
+        for (one, (left, right, scale)), (two, (other, beside, factor)) in combinations_with_replacement(enumerate(self._parts), 2):
+            scales = [each for each in (scale, factor) if each is not None]
+            yield left * other, right * beside, prod(scales, start=1.0 if one == two else 2.0), one == two
+
+    def squares(self) -> Tensor:
+        """Add the squares over columns and samples, with their signs.
+
+        Returns:
+            ``[O, K]``.
+        """
+        found, sizes = 0.0, 0.0
+        for left, right, scale, is_square in self._products():
+            sizes = sizes + _matrix(left, right) * scale if is_square else sizes
+            signed = left if self._signs is None else left * self._signs.to(left.dtype).unsqueeze(2)
+            found = found + _matrix(signed, right) * scale
+        cancelled = (found.abs() < sizes * _LOST * torch.finfo(found.dtype).eps).nonzero(as_tuple=True)
+        for part in blocks(len(cancelled[0]), max(1, len(self._parts[0][0]) * self.samples), LARGE):
+            places = cancelled[0][part], cancelled[1][part]
+            columns = sum(
+                left[..., places[0]] * right[..., places[1]] * (1 if scale is None else scale[places]) for left, right, scale in self._parts
+            )
+            found[places] = sum_of_squared_columns(columns, self._signs).sum(0)
+        return found
+
+    def norms(self) -> Tensor:
+        """Add the squares of a single column over the entries.
+
+        Returns:
+            ``[N]``.
+        """
+        found, sizes = 0.0, 0.0
+        for left, right, scale, is_square in self._products():
+            scaled = left[0] @ scale if isinstance(scale, Tensor) else scale * left[0].sum(1, keepdim=True)
+            norms = (scaled * right[0]).sum(1)
+            found, sizes = found + norms, sizes + norms if is_square else sizes
+        cancelled = (found < sizes * _LOST * torch.finfo(found.dtype).eps).nonzero()[:, 0]
+        for part in blocks(len(cancelled), self._parts[0][0].shape[2] * self._parts[0][1].shape[2], LARGE):
+            found[cancelled[part]] = torch.linalg.vector_norm(self._formed(cancelled[part]).flatten(1), dim=1).square()
+        return found
+
+    def _formed(self, samples: Tensor) -> Tensor:
+        outer = (left[0, samples].unsqueeze(2) * right[0, samples].unsqueeze(1) * (1 if s is None else s) for left, right, s in self._parts)
+        return sum(outer)
+
+    def total(self) -> Tensor:
+        """Add the columns, and the samples.
+
+        Returns:
+            ``[O, K]``.
+        """
+        return sum(_matrix(left, right) * (1 if scale is None else scale) for left, right, scale in self._parts)
+
+
+def _matrix(left: Tensor, right: Tensor) -> Tensor:
+    # sum of outer products over columns and samples
+    if 1 in (len(left), len(right)):
+        left, right = left.sum(0), right.sum(0)
+    return left.flatten(0, -2).T @ right.flatten(0, -2)
+
+
 class OfSquares(BackpropExtension):
     """A quantity, each entry of which is made of the squares of that entry of columns: in parameters and in what is made of them entry by entry."""
 
-    def of_term(self, term: Term) -> Any:
+    def of_terms(self, terms: list[Term]) -> Any:
+        return self._of_term(terms[0]) if len(terms) == 1 else self._of_sum(terms)
+
+    def _of_sum(self, terms: list[Term]) -> Any:
+        # only what adds over the samples: else, it is as large as what is formed
+        known = not isinstance(self.combination, PerSample) and find_faster(self, terms[0].use.call.derivatives, terms[0].name) is not None
+        products = SumOfProducts.of(terms) if known else None
+        if products is None:
+            return NotImplemented
+        squares = products.squares()
+        return self.of_moments(squares, products.total, products.samples)
+
+    def of_moments(self, squares: Tensor, total: Callable[[], Tensor], samples: int) -> Any:
+        """Make the quantity from sums over samples and columns.
+
+        Args:
+            squares: Sum of the squares, with the signs of columns, ``[*parameter]``.
+            total: Returns the sum of the columns themselves, ``[*parameter]``.
+            samples: Number of samples.
+
+        Returns:
+            The quantity; the sum of the squares, by default.
+        """
+        return squares
+
+    def _of_term(self, term: Term) -> Any:
         use, name, scale = term.use, term.name, 1.0 if term.scale is None else term.scale
         function = find_faster(self, use.call.derivatives, name)
         value = NotImplemented if function is None else function(self, use, name)
@@ -139,13 +288,19 @@ class ReadsMade(Reader):
         for parameter, columns in made.formed.items():
             for extension in readers[parameter]:
                 yield parameter, extension, self.finishes[extension](columns, parameter)
-        for parameter, term in made.terms.items():
+        others = [(parameter, extension) for parameter in made.others for extension in readers[parameter]]
+        for parameter, terms in made.terms.items():
             for extension in readers[parameter]:
-                value = extension.of_term(term)
-                yield parameter, extension, self.finishes[extension](term.formed(), parameter) if value is NotImplemented else value
-        gathered = {(p, e): _Gathered(e, p, self.finishes[e], made.samples) for p in made.others for e in readers[p]}
+                value = extension.of_terms(terms)
+                if value is not NotImplemented:
+                    yield parameter, extension, value
+                elif len(terms) == 1:
+                    yield parameter, extension, self.finishes[extension](terms[0].formed(), parameter)
+                else:
+                    others.append((parameter, extension))
+        gathered = {(p, e): _Gathered(e, p, self.finishes[e], made.samples) for p, e in others}
         for block in made.blocks() if gathered else ():
-            columns = made.columns(block)
+            columns = made.columns(block, {p for p, _ in others})
             for (parameter, _), part in gathered.items():
                 if parameter in columns:
                     part.add(columns[parameter], block)

@@ -23,10 +23,11 @@ from backpack.core.derivatives.embedding import add_at, place_at
 from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.plan import Plan
 from backpack.core.samples import add_rows
-from backpack.extensions.flows import SqrtFlow, apply_to_all
+from backpack.extensions.flows import SqrtFlow, apply_to_all, in_order
 from backpack.extensions.signed_flow import SignedSqrtFlow
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.moment import sum_of_squared_columns
+from backpack.utils.pages import concatenated
 
 Subsampling = tuple[int, ...] | None
 
@@ -111,7 +112,7 @@ class ColumnRule(Rule):
         columns = apply_to_all(value, mjp)
         if chosen is None:
             use.keep_sum(name, columns)
-        return columns if direct else self.choose(apply_to_all(columns, lambda c: add_rows(c, use.layout)))
+        return columns if direct else self.choose({source: add_rows(c, use.layout) for source, c in columns.items()})
 
     def at_leaf(self, columns: Columns) -> Columns:
         return self.choose(apply_to_all(columns, Tensor.clone))  # they are autograd's, or those of other branches, too
@@ -159,7 +160,7 @@ def stack(columns: Columns) -> Tensor:
         ``[sum of V, ...]``.
     """
     ordered = in_order(columns)
-    return columns[ordered[0]] if len(ordered) == 1 else torch.cat([columns[source] for source in ordered])
+    return columns[ordered[0]] if len(ordered) == 1 else concatenated([columns[source] for source in ordered])
 
 
 def signed_matrices(columns: Columns) -> dict[str, list]:
@@ -197,19 +198,6 @@ def as_published(extension: Any, columns: Columns) -> Any:
         return stack(choice.choose(columns))
     parts = signed_matrices(columns)
     return {"matrices": list(choice.choose(dict(enumerate(parts["matrices"]))).values()), "signs": parts["signs"]}
-
-
-def in_order(sources: Iterable) -> list:
-    """Sort sources by the order of the forward passes.
-
-    Args:
-        sources: The sources.
-
-    Returns:
-        Sorted list.
-    """
-    sources = list(sources)
-    return sources if len(sources) == 1 else sorted(sources, key=lambda source: source.order)
 
 
 class FromGradient(NamedTuple):

@@ -133,6 +133,35 @@ def copied(tensor: Tensor) -> Tensor:
     return empty(tuple(tensor.shape), tensor).copy_(tensor)
 
 
+def concatenated(tensors: list[Tensor]) -> Tensor:
+    """Put tensors side by side along axis 0.
+
+    Args:
+        tensors: The tensors, of the same further axes.
+
+    Returns:
+        All of them: where they are, if they are all that is there.
+    """
+    first = tensors[0]
+    if any(tensor.requires_grad or tensor.dtype != first.dtype for tensor in tensors):
+        return torch.cat(tensors)
+    shape = (sum(map(len, tensors)), *first.shape[1:])
+    if _is_all(tensors):
+        return torch.empty(0, dtype=first.dtype, device=first.device).set_(first.untyped_storage(), 0, shape)  # axes of length one have any stride
+    return torch.cat(tensors, out=empty(shape, first))
+
+
+def _is_all(tensors: list[Tensor]) -> bool:
+    # whether tensors fill their memory one behind the other
+    place = tensors[0].untyped_storage().data_ptr()
+    for tensor in tensors:
+        if not tensor.is_contiguous() or tensor.data_ptr() != place or not tensor.nbytes:
+            return False
+        place += tensor.nbytes
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return len({storage.data_ptr() for storage in storages}) == 1 and place == storages[0].data_ptr() + storages[0].nbytes()
+
+
 def _found(create: Callable[..., Tensor], what: Any, like: Tensor, **options: Any) -> Tensor:
     """Allocate a tensor where a result of the pass before is that nothing refers to, or else in large pages.
 

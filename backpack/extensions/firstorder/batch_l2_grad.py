@@ -14,6 +14,7 @@ from backpack.core.terms import Term
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
+from backpack.extensions.made import SumOfProducts
 from backpack.extensions.rules import faster, find_faster, finish_at_once
 from backpack.utils.columns import blocks
 from backpack.utils.precision import wide
@@ -32,11 +33,15 @@ class BatchL2Grad(SubsamplingExtension, GradientExtension):
     def forms_gradients(self, rows: Size, entries: int) -> bool:
         return super().forms_gradients(rows, entries) and not by_gram_matrices(rows, entries, formed=True)
 
-    def of_term(self, term: Term) -> Tensor:
+    def of_terms(self, terms: list[Term]) -> Tensor:
+        term = terms[0]
         use, name, scale = term.use, term.name, term.scale
         function = find_faster(self, use.call.derivatives, name)
         if function is None:
             return NotImplemented
+        if len(terms) > 1:
+            products = SumOfProducts.of(terms)
+            return NotImplemented if products is None else products.norms()
         if scale is None:
             return function(self, use, name)
         if term.turned is None or use.value[0].shape[4] > 1:

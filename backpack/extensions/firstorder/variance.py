@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -37,6 +39,10 @@ class Variance(OfSquares, SubsamplingExtension, GradientExtension):
         # Tensor.var over the first axis is ten times slower on a CPU
         variance = (gradients - gradients.mean(0)).square().mean(0) if len(gradients) else gradients.sum(0)
         return Noted(variance, lambda: gradients.sum(0))
+
+    def of_moments(self, squares: Tensor, total: Callable[[], Tensor], samples: int) -> Noted:
+        gradient = total()
+        return Noted(_variance(squares / max(1, samples), gradient, max(1, samples)), lambda: gradient)
 
 
 faster(Variance, AffineDerivatives, "bias")(finish_at_once)
