@@ -68,7 +68,10 @@ def carries_terms(node: Node) -> bool:
     Returns:
         Whether it can.
     """
-    return operation(node) in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | _OF_MATRICES | _REDUCING | _SUMS | {"Mv", "Dot", "Vdot"}
+    name = operation(node)
+    if name in _REDUCING | _SUMS:
+        return len(shape_of(node.next_functions[0])) == 2  # noqa: PLR2004
+    return name in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | _OF_MATRICES | {"Mv", "Dot", "Vdot"}
 
 
 def slopes(node: Node, number: int) -> Tensor | None:
