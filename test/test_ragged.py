@@ -247,4 +247,5 @@ def test_places() -> None:
     positions = turn.front(torch.tensor([[[1.0], [4.0]], [[2.0], [5.0]], [[3.0], [6.0]]]))
     assert positions.tolist() == [[[[2.0], [0.0]], [[5.0], [0.0]]], [[[1.0], [3.0]], [[4.0], [6.0]]]]
     assert arrangements.ragged(Layout(0, (*range(5), *[5] * 20), 6)) is None
-    assert arrangements.ragged(Layout(0, (2, 0), 30)) is None
+    assert arrangements.ragged(Layout(0, (2, 0), 30)) == arrangements.Ragged(30, 1, (2, 0))
+    assert arrangements.ragged(Layout(0, (2,) * 6, 30)) is None

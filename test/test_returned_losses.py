@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, results
-from backpack.extensions import BatchDiagGGNExact, BatchGrad, Variance
-from backpack.utils.errors import BackpackError
+from backpack.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad, Variance
+from backpack.utils.errors import BackpackError, UnattributedError
 
 
 class Model(nn.Module):
@@ -245,7 +245,7 @@ def ggn_diagonal(model: Model, samples: int, *given: Tensor) -> list[Tensor]:
 
 
 def sample_gradients(model: Model, losses: list[Tensor]) -> list[Tensor]:
-    gradients = [torch.autograd.grad(loss / len(losses), tuple(model.parameters())) for loss in losses]
+    gradients = [torch.autograd.grad(loss / len(losses), tuple(model.parameters()), allow_unused=True, materialize_grads=True) for loss in losses]
     return [torch.stack(of_parameter) for of_parameter in zip(*gradients, strict=True)]
 
 
@@ -572,6 +572,10 @@ MADE: dict[str, Callable[[Prototypes], Tensor]] = {
 }
 
 
+UNKNOWN = [(name, number) for name in ("buffer", "attribute", "looked up") for number in (3, 4)]
+"""Here a layer was given what could be data, too."""
+
+
 @pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.parametrize("number", [3, 4])
 @pytest.mark.parametrize("name", MADE)
@@ -579,14 +583,21 @@ def test_rows_that_are_the_same_for_all_samples(name: str, number: int, differen
     """As many prototypes as samples are no samples; where they are left out, the others are exact."""
     torch.manual_seed(0)
     model, x, y = Prototypes(number, MADE[name]).double(), torch.randn(3, 2, dtype=torch.float64), torch.randn(3, number, dtype=torch.float64)
-    expected = torch.stack([torch.autograd.grad(model(x[n : n + 1], y[n : n + 1]), model.embed.weight)[0] for n in range(3)])
+    expected = [3 * gradients for gradients in sample_gradients(model, [model(x[n : n + 1], y[n : n + 1]) for n in range(3)])]
     extend(model)
-    with pytest.raises(BackpackError, match=r"key\.bias.*used outside of everything that has samples"), backpack(BatchGrad()):
-        model(x.requires_grad_(differentiated), y).backward()
-    assert results(model) == {}
+    if (name, number) in UNKNOWN:
+        with pytest.raises(BackpackError, match=r"key\.bias.*used outside of everything that has samples"), backpack(BatchGrad()):
+            model(x.requires_grad_(differentiated), y).backward()
+        assert results(model) == {}
+    else:
+        with backpack(BatchGrad()):
+            model(x.requires_grad_(differentiated), y).backward()
+        for parameter, gradients in zip(model.parameters(), expected, strict=True):
+            if parameter.grad is not None:
+                close(parameter.grad_batch, gradients)
     with backpack(BatchGrad(exclude=["key.weight", "key.bias", "rows", "table.weight"])):
         model(x, y).backward()
-    close(model.embed.weight.grad_batch, expected)
+    close(model.embed.weight.grad_batch, expected[[name for name, _ in model.named_parameters()].index("embed.weight")])
 
 
 @dataclass
@@ -962,15 +973,15 @@ def test_attention_in_front(samples: int) -> None:
 
 
 class Shift(nn.Module):
-    """A parameter is added behind the layer, and the samples are counted by nobody."""
+    """A parameter is added behind the mean, and the samples are counted by nobody."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
         self.layer, self.shift, self.first = nn.Linear(4, 3), nn.Parameter(torch.randn(3)), first
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.layer(x)
-        return (self.shift + h if self.first else h + self.shift).logsumexp(1).mean()
+        loss, shift = self.layer(x).logsumexp(1).mean(), self.shift.sum()
+        return shift + loss if self.first else loss + shift
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -980,6 +991,71 @@ def test_reasons_are_the_same_in_any_order(first: bool) -> None:
     with pytest.raises(BackpackError) as caught, backpack(BatchGrad()):
         model(torch.randn(2, 4)).backward()
     assert str(caught.value).startswith("shift: used outside of everything that has samples")
+
+
+def forward_scores(net: Joined, z: Tensor, y: Tensor) -> Tensor:
+    steps = torch.stack([z, z.sin(), z.cos()], 1)
+    scores, path = steps[:, 0], steps[:, 0].gather(1, y[:, None]).squeeze(1)
+    for step in range(1, 3):
+        scores = torch.logsumexp(scores[:, :, None] + net.table, 1) + steps[:, step]
+        path = path + steps[:, step].gather(1, y[:, None]).squeeze(1) + net.table[y, y]
+    return (scores.logsumexp(1) - path).mean()
+
+
+JOINED: dict[str, Callable[[Joined, Tensor, Tensor], Tensor]] = {
+    "centers": lambda net, z, y: (z.exp() - net.table[y]).square().sum(1).mean(),
+    "centers, by a function": lambda net, z, y: F.mse_loss(z, net.table[y]) + F.huber_loss(net.table[y], z, reduction="sum") / len(z),
+    "variances": lambda net, z, y: (0.5 * (z.sin() / net.scale.exp()).square() + net.scale).sum(1).mean(),
+    "a number for all": lambda net, z, y: (z.logsumexp(1) * net.scale[0].exp()).mean(),
+    "beside a known loss": lambda net, z, y: F.cross_entropy(z, y) + F.mse_loss(net.table[y], z.detach()) + (z @ net.table).square().sum(1).mean(),
+    "transitions": forward_scores,
+}
+
+
+class Joined(nn.Module):
+    """A loss by hand, to which parameters belong that are behind the last module."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.layer, self.loss = nn.Linear(4, 3), JOINED[name]
+        self.table, self.scale = nn.Parameter(torch.randn(3, 3)), nn.Parameter(torch.randn(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.loss(self, self.layer(x), y)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", list(JOINED))
+def test_parameters_behind_the_last_module(name: str, samples: int) -> None:
+    torch.manual_seed(0)
+    model, x, y = Joined(name).double(), torch.randn(samples, 4, dtype=torch.float64), torch.randint(3, (samples,))
+    expected = sample_gradients(model, [model(x[n : n + 1], y[n : n + 1]) for n in range(samples)])
+    extend(model)
+    if (name, samples) == ("beside a known loss", 3):  # as many classes as samples
+        with pytest.raises(BackpackError), backpack(BatchGrad()):
+            model(x, y).backward()
+        return
+    with backpack(BatchGrad(), BatchL2Grad()):
+        model(x, y).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        if parameter.grad is not None:
+            close(parameter.grad_batch, gradients)
+            close(parameter.batch_l2, gradients.flatten(1).square().sum(1))
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_parameters_that_meet_means_of_samples(samples: int) -> None:
+    """They belong to no sample, also where there are as many samples as features."""
+
+    class Means(Shift):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x)
+            return h.logsumexp(1).mean() + (h.mean(0, keepdim=self.first) - self.shift).square().sum()
+
+    for first in (True, False):
+        with pytest.raises(UnattributedError, match="shift"), backpack(BatchGrad()):
+            model = extend(Means(first))
+            model(torch.randn(samples, 4)).backward()
 
 
 def test_a_doubt_comes_before_what_follows_from_a_wrong_guess() -> None:
@@ -1235,7 +1311,7 @@ def test_labels_of_positions_behind_a_layer_without_rule(samples: int, flat: boo
     extend(model)
     for extension in (BatchDiagGGNExact(), BatchGrad()):
         if flat:
-            with backpack(extension), pytest.raises(BackpackError, match="returns its loss"):
+            with backpack(extension), pytest.raises(BackpackError, match="returns its loss|as many rows as it was given"):
                 model(x, y).backward()
             continue
         with backpack(extension):

@@ -136,7 +136,7 @@ def ragged(layout: Layout, groups: int = 1) -> Ragged | None:
         The arrangement; ``None`` if some have so many rows more than others that there would be little else than zeros.
     """
     length = max(Counter(layout.labels).values(), default=0)
-    if layout.samples * length > _MOST_PADDING * groups * len(layout.labels) or not length:
+    if layout.samples * length > _MOST_PADDING * groups * max(layout.samples, len(layout.labels)) or not length:
         return None
     places = tuple(label * length + turn for label, turn in zip(layout.labels, repetitions(layout.labels), strict=True))
     return Ragged(layout.samples, length, places)

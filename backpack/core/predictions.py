@@ -14,7 +14,7 @@ from backpack.core.refusals import bare
 from backpack.core.samples import Layout, along, label_tensor, layout_of, plain_layout, sum_to
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
-from backpack.core.ways import ALONG_AXES, ELEMENTWISE, layout_behind
+from backpack.core.ways import ALONG_AXES, BROADCASTING, ELEMENTWISE, layout_behind
 
 _DIGITS = 128  # so far integers are exact, and can be told from zero, in every type
 # selections of entries, none of them twice
@@ -26,7 +26,7 @@ _MOVES = SAME_ENTRIES | frozenset(
 _COPIES = frozenset("Expand Repeat Gather Embedding".split())
 _ELSE = _COPIES | ALONG_AXES  # what samples are followed through where they do not begin at the output of a model anyway
 _JOINS = frozenset({"Cat", "Stack"})
-_KEEPS = ELEMENTWISE | frozenset("Mul Div Add Sub Rsub Where MaskedFill Softmax LogSoftmax NativeLayerNorm FusedRmsNorm".split())
+_KEEPS = ELEMENTWISE | BROADCASTING - {"Expand"} | frozenset("MaskedFill Softmax LogSoftmax NativeLayerNorm FusedRmsNorm".split())
 
 # the number of samples, -1 if every row is one; where they lie, ``None`` if on no axis; the digits of their numbers, from one on, for each entry of a
 # tensor, none if they lie on an axis, ``None`` if that is where they began
@@ -94,15 +94,19 @@ def _owners_of(walk: Walk, edge: Edge) -> _Owners | None:
         ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
         if name in _JOINS and ways:
             break
-        if name in _KEEPS:
-            ways = [way for way in ways if shape_of(way[1]) == shape_of(edge)][:1]
+        same = [way for way in ways if shape_of(way[1]) == shape_of(edge)] if name in _KEEPS else []
+        if name in _KEEPS and not known:  # those may be copied along axes, and what meets them may be made of parameters alone
+            ways = [way for way in ways if way[1][0] in walk.has_data] or ways
+            same = [way for way in same if way in ways]
+        if same:
+            ways = same[:1]
         elif name in FACTORS and not known:
             axis, ways = _by_rows(walk, ways, len(node.next_functions) - 1)
-        elif name not in _MOVES and (known or name not in _ELSE):
+        elif name not in _MOVES and (known or name not in _ELSE | _KEEPS):
             return None
         if len(ways) != 1 or (known and shape_of(edge).numel() > shape_of(ways[0][1]).numel()):
             return None
-        steps += [] if name in _KEEPS else [(edge, axis, ways)]
+        steps += [] if same else [(edge, axis, ways)]
         edge = ways[0][1]
     if found is not None:
         owners: _Owners | None = (found[0], plain_layout(*found) if found[0] >= 0 else None, None)
@@ -144,6 +148,12 @@ def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _O
     if samples < 0:
         return parts[0]
     node, shape, like = edge[0], shape_of(edge), tensor_at(edge)
+    if operation(node) in _KEEPS:
+        given = shape_of(ways[0][1])
+        if layout is None:
+            return samples, None, [part.expand(shape) for part in _digits(parts[0], ways[0][1])]
+        axis = layout.axis + len(shape) - len(given)
+        return (samples, layout._replace(axis=axis), []) if given[layout.axis] == shape[axis] else None
     if layout is not None and all(part[1] == layout for part in parts):
         behind = layout_behind(node, layout, shape_of(ways[0][1]), shape)
         if behind is None and operation(node) in ("Select", "Unbind") and len(shape) > 1 and saved(node, "dim") % (len(shape) + 1) == layout.axis:
@@ -223,7 +233,9 @@ def _samples_at(walk: Walk, edge: Edge) -> tuple[int, int] | None:
         axis = sample_axis(call, mark.index)
         size = shape[axis] if axis < len(shape) else None
         if mark.nr == edge[1] and not mark.base and not call.is_loss and shape and (call.root or size in walk.batches):
-            if call.root and stands_beside(walk, edge[0], call, shape[0]):
-                raise bare(walk, edge[0])
+            if (call.root or not walk.second_order) and stands_beside(walk, edge[0], call, shape[0]):
+                if call.root:
+                    raise bare(walk, edge[0])
+                continue
             return (-1, 0) if call.root and size != rows_of(call, walk.marks[edge[0]]) else (size, axis)
     return None

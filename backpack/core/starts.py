@@ -22,16 +22,19 @@ from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES
 from backpack.core.loss_nodes import LossNode, classes_of, function_at, normalizer, prediction_first, title
 from backpack.core.losses import has_samples, refuse_axis, refuse_target
 from backpack.core.mixing import is_shared, stands_beside
+from backpack.core.origins import FACTORS
 from backpack.core.predictions import find_samples
 from backpack.core.refusals import bare
 from backpack.core.samples import Layout, plain_layout
 from backpack.core.slots import Edge, Slot
 from backpack.core.walk import Walk
+from backpack.core.ways import BROADCASTING
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
 
 FEW = 4
 """Losses in one pass up to which each has columns of its own that are drawn: less noise, for as many times the cost."""
 _TEMPORAL = frozenset(("CtcLoss", "CudnnCtcLoss"))
+_OF_PAIRS = frozenset({"MseLoss", "SmoothL1Loss", "HuberLoss"})
 _TIME_FIRST = 3
 """Axes of ``[T, N, C]``."""
 
@@ -196,7 +199,7 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     return Start(call, 0, below, layout, inside, sure)
 
 
-def start_at_time(walk: Walk, node: Node) -> tuple[Edge, Layout] | None:
+def start_at_time(walk: Walk, node: Node) -> list[tuple[Edge, Layout]]:
     """Let samples start at the input ``[T, N, C]`` of a connectionist temporal classification, which has them on axis 1.
 
     Args:
@@ -204,11 +207,33 @@ def start_at_time(walk: Walk, node: Node) -> tuple[Edge, Layout] | None:
         node: A node.
 
     Returns:
-        Edge to the input, and where the samples lie there; ``None`` if the node is something else.
+        The input, and where the samples lie there; nothing if the node is something else.
     """
     below = node.next_functions[0] if operation(node) in _TEMPORAL else (None, 0)
     shape = shape_of(below) if walk.reach.get(below[0]) else ()
-    return (below, plain_layout(shape[1], 1)) if len(shape) == _TIME_FIRST else None
+    return [(below, plain_layout(shape[1], 1))] if len(shape) == _TIME_FIRST else []
+
+
+def start_beside(walk: Walk, node: Node) -> list[tuple[Edge, Layout]]:
+    """Let samples start where what modules made of them meets parameters that no module used: inside of a model that returns its loss.
+
+    Args:
+        walk: The graph.
+        node: A node, at which no samples have arrived.
+
+    Returns:
+        The output of the node, or its inputs if it is a loss, and where the samples lie there; nothing where that is not known, or told elsewhere.
+    """
+    is_loss = operation(node) in _OF_PAIRS
+    if not walk.returns_loss or not (is_loss or operation(node) in BROADCASTING | FACTORS.keys()):
+        return []
+    ways = [edge for edge in node.next_functions if walk.reach.get(edge[0])]
+    of_samples = [edge for edge in ways if edge[0] in walk.has_data]
+    edges = ways if is_loss else [(node, 0)]
+    if len(of_samples) != 1 or len(ways) == 1 or not shape_of(edges[0]) or len({*map(shape_of, edges)}) > 1:
+        return []
+    layout = find_samples(walk, of_samples[0] if is_loss else edges[0], None)
+    return [] if layout is None else [(edge, layout) for edge in edges]
 
 
 def start_at_output(walk: Walk, node: Node, mark: Mark, known: bool) -> Layout | None:

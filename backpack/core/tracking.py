@@ -27,7 +27,7 @@ from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
 from backpack.core.samples import Layout, settle, unite
 from backpack.core.slots import Edge
-from backpack.core.starts import Start, start_at, start_at_output, start_at_time
+from backpack.core.starts import Start, start_at, start_at_output, start_at_time, start_beside
 from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, State, axis_kept, united
 from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
@@ -88,10 +88,10 @@ class Tracking:
             if operation(node) in LINEAR_IN_LOG_PROBABILITIES and all(mark.call.recorder.bare for mark in marks):
                 # a cross-entropy that was told other things than its class says: it is one of the softmax below
                 self.walk.to_loss.discard(node)
-            temporal = None if self._second_order else start_at_time(self.walk, node)
-            if temporal is not None:
-                self._arrive(*temporal, None, temporal[1].samples)
-            return temporal is not None
+            starts = [] if self._second_order else start_at_time(self.walk, node) or start_beside(self.walk, node)
+            for edge, layout in starts:
+                self._arrive(edge, layout, None, layout.samples)
+            return node not in self.states and bool(starts)
         self.losses[node] = start
         self._covered |= start.inside
         self._guessed[start.below[0]] = frozenset((start.below[0],))
