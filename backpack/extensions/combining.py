@@ -128,6 +128,17 @@ class Parts(ABC):
             function: What to add, of a part.
         """
 
+    def average(self, function: Callable[[Part], Tensor]) -> Tensor:
+        """Average something over all parts, weighted by their samples.
+
+        Args:
+            function: What to average, of a part.
+
+        Returns:
+            The average.
+        """
+        return self.total(lambda part: function(part) * part.samples) / max(self.samples, 1)
+
     @abstractmethod
     def side_by_side(self, axis: int) -> Tensor:
         """Return what is kept for each sample.
@@ -156,8 +167,20 @@ class MicroBatches(Parts):
         first, *others = map(function, self._parts)
         return sum(others, first)
 
+    def average(self, function: Callable[[Part], Tensor]) -> Tensor:
+        one, *others = ((function(part), part.samples / max(self.samples, 1)) for part in self._parts)
+        result = torch.mul(*one, out=empty(tuple(one[0].shape), one[0]))
+        for value, share in others:
+            result.add_(value, alpha=share)
+        return result
+
     def side_by_side(self, axis: int) -> Tensor:
-        return torch.cat([part.value for part in self._parts], axis)
+        values = [part.value for part in self._parts]
+        if len({value.dtype for value in values}) > 1:
+            return torch.cat(values, axis)
+        shape = [*values[0].shape]
+        shape[axis] = sum(value.shape[axis] for value in values)
+        return torch.cat(values, axis, out=empty(tuple(shape), values[0]))
 
 
 class Combination(ABC):
@@ -348,7 +371,7 @@ class Factors(Combination):
     def united(self, parts: Parts) -> Part:
         def unite(k: int) -> Tensor:
             if self._is_mean(k, parts.some):
-                return parts.total(lambda part: _flat(part)[k] * part.samples) / max(parts.samples, 1)
+                return parts.average(lambda part: _flat(part)[k])
             return parts.total(lambda part: _flat(part)[k])
 
         factors = [unite(k) for k in range(len(_flat(parts.some)))]
