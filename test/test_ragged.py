@@ -17,7 +17,7 @@ from torch.nn import Linear
 
 from backpack import backpack, extend, extensions
 from backpack.core import arrangements
-from backpack.core.samples import Layout
+from backpack.core.samples import Layout, plain_layout
 from backpack.utils.errors import UnsupportedError
 
 # to which sample each row belongs: rows of one sample need not stand side by side, and there may be one, or none
@@ -198,11 +198,12 @@ def test_where_nothing_is_looked_up(extension: str) -> None:
 
 
 @pytest.mark.parametrize("forward", FORWARDS)
-def test_with_zeros_and_without(forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whole_and_in_pieces(forward: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["BatchGrad", "BatchL2Grad", "Variance", "SumGradSquared", "DiagGGNExact", "SqrtGGNMC", "BatchDiagGGNExact"]
     found = []
     for most in (4, 0):
         monkeypatch.setattr(arrangements, "_MOST_PADDING", most)
+        monkeypatch.setattr(arrangements, "_SHORT", 0)
         arrangements.ragged.cache_clear()
         problem = build(forward, OWNERS["mixed up"])
         run(problem, *(QUANTITIES[name].make() for name in names), memory=None if most else 500)
@@ -246,6 +247,8 @@ def test_places() -> None:
     assert turn.front(torch.tensor([[[1.0], [2.0], [3.0]]]), 1).tolist() == [[[[2.0], [0.0]], [[1.0], [3.0]]]]
     positions = turn.front(torch.tensor([[[1.0], [4.0]], [[2.0], [5.0]], [[3.0], [6.0]]]))
     assert positions.tolist() == [[[[2.0], [0.0]], [[5.0], [0.0]]], [[[1.0], [3.0]], [[4.0], [6.0]]]]
-    assert arrangements.ragged(Layout(0, (*range(5), *[5] * 20), 6)) is None
-    assert arrangements.ragged(Layout(0, (2, 0), 30)) == arrangements.Ragged(30, 1, (2, 0))
-    assert arrangements.ragged(Layout(0, (2,) * 6, 30)) is None
+    assert arrangements.ragged(Layout(0, (2, 0), 30)) == arrangements.Ragged(1, (2, 0), plain_layout(30))
+    cut = arrangements.ragged(Layout(0, (1, *[5] * 40, *range(6, 20)), 20))
+    assert cut.layout == Layout(0, (1, *[5] * 6, *range(6, 20)), 20)
+    assert (cut.length, cut.places) == (7, (0, *range(7, 47), *range(49, 147, 7)))
+    assert arrangements.ragged(Layout(0, (), 3)) is None

@@ -17,7 +17,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.records import number_of
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born
-from backpack.core.samples import Layout, add_rows, plain_layout
+from backpack.core.samples import Layout, add_rows
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
 
@@ -215,7 +215,7 @@ class Use:
             if turn is None:
                 return [self]  # which is not kept: it would refer to itself
             value = {source: turn.front(columns, 1) for source, columns in self.value.items()}
-            even = Use(BatchFirst(self.call, turn), self.parameters, value, turn.front(self.grad), plain_layout(self.layout.samples))
+            even = Use(BatchFirst(self.call, turn), self.parameters, value, turn.front(self.grad), turn.layout)
             even.sums, self._parts = self.sums, [even]
         return self._parts
 

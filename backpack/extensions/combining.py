@@ -129,13 +129,10 @@ class Parts(ABC):
         """
 
     def average(self, function: Callable[[Part], Tensor]) -> Tensor:
-        """Average something over all parts, weighted by their samples.
+        """Return the average of something over all parts, weighted by their samples.
 
         Args:
             function: What to average, of a part.
-
-        Returns:
-            The average.
         """
         return self.total(lambda part: function(part) * part.samples) / max(self.samples, 1)
 
@@ -168,10 +165,10 @@ class MicroBatches(Parts):
         return sum(others, first)
 
     def average(self, function: Callable[[Part], Tensor]) -> Tensor:
-        one, *others = ((function(part), part.samples / max(self.samples, 1)) for part in self._parts)
-        result = torch.mul(*one, out=empty(tuple(one[0].shape), one[0]))
-        for value, share in others:
-            result.add_(value, alpha=share)
+        (first, share), *others = ((function(part), part.samples / max(self.samples, 1)) for part in self._parts)
+        result = torch.mul(first, share, out=empty(tuple(first.shape), first))
+        for value, weight in others:
+            result.add_(value, alpha=weight)
         return result
 
     def side_by_side(self, axis: int) -> Tensor:

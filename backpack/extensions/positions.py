@@ -280,7 +280,7 @@ def _below_each_other(parts: list[Contribution]) -> Use:
         parts: The uses.
 
     Returns:
-        The joint use: with positions for rows where these are summed, or one by one, if most of what is made of all would be zeros.
+        The joint use, with positions for rows where these are summed.
     """
     counts = [part.some.shape[-1] for part in parts]
     labels = tuple(label for part, count in zip(parts, counts, strict=True) for label in part.use.layout.labels for _ in range(count))
@@ -290,15 +290,13 @@ def _below_each_other(parts: list[Contribution]) -> Use:
         if joint is not None:
             return joint
         flat = [part.among_all() for part in flat]
-    first, *others = flat
+    first = flat[0]
     columns = None if first.columns is None else torch.cat([part.columns for part in flat])
     rows = {source: torch.cat(_of_source(flat, source), 1) for source in _sources(flat)}
     turn = None if layout.plain else ragged(layout)
     if turn is not None:
         positions = {source: turn.front(mat, 1).squeeze(-1) for source, mat in rows.items()}
-        uses = [first.joined(None if columns is None else turn.front(columns).squeeze(-1), positions, plain_layout(layout.samples))]
-    elif others and not layout.plain:
-        uses = [use for part in parts for use in _below_each_other([part]).parts]
+        uses = [first.joined(None if columns is None else turn.front(columns).squeeze(-1), positions, turn.layout)]
     return first.joined(columns, rows, layout, uses)
 
 
@@ -317,7 +315,7 @@ def _groups_apart(parts: list[Contribution], layout: Layout) -> Use | None:
         seen = range(groups)[part.own or slice(None)]
         cells += [label * groups + group for label in islice(remaining, part.some.shape[1]) for group in seen]
     turn = ragged(Layout(0, tuple(cells), layout.samples * groups), groups)
-    if turn is None:
+    if turn is None or not turn.layout.plain:
         return None
 
     def placed(views: list[Tensor]) -> Tensor:
