@@ -1058,6 +1058,22 @@ def test_parameters_that_meet_means_of_samples(samples: int) -> None:
             model(torch.randn(samples, 4)).backward()
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("others", [3, 5])
+def test_a_parameter_tells_nothing_of_rows_that_are_compared(others: int, scaled: bool) -> None:
+    """Samples that meet a parameter are guessed like those of a layer, and refused where these are."""
+
+    class Contrast(Shift):
+        def forward(self, x: Tensor, negatives: Tensor) -> Tensor:
+            h, rows = self.layer(x), self.layer(negatives)
+            return -((h * self.shift if self.first else h) @ rows.t()).log_softmax(1).mean()
+
+    model = extend(Contrast(scaled))
+    with pytest.raises(BackpackError), backpack(BatchGrad()):
+        model(torch.randn(3, 4), torch.randn(others, 4)).backward()
+    assert results(model) == {}
+
+
 def test_a_doubt_comes_before_what_follows_from_a_wrong_guess() -> None:
     """As many positions as samples, time first: attention would mix the samples if rows were these."""
 

@@ -207,9 +207,9 @@ def start_at_time(walk: Walk, node: Node) -> list[tuple[Edge, Layout]]:
         node: A node.
 
     Returns:
-        The input, and where the samples lie there; nothing if the node is something else.
+        The input, and where the samples lie there; nothing if the node is something else, or quantities start at losses.
     """
-    below = node.next_functions[0] if operation(node) in _TEMPORAL else (None, 0)
+    below = node.next_functions[0] if operation(node) in _TEMPORAL and not walk.second_order else (None, 0)
     shape = shape_of(below) if walk.reach.get(below[0]) else ()
     return [(below, plain_layout(shape[1], 1))] if len(shape) == _TIME_FIRST else []
 
@@ -225,7 +225,7 @@ def start_beside(walk: Walk, node: Node) -> list[tuple[Edge, Layout]]:
         The output of the node, or its inputs if it is a loss, and where the samples lie there; nothing where that is not known, or told elsewhere.
     """
     is_loss = operation(node) in _OF_PAIRS
-    if not walk.returns_loss or not (is_loss or operation(node) in BROADCASTING | FACTORS.keys()):
+    if walk.second_order or not walk.returns_loss or not (is_loss or operation(node) in BROADCASTING | FACTORS.keys()):
         return []
     ways = [edge for edge in node.next_functions if walk.reach.get(edge[0])]
     of_samples = [edge for edge in ways if edge[0] in walk.has_data]

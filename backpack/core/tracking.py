@@ -88,9 +88,12 @@ class Tracking:
             if operation(node) in LINEAR_IN_LOG_PROBABILITIES and all(mark.call.recorder.bare for mark in marks):
                 # a cross-entropy that was told other things than its class says: it is one of the softmax below
                 self.walk.to_loss.discard(node)
-            starts = [] if self._second_order else start_at_time(self.walk, node) or start_beside(self.walk, node)
+            known = start_at_time(self.walk, node)
+            starts = known or start_beside(self.walk, node)
             for edge, layout in starts:
                 self._arrive(edge, layout, None, layout.samples)
+                if not known:
+                    self._guess(edge[0], shape_of(edge), layout.samples)
             return node not in self.states and bool(starts)
         self.losses[node] = start
         self._covered |= start.inside
@@ -128,36 +131,33 @@ class Tracking:
             if self._of_one is not None and isinstance(known, Layout) and known.samples > 1:
                 self._refuse_positions(mark, known)
             return
-        own = map(id, call.module._parameters.values())
-        if call.root and known is None and (call.module._modules or self.walk.bits.keys() & own) and turns(call):
+        owns = call.module._modules or self.walk.bits.keys() & map(id, call.module._parameters.values())
+        if call.root and known is None and owns and turns(call):
             raise turned(call)
         shape, first = call.outputs[mark.index].shape, batch_of(call) if call.root else None
         if isinstance(known, Layout) and known.samples == 1 and shape[:1] == (1,) and first not in (None, 1) and first in shape[1:-1]:
             raise turned(call)  # one row, as a loss has it, of samples on another axis
         start = start_at_output(self.walk, node, mark, known is not None)
-        if call.root and rows_of(call, self.walk.marks[node]) is not None:
+        if sure := call.root and rows_of(call, self.walk.marks[node]) is not None:
             self._guessed.pop(node, None)  # its rows are the samples, however many it was given
-        elif start is not None:
-            self._guessed[node] = frozenset((node,))
-            if start.samples > 1 and (self._is_open or (self.walk.returns_loss and moves_rows(self.walk, node))):
-                self._doubt(node, call.outputs[mark.index].shape, start.samples)
         if start is None:
             self._of_one = call if call.root and isinstance(known, Layout) and known.samples > 1 and batch_of(call) == 1 else self._of_one
             return
-        size = start.samples
+        if not sure:
+            self._guess(node, shape, start.samples)
         if known is not None:
-            if size == self._samples_at[node] and (size <= 1 or (known is not SPLIT and settle(known) == start)):
+            if start.samples == self._samples_at[node] and (start.samples <= 1 or (known is not SPLIT and settle(known) == start)):
                 return
             if self._second_order:
-                refuse_prediction(call, call.outputs[mark.index].shape, size, start.axis)
-            elsewhere = known is not SPLIT and size == self._samples_at[node] and known.axis != start.axis  # time first, as long as the mini-batch
+                refuse_prediction(call, call.outputs[mark.index].shape, start.samples, start.axis)
+            elsewhere = known is not SPLIT and start.samples == self._samples_at[node] and known.axis != start.axis  # time first, as long
             if not elsewhere and any(other is not node for other in self._outputs_of(call)):
-                self._note(self._unlike(call, node, size, self._samples_at[node]))
+                self._note(self._unlike(call, node, start.samples, self._samples_at[node]))
                 return
             if known is not SPLIT:
                 return
         self.states.setdefault(node, {})[mark.nr] = start
-        self._samples_at[node] = size
+        self._samples_at[node] = start.samples
 
     def _refuse_positions(self, mark: Mark, layout: Layout) -> None:
         """Refuse rows of a model's output that are positions of the only sample that it was given, whose axis it has dropped.
@@ -219,6 +219,11 @@ class Tracking:
                 if unite(state, start) is None:
                     self._note(ambiguous(self.walk, (node, nr), state, start))
 
+    def _guess(self, node: Node, shape: Size, samples: int) -> None:
+        self._guessed[node] = frozenset((node,))  # at its output, samples are taken to start
+        if samples > 1 and (self._is_open or (self.walk.returns_loss and moves_rows(self.walk, node))):
+            self._doubt(node, shape, samples)
+
     def _doubt(self, node: Node, shape: Size, samples: int) -> None:
         """Note that samples could lie elsewhere, as far as shapes tell, if they start at a guess.
 
@@ -243,8 +248,7 @@ class Tracking:
 
     def _doubt_lengths(self, node: Node, shape: Size) -> None:
         # of the output of a module without a rule, where nothing tells which axes are of features
-        samples = self._samples_at[node]
-        if samples > 1 and shape.count(samples) > 1:
+        if (samples := self._samples_at[node]) > 1 and shape.count(samples) > 1:
             self._doubt(node, shape, samples)
 
     def _compare_factors(self, node: Node) -> None:
