@@ -142,10 +142,10 @@ def ragged(layout: Layout, groups: int = 1) -> Ragged | None:
 
     Returns:
         The arrangement, of samples, or of pieces of them if some have so many rows more than others that there would be little else than zeros;
-        ``None`` if there are no rows.
+        ``None`` if there are no rows, or no samples.
     """
     counts, (_, labels, samples) = Counter(layout.labels), layout
-    if not counts:
+    if not (counts and samples):
         return None
     length = max(counts.values())
     if samples * length <= _MOST_PADDING * groups * len(labels) or (groups == 1 and length <= _SHORT):
