@@ -262,3 +262,17 @@ def test_nothing_is_left_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RuntimeError, match="out of memory"), backpack(extensions.BatchGrad()):
         lossfunc(model(torch.randn(3, 3)), torch.tensor([0, 1, 2])).backward()
     assert not any(hasattr(parameter, "grad_batch") for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["weight norm", "spectral norm", "of probabilities", "normalized rows", "standardized, no positions", "antisymmetric"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    """Norms are saved in single precision there."""
+    problem, oracle = CASES[f"weight: {name}"].build(3), oracle_of(f"weight: {name}", 3)
+    model = extend(problem.model.to(dtype))
+    with backpack(extensions.BatchL2Grad(), extensions.SumGradSquared()):
+        extend(problem.losses[0])(model(problem.x.to(dtype)), problem.terms[0].target).backward()
+    for parameter, gradients in oracle.grad_batch.items():
+        found = dict(model.named_parameters())[parameter]
+        for value, expected in ((found.batch_l2, gradients.flatten(1).square().sum(1)), (found.sum_grad_squared, gradients.square().sum(0))):
+            torch.testing.assert_close(value.double(), expected, rtol=0.2, atol=0.1 * expected.max().item())

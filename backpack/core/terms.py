@@ -328,7 +328,8 @@ class Term(NamedTuple):
         else:
             axis, norms = 1 - axis, saved(node, "result1")  # of which the lengths are those
             unit, rate = saved(node, "v") / norms, saved(node, "g") / norms
+        unit, rate = unit.to(self.dtype), rate.to(self.dtype)  # norms of half precision are single
         sums = self._summed(unit, Size(1 if axis == nr else size for nr, size in enumerate(unit.shape)))
         if operation(node) != "Softmax" and number == 1:
             return [sums]
-        return [self._times(rate.expand_as(unit)), self._along(sums, -rate * (1 if unit is rate else unit), axis)]
+        return [self._times(rate.expand_as(unit)), self._along(sums, -rate if operation(node) == "Softmax" else -rate * unit, axis)]
