@@ -76,6 +76,15 @@ def masked_kernel(net: Net, x: Tensor) -> Tensor:
     return net.b(F.conv1d(x, kernel.exp() - 1, net.k.sum((1, 2)), padding=1).tanh().mean(2))
 
 
+def scaled_kernels(net: Net, x: Tensor) -> Tensor:
+    return net.b(F.conv1d(x, net.k * net.s, padding=1).tanh().mean(2))
+
+
+def blocks(net: Net, x: Tensor) -> Tensor:
+    weight = net.w.view(2, 2, 3, 2) * net.s[:, None, :, None]
+    return net.b(F.linear(x, weight.view(4, 6)).tanh())
+
+
 def in_two_places(net: Net, x: Tensor) -> Tensor:
     weight = net.w * net.g
     return net.b((F.linear(x, weight).tanh() + F.linear(x.cos(), weight)).tanh())
@@ -140,10 +149,22 @@ made("one row for all", lambda net: net.h.tanh().expand(3, 4) * noise(net.h.expa
 made("constants divided by columns", lambda net: net.c / net.h.exp(), COLUMNS | FROZEN, (4,))
 made("norms of single entries", lambda net: net.c * (net.g / (net.g.norm(dim=1, keepdim=True) + 1)), ROWS | FROZEN, (4,))
 made("rows below each other", lambda net: torch.cat([net.one.tanh(), net.other * 2]), {"one": parameter(2, 4), "other": parameter(1, 4)}, (4,))
+GROUPED = MATRIX | {"s": parameter(3, 2, 1)}
+made("groups with scales", lambda net: (net.w.view(3, 2, 2) * net.s).view(3, 4), GROUPED, (4,))
+made("groups with scales, positions", lambda net: (net.w.view(3, 2, 2) * net.s).view(3, 4), GROUPED, (2, 4))
+TURNED_GROUPS = {"w": parameter(4, 3), "s": parameter(2, 1, 3)}
+made("groups of the turned", lambda net: (net.w.view(2, 2, 3) * net.s).flatten(0, 1), TURNED_GROUPS, (4,), turned=True)
+made("groups of rows", lambda net: (net.w.view(2, 2, 3) * net.s).view(4, 3).t(), {"w": parameter(4, 3), "s": parameter(2, 1, 1)}, (4,))
+SPLINES = {"w": parameter(3, 2, 2), "s": parameter(3, 2), "z": parameter(2, 1)}
+made("splines", lambda net: (net.w * net.s[..., None] + net.z).flatten(1), SPLINES, (4,))
+made("quantized", lambda net: ((net.w.view(3, 2, 2).sin() - net.z) * net.s).view(3, 4) * net.g, GROUPED | ROWS | {"z": parameter(3, 2, 1)}, (4,))
 for label, layer in NORMED.items():
     tags = (*MADE, "curved") if label in NO_HESSIAN else MADE
     graph(f"weight: {label}", lambda net, x: net.b(net.a(x).tanh()), lambda layer=layer: {"a": layer(), "b": Linear(3, 4)}, (4,), *tags)
 graph("weight: masked kernel", masked_kernel, lambda: {"k": parameter(3, 2, 3)(), "b": Linear(3, 4)}, (2, 4), *MADE)
+KERNELS = {"k": parameter(3, 2, 3), "s": parameter(3, 2, 1)}
+graph("weight: scaled kernels", scaled_kernels, lambda: {name: make() for name, make in KERNELS.items()} | {"b": Linear(3, 4)}, (2, 4), *MADE)
+graph("weight: blocks with scales", blocks, lambda: {"w": parameter(4, 6)(), "s": parameter(2, 3)(), "b": Linear(4, 4)}, (6,), *MADE)
 graph("weight: in two places", in_two_places, lambda: {"w": parameter(3, 4)(), "g": parameter(3, 1)(), "b": Linear(3, 4)}, (4,), *MADE)
 graph("weight: in two layers", in_two_layers, lambda: {"w": parameter(3, 4)(), "g": parameter(3, 1)(), "b": Linear(3, 4)}, (4,), *MADE)
 graph(

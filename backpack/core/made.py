@@ -7,7 +7,7 @@ of the samples at a time, while it stays in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable
+from collections.abc import Hashable
 from typing import NamedTuple
 
 from torch.autograd.graph import Node
@@ -18,7 +18,7 @@ from backpack.core.flow import Columns, Flow, Use, add_columns, add_in_place, ca
 from backpack.core.graph import shape_of, tensor_at
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
-from backpack.core.terms import Term
+from backpack.core.terms import Carried, Groups, Term
 from backpack.core.units import Unit
 from backpack.core.ways import SPLIT
 from backpack.utils.columns import blocks
@@ -107,20 +107,20 @@ class MadeUse:
         self.samples, self.uses = use.layout.samples, {parameter: n for parameter, n in made.uses.items() if parameter in wanted}
         self.terms: dict[Parameter, list[Term]] = {}
         self.formed: dict[Parameter, Columns] = {}
-        self._starts: dict[Edge, list[Term | Columns]] = {}
+        self._starts: dict[Edge, list[Carried]] = {}
         self._behind = set[Node]()
 
     def carry(self) -> None:
         """Carry what the samples contribute as far as it need not be formed."""
         edge = self._made.edge
-        arrived: dict[Edge, list[Term | Columns]] = {edge: [Term.of(self._use, self._name, tensor_at(edge))]}
+        arrived: dict[Edge, list[Carried]] = {edge: [Term.of(self._use, self._name, tensor_at(edge))]}
         for gap in self._made.gaps:
             self._follow(gap, arrived)
         for edge, values in arrived.items():
             parameter = edge[0].variable
             if parameter not in self.uses:
                 continue
-            if len(values) > 1 or isinstance(values[0], Term) or edge[0] in self._behind:
+            if len(values) > 1 or not isinstance(values[0], dict) or edge[0] in self._behind:
                 self._starts[edge] = values
             if edge[0] in self._behind:
                 continue
@@ -156,7 +156,7 @@ class MadeUse:
             return None
         return cls(made, use.parts[0], name, {p for p in made.uses if plan.walk.bits[id(p)] & concerned[flow]})
 
-    def _follow(self, gap: Gap, arrived: dict[Edge, list[Term | Columns]]) -> None:
+    def _follow(self, gap: Gap, arrived: dict[Edge, list[Carried]]) -> None:
         # from a node to its inputs
         given = {nr: arrived.pop((gap.node, nr)) for nr in gap.states if (gap.node, nr) in arrived}
         nexts = [None if crossing is None else upstream for upstream, crossing in zip(gap.nexts, gap.crossings, strict=True)]
@@ -169,7 +169,7 @@ class MadeUse:
             for value in () if upstream is None else filter(None, values):
                 _add(arrived.setdefault(upstream[:2], []), value)
 
-    def _sent(self, gap: Gap, given: dict[int, list[Term | Columns]], nexts: list) -> list[list[Term | Columns]] | None:
+    def _sent(self, gap: Gap, given: dict[int, list[Carried]], nexts: list) -> list[list[Carried]] | None:
         # what a node sends to each of its inputs; nothing if all of it would have to be formed
         values, node = [value for each in given.values() for value in each], gap.node
         few = max(shape_of((node, nr)).numel() for nr in given) if given else 0
@@ -188,9 +188,9 @@ class MadeUse:
         return sent
 
     @classmethod
-    def _through(cls, value: Term | Columns, gap: Gap, number: int, small: bool) -> list[Term | Columns] | None:
-        if isinstance(value, Term):
-            return value.through(gap.node, number)
+    def _through(cls, value: Carried, gap: Gap, number: int, small: bool) -> list[Carried] | None:
+        if not isinstance(value, dict):
+            return value.through(gap.node, number) if isinstance(value, Term) else None
         if small:
             return [cls._called(gap, {0: value})[number]]
         term = Term.spread(value, gap.node, number)
@@ -202,16 +202,26 @@ class MadeUse:
         returned = {source: gap.call_split({nr: columns[source] for nr, columns in given.items() if source in columns}) for source in sources}
         return [{source: sent[i] for source, sent in returned.items() if sent[i] is not None} for i in range(len(gap.nexts))]
 
-    def blocks(self) -> list[slice]:
+    def blocks(self, wanted: set[Parameter]) -> list[slice]:
         """Cut the samples into blocks of a size at which they are best carried.
+
+        Args:
+            wanted: The parameters to which they are carried.
 
         Returns:
             The blocks.
         """
-        width = max(map(len, self._use.value.values()))
-        return blocks(self.samples, width * shape_of(self._made.edge).numel(), _BLOCK)
+        starts = self._starts_for(wanted)
+        called = {*self._behind, *(node for node, _ in starts)}
+        formed = [shape_of(edge).numel() for edge in starts]
+        formed += [value.width for values in starts.values() for value in values if isinstance(value, Groups)]
+        formed += [upstream[2].numel() for gap in self._made.gaps if gap.node in called for upstream in filter(None, gap.upstream)]
+        return blocks(self.samples, max(map(len, self._use.value.values())) * max(formed, default=1), _BLOCK)
 
-    def columns(self, part: slice, wanted: Container[Parameter]) -> dict[Parameter, Columns]:
+    def _starts_for(self, wanted: set[Parameter]) -> dict[Edge, list[Carried]]:
+        return {edge: values for edge, values in self._starts.items() if getattr(edge[0], "variable", None) in {None, *wanted}}
+
+    def columns(self, part: slice, wanted: set[Parameter]) -> dict[Parameter, Columns]:
         """Carry what some samples contribute to the parameters where it has to be formed.
 
         Args:
@@ -231,13 +241,11 @@ class MadeUse:
             elif parameter is None:
                 arrived[edge] = add_columns(arrived.get(edge, {}), columns)
 
-        for edge, values in self._starts.items():
-            if getattr(edge[0], "variable", None) not in {None, *wanted}:
-                continue
+        for edge, values in self._starts_for(wanted).items():
             columns: Columns = {}
             own = set[Hashable]()
             for value in values:
-                formed = isinstance(value, Term)
+                formed = not isinstance(value, dict)
                 new = value.formed(part) if formed else {source: c[:, part] for source, c in value.items()}
                 columns = add_in_place(columns, new, own, fresh=formed)
             arrive(edge, columns)
@@ -249,7 +257,7 @@ class MadeUse:
         return found
 
 
-def _add(values: list[Term | Columns], value: Term | Columns) -> None:
+def _add(values: list[Carried], value: Carried) -> None:
     # to the sum of what has arrived at an edge
     for number, other in enumerate(values):
         if isinstance(other, dict) and isinstance(value, dict):

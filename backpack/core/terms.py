@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from math import nan
-from typing import Any, NamedTuple
+from math import nan, prod
+from typing import NamedTuple
 
 import torch
 from torch import Size, Tensor, einsum
 from torch.autograd.graph import Node
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.basederivatives import Samples
+from backpack.core.derivatives.given import Given
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.flow import Columns, Use
@@ -21,7 +21,6 @@ from backpack.core.leaves import turns
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.samples import plain_layout
 from backpack.core.ways import BROADCASTING, ELEMENTWISE
-from backpack.utils.subsampling import subsample
 
 _OF_MATRICES = frozenset({"T", "Transpose", "Permute", "Mm"})
 _REDUCING = frozenset("Sum Mean Norm LinalgVectorNorm Var Std Logsumexp Amax Amin Max Min".split())
@@ -29,34 +28,6 @@ _REDUCING = frozenset("Sum Mean Norm LinalgVectorNorm Var Std Logsumexp Amax Ami
 _SUMS = frozenset({"Softmax", "WeightNormInterface"})
 """Operations that return a sum of terms for one."""
 _LAYOUTS = {LinearDerivatives.weight_from_matrix: False, MatmulDerivatives.weight_from_matrix: True}
-
-
-class _Product:
-    """A layer that multiplies by a matrix, given by views.
-
-    Attributes:
-        inputs: ``[N, 1, K, L]``.
-        weight: A tensor without data, of the shape ``[O, K]`` of the matrix.
-    """
-
-    def __init__(self, inputs: Tensor, weight: Tensor) -> None:
-        self.derivatives, self.inputs, self.weight = _PRODUCT, inputs, weight
-
-
-class _ProductDerivatives(AffineDerivatives):
-    """Its rule: matrices of outputs are rows ``[V, N, 1, O, L]`` already."""
-
-    def columns(self, module: Any, subsampling: Samples | slice = None) -> Tensor:
-        return subsample(module.inputs, subsampling=subsampling)
-
-    def rows(self, module: Any, mat: Tensor) -> Tensor:
-        return mat
-
-    def output_from_rows(self, module: Any, rows: Tensor) -> Tensor:
-        return rows
-
-
-_PRODUCT = _ProductDerivatives()
 
 
 def carries_terms(node: Node) -> bool:
@@ -90,9 +61,22 @@ def slopes(node: Node, number: int) -> Tensor | None:
     return None if found is None or found.shape != ones.shape else found
 
 
+def _as_it_is(part: Tensor) -> Tensor:
+    return part
+
+
+def _turned(part: Tensor) -> Tensor:
+    return part.mT
+
+
 def _reshaped(place: Callable[[Tensor], Tensor], axes: int, shape: Size, part: Tensor) -> Tensor:
     placed = place(part)
     return placed.reshape(*placed.shape[: placed.dim() - axes], *shape)
+
+
+def _sum_to(columns: Tensor, kept: Sequence[int], shape: Size) -> Tensor:
+    # axes behind the first two, where one entry is kept of them
+    return columns.sum_to_size(*columns.shape[:2], *kept).reshape(*columns.shape[:2], *shape)
 
 
 class Term(NamedTuple):
@@ -102,14 +86,16 @@ class Term(NamedTuple):
         use: The use, of which each row belongs to a sample of its own.
         name: Name of the weight there.
         dtype: Precision at the edge.
+        shape: Shape of the edge.
         place: Gives tensors ``[*, *weight]`` the shape ``[*, *edge]``.
-        turned: Whether the edge is a matrix that is the transposed weight, with the use of a ``_Product``, or the weight; ``None`` for others.
+        turned: Whether the edge has the entries of the transposed weight, with the use of a ``Given``, or of the weight; ``None`` for others.
         scale: Shape of the edge; ``None`` for ones.
     """
 
     use: Use
     name: str
     dtype: torch.dtype
+    shape: Size
     place: Callable[[Tensor], Tensor]
     turned: bool | None = None
     scale: Tensor | None = None
@@ -130,16 +116,19 @@ class Term(NamedTuple):
         turned = _LAYOUTS.get(rule.weight_layout) if name == "weight" and isinstance(rule, AffineDerivatives) and len(shape) == 2 else None  # noqa: PLR2004
         if turned is None:
             weight = torch.empty(shape, dtype=slot.dtype, device="meta")
-            return cls(Use(call, {name: weight}, use.value, use.grad, use.layout), name, slot.dtype, lambda part: part)
+            return cls(Use(call, {name: weight}, use.value, use.grad, use.layout), name, slot.dtype, shape, _as_it_is)
         return cls._product({source: rule.rows(call, mat) for source, mat in use.value.items()}, rule.columns(call), turned)
 
     @classmethod
-    def _product(cls, rows: Columns, inputs: Tensor, turned: bool, scale: Tensor | None = None) -> Term:
+    def _product(cls, rows: Columns, inputs: Tensor, turned: bool, scale: Tensor | None = None, shape: Size | None = None) -> Term:
         some = next(iter(rows.values()))
         weight = torch.empty(some.shape[3], inputs.shape[2], dtype=some.dtype, device="meta")
         grad = rows[0][0] if 0 in rows else some.new_full((), nan).expand(some.shape[1:])
-        use = Use(_Product(inputs, weight), {"weight": weight}, rows, grad, plain_layout(len(inputs)))
-        return cls(use, "weight", some.dtype, (lambda part: part.mT) if turned else (lambda part: part), turned, scale)
+        use = Use(Given(inputs, weight), {"weight": weight}, rows, grad, plain_layout(len(inputs)))
+        matrix, place = (weight.shape[::-1], _turned) if turned else (weight.shape, _as_it_is)
+        if shape is None or shape == matrix:
+            return cls(use, "weight", some.dtype, matrix, place, turned, scale)
+        return cls(use, "weight", some.dtype, shape, partial(_reshaped, place, 2, shape), turned, scale)
 
     @classmethod
     def spread(cls, columns: Columns, node: Node, number: int) -> Term | None:
@@ -180,13 +169,19 @@ class Term(NamedTuple):
         rows = {source: c.reshape(*c.shape[:2], -1).expand(-1, -1, height) for source, c in columns.items()}
         return cls._outer(rows, slope.new_ones(width), turned)._times(slope)
 
+    @property
+    def matrix(self) -> Size | None:
+        """Shape of the matrix that has the entries of the edge in their order; ``None`` if it is not known to be a product."""
+        shape = self.use.parameters[self.name].shape
+        return None if self.turned is None else shape[::-1] if self.turned else shape
+
     def sides(self) -> tuple[Columns, Tensor] | None:
         """Read the two factors of which a matrix without further positions is the product.
 
         Returns:
-            ``{source: [V, N, rows of the edge]}`` and ``[N, columns of the edge]``, or the other way round if it is turned; ``None`` for others.
+            ``{source: [V, N, rows of the matrix]}`` and ``[N, columns of the matrix]``, or the other way round if it is turned; ``None`` for others.
         """
-        inputs = self.use.call.inputs if self.turned is not None else None
+        inputs = self.use.call.columns if self.turned is not None else None
         if inputs is None or inputs.shape[3] != 1:
             return None
         return {source: rows[:, :, 0, :, 0] for source, rows in self.use.value.items()}, inputs[:, 0, :, 0]
@@ -228,35 +223,45 @@ class Term(NamedTuple):
         first, plain = factor.reshape(-1)[0], self._replace(scale=None)
         if bool((factor == first).all()):
             return plain if bool(first == 1) else plain._multiplied(first)
-        matrix = None if self.turned is None else factor.mT if self.turned else factor
+        matrix = None if self.turned is None else self._as_weight(factor)
         if matrix is not None and bool((matrix == matrix[:, :1]).all()):
             return plain._multiplied(matrix[:, :1])
         if matrix is not None and bool((matrix == matrix[:1]).all()):
-            return self._product(self.use.value, self.use.call.inputs * matrix[0, :, None], self.turned)
+            return self._product(self.use.value, self.use.call.columns * matrix[0, :, None], self.turned, shape=self.shape)
         return self._replace(scale=factor)
+
+    def _as_weight(self, factor: Tensor) -> Tensor:
+        # what has the shape of the edge, with the axes of the weight of the product
+        factor = factor.reshape(self.matrix)
+        return factor.mT if self.turned else factor
 
     def _multiplied(self, factor: Tensor) -> Term:
         use = self.use
         value = {source: columns * factor for source, columns in use.value.items()}
         return self._replace(use=Use(use.call, use.parameters, value, value[0][0] if 0 in value else use.grad, use.layout))
 
-    def _summed(self, factor: Tensor, shape: Size) -> Columns | None:
-        # multiplied by what has the shape of the edge, and summed over rows or columns of a matrix, to a shape that was broadcast
-        sides = (*[1] * (2 - len(shape)), *shape)
-        if self.turned is None or len(sides) > 2 or 1 not in sides:  # noqa: PLR2004
-            return None
-        factor = factor if self.scale is None else factor * self.scale
-        matrix, kept = (factor.mT, sides[::-1]) if self.turned else (factor, sides)
-        inputs, found = self.use.call.inputs.squeeze(1), {}
+    def _summed(self, factor: Tensor, shape: Size) -> Columns | Groups:
+        # multiplied by what has the shape of the edge, and summed to a shape that was broadcast
+        sides, axes = (*[1] * (len(self.shape) - len(shape)), *shape), self._axes()
+        by_rows, by_columns = (axes is not None and all(sides[axis] == 1 for axis in axes[number]) for number in (1, 0))
+        if not (by_rows or by_columns):
+            return Groups(self, factor, shape, axes)
+        factor = self._as_weight(factor if self.scale is None else factor * self.scale)
+        inputs, found = self.use.call.columns.squeeze(1), {}
         for source, mat in self.use.value.items():
             rows = mat.squeeze(2)
-            if kept[1] == 1:
-                sums = (rows * (matrix @ inputs)).sum(-1)
-                sums = sums if kept[0] > 1 else sums.sum(-1)
-            else:
-                sums = (einsum("ok,vnol->vnkl", matrix, rows) * inputs).sum(-1)
-            found[source] = sums.reshape(*mat.shape[:2], *shape)
+            sums = (rows * (factor @ inputs)).sum(-1) if by_rows else (einsum("ok,vnol->vnkl", factor, rows) * inputs).sum(-1)
+            apart = sums.unflatten(2, [self.shape[axis] for axis in axes[not by_rows]])
+            found[source] = _sum_to(apart, [sides[axis] for axis in axes[not by_rows]], shape)
         return found
+
+    def _axes(self) -> tuple[range, range] | None:
+        # axes of the edge that belong to the outputs of a product, and to its inputs
+        for cut in range(1, len(self.shape)) if self.turned is not None else ():
+            if (prod(self.shape[:cut]), prod(self.shape[cut:])) == self.matrix:
+                sides = range(cut), range(cut, len(self.shape))
+                return sides[::-1] if self.turned else sides
+        return None
 
     def to(self, dtype: torch.dtype) -> Term:
         """Change the precision.
@@ -272,9 +277,10 @@ class Term(NamedTuple):
         scale = self.scale if self.scale is None else self.scale.to(dtype)
         if self.turned is None:
             return self._replace(dtype=dtype, scale=scale)
-        return self._product({source: mat.to(dtype) for source, mat in self.use.value.items()}, self.use.call.inputs.to(dtype), self.turned, scale)
+        rows = {source: mat.to(dtype) for source, mat in self.use.value.items()}
+        return self._product(rows, self.use.call.columns.to(dtype), self.turned, scale, self.shape)
 
-    def through(self, node: Node, number: int) -> list[Term | Columns] | None:
+    def through(self, node: Node, number: int) -> list[Carried] | None:
         """Carry it from the first output of a node to one of its inputs.
 
         Args:
@@ -288,7 +294,7 @@ class Term(NamedTuple):
         shape, full, dtype = shape_of(edge), shape_of((node, 0)), tensor_at(edge).dtype
         if slot.dtype.is_complex or dtype.is_complex:
             return None
-        if name in _SUMS and self.turned is not None and len(full) == 2:  # noqa: PLR2004
+        if name in _SUMS and self.matrix == full:
             return self.to(dtype)._through_sum(node, number)
         if outputs_of(node) > 1:
             return None
@@ -300,23 +306,23 @@ class Term(NamedTuple):
             found = term._times(slope) if shape == full else term._summed(slope, shape)
         elif name in SAME_ENTRIES:
             scale = self.scale if self.scale is None else self.scale.reshape(shape)
-            found = self if shape == full else self._replace(turned=None, scale=scale, place=partial(_reshaped, self.place, len(full), shape))
+            found = self if shape == full else self._replace(shape=shape, scale=scale, place=partial(_reshaped, self.place, len(full), shape))
         else:
-            found = self._through_matrices(node, number) if self.turned is not None and len(shape) == 2 else None  # noqa: PLR2004
+            found = self._through_matrices(node, number) if self.matrix == full else None
         return None if found is None else [found]
 
     def _through_matrices(self, node: Node, number: int) -> Term | None:
         if turns((node, 0)):
-            return self._product(self.use.value, self.use.call.inputs, not self.turned, self.scale if self.scale is None else self.scale.mT)
+            return self._product(self.use.value, self.use.call.columns, not self.turned, self.scale if self.scale is None else self.scale.mT)
         other = saved(node, "self" if number else "mat2") if operation(node) == "Mm" and self.scale is None else None
         if other is None or other.layout != torch.strided:
             return None
-        other, rows, inputs = other.mT if number else other, self.use.value, self.use.call.inputs
+        other, rows, inputs = other.mT if number else other, self.use.value, self.use.call.columns
         if bool(number) is self.turned:
             return self._product(rows, other @ inputs, self.turned)
         return self._product({source: other @ mat for source, mat in rows.items()}, inputs, self.turned)
 
-    def _through_sum(self, node: Node, number: int) -> list[Term | Columns] | None:
+    def _through_sum(self, node: Node, number: int) -> list[Carried] | None:
         """Carry it through a softmax ``p`` of rows or columns, or to the directions ``v``, or the lengths, of ``g v / |v|``.
 
         Returns:
@@ -333,3 +339,55 @@ class Term(NamedTuple):
         if operation(node) != "Softmax" and number == 1:
             return [sums]
         return [self._times(rate.expand_as(unit)), self._along(sums, -rate if operation(node) == "Softmax" else -rate * unit, axis)]
+
+
+class Groups(NamedTuple):
+    """What samples contribute at an edge of which the tensor was broadcast: a term, multiplied, and summed over what was repeated.
+
+    Attributes:
+        term: The term.
+        factor: Shape of its edge.
+        shape: Shape of the edge of the tensor.
+        axes: Axes of the outputs and of the inputs of which the term is a product; ``None`` for others.
+    """
+
+    term: Term
+    factor: Tensor
+    shape: Size
+    axes: tuple[range, range] | None
+
+    @property
+    def width(self) -> int:
+        """Number of entries that are formed for a sample and a column."""
+        return (self.term.shape if self._sides() is None else self.shape).numel()
+
+    def _sides(self) -> tuple[Columns, Tensor] | None:
+        return None if self.axes is None else self.term.sides()
+
+    def formed(self, part: slice) -> Columns:
+        """Form it.
+
+        Args:
+            part: Samples.
+
+        Returns:
+            ``{source: [V, n, *edge]}``, which nobody else holds.
+        """
+        full, sides = self.term.shape, self._sides()
+        kept = (*[1] * (len(full) - len(self.shape)), *self.shape)
+        if sides is None:
+            return {source: _sum_to(columns.mul_(self.factor), kept, self.shape) for source, columns in self.term.formed(part).items()}
+        outer, inner = map(list, self.axes)
+        samples, columns = len(full), len(full) + 1
+        inputs = sides[1][part].unflatten(1, [full[axis] for axis in inner])
+        factor = self.factor if self.term.scale is None else self.factor * self.term.scale
+        within = [samples, *outer, *(axis for axis in inner if kept[axis] != 1)]
+        summed, found = einsum(factor, [*range(samples)], inputs, [samples, *inner], within), {}
+        for source, mat in sides[0].items():
+            rows, own = mat[:, part].unflatten(2, [full[axis] for axis in outer]), [axis for axis in range(samples) if kept[axis] != 1]
+            formed = einsum(rows, [columns, samples, *outer], summed, within, [columns, samples, *own])
+            found[source] = formed.reshape(*formed.shape[:2], *self.shape)
+        return found
+
+
+Carried = Term | Columns | Groups

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Size, Tensor
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import LARGE
@@ -117,14 +117,15 @@ class SumOfProducts:
         samples: Number of samples.
     """
 
-    def __init__(self, parts: list[tuple[Tensor, Tensor, Tensor | None]], signs: Tensor | None) -> None:
+    def __init__(self, parts: list[tuple[Tensor, Tensor, Tensor | None]], signs: Tensor | None, shape: Size) -> None:
         """Take note of the factors.
 
         Args:
             parts: ``left`` ``[V, N, O]`` and ``right`` ``[V, N, K]``, one column where they are the same in all, and ``scale`` ``[O, K]``.
             signs: Signs of the columns, ``[V, N]``.
+            shape: Shape of what has the entries of the matrix.
         """
-        self._parts, self._signs, self.samples = parts, signs, parts[0][0].shape[1]
+        self._parts, self._signs, self._shape, self.samples = parts, signs, shape, parts[0][0].shape[1]
 
     @classmethod
     def of(cls, terms: list[Term]) -> SumOfProducts | None:
@@ -142,8 +143,9 @@ class SumOfProducts:
             if sides is None:
                 return None
             rows, inputs = wide(stack(sides[0])), wide(sides[1])[None]
-            parts.append((*((inputs, rows) if term.turned else (rows, inputs)), None if term.scale is None else wide(term.scale)))
-        return cls(parts, signs_of(terms[0].use.value))
+            scale = None if term.scale is None else wide(term.scale).reshape(term.matrix)
+            parts.append((*((inputs, rows) if term.turned else (rows, inputs)), scale))
+        return cls(parts, signs_of(terms[0].use.value), terms[0].shape)
 
     def _products(self) -> Iterator[tuple[Tensor, Tensor, Tensor | float, bool]]:
         # of each two of them: of the left sides, of the right ones, of the scales; and whether it is a square
@@ -155,7 +157,7 @@ class SumOfProducts:
         """Add the squares over columns and samples, with their signs.
 
         Returns:
-            ``[O, K]``.
+            ``[*shape]``.
         """
         found, sizes = 0.0, 0.0
         for left, right, scale, is_square in self._products():
@@ -169,7 +171,7 @@ class SumOfProducts:
                 left[..., places[0]] * right[..., places[1]] * (1 if scale is None else scale[places]) for left, right, scale in self._parts
             )
             found[places] = sum_of_squared_columns(columns, self._signs).sum(0)
-        return found
+        return found.reshape(self._shape)
 
     def norms(self) -> Tensor:
         """Add the squares of a single column over the entries.
@@ -195,9 +197,9 @@ class SumOfProducts:
         """Add the columns, and the samples.
 
         Returns:
-            ``[O, K]``.
+            ``[*shape]``.
         """
-        return sum(_matrix(left, right) * (1 if scale is None else scale) for left, right, scale in self._parts)
+        return sum(_matrix(left, right) * (1 if scale is None else scale) for left, right, scale in self._parts).reshape(self._shape)
 
 
 def _matrix(left: Tensor, right: Tensor) -> Tensor:
@@ -299,8 +301,9 @@ class ReadsMade(Reader):
                 else:
                     others.append((parameter, extension))
         gathered = {(p, e): _Gathered(e, p, self.finishes[e], made.samples) for p, e in others}
-        for block in made.blocks() if gathered else ():
-            columns = made.columns(block, {p for p, _ in others})
+        wanted = {parameter for parameter, _ in others}
+        for block in made.blocks(wanted) if gathered else ():
+            columns = made.columns(block, wanted)
             for (parameter, _), part in gathered.items():
                 if parameter in columns:
                     part.add(columns[parameter], block)

@@ -22,16 +22,15 @@ from torch.nn import Parameter
 
 from backpack.core.arrangements import ragged
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.basederivatives import Samples
 from backpack.core.derivatives.conv_transposend import ConvTransposeNDDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.given import GivenDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.derivatives.weight_parts import PartDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, plain_layout
-from backpack.utils.subsampling import subsample
 
 _LINEAR = LinearDerivatives()
 
@@ -182,8 +181,8 @@ class Positions:
         return getattr(self.call, name)
 
 
-class PositionDerivatives(AffineDerivatives):
-    """The rule of ``Positions``: matrices of outputs are rows already."""
+class PositionDerivatives(GivenDerivatives):
+    """The rule of ``Positions``."""
 
     def __init__(self, rule: AffineDerivatives, groups: int, apart: bool) -> None:
         """Take over how the weight is laid out.
@@ -202,15 +201,6 @@ class PositionDerivatives(AffineDerivatives):
 
     def groups(self, module: Positions) -> int:
         return self._groups
-
-    def columns(self, module: Positions, subsampling: Samples | slice = None) -> Tensor:
-        return subsample(module.columns, subsampling=subsampling)
-
-    def rows(self, module: Positions, mat: Tensor) -> Tensor:
-        return mat
-
-    def output_from_rows(self, module: Positions, rows: Tensor) -> Tensor:
-        return rows
 
     def weight_from_matrix(self, module: Positions, matrix: Tensor) -> Tensor:
         return self._rule.weight_from_matrix(module, matrix)

@@ -39,15 +39,12 @@ class BatchL2Grad(SubsamplingExtension, GradientExtension):
         function = find_faster(self, use.call.derivatives, name)
         if function is None:
             return NotImplemented
-        if len(terms) > 1:
-            products = SumOfProducts.of(terms)
-            return NotImplemented if products is None else products.norms()
-        if scale is None:
+        if scale is None and len(terms) == 1:
             return function(self, use, name)
-        if term.turned is None or use.value[0].shape[4] > 1:
-            return _by_blocks(term)
-        squares, rows, inputs = (wide(part).square() for part in (scale, use.value[0][0, :, 0, :, 0], use.call.inputs[:, 0, :, 0]))
-        return ((rows @ (squares.mT if term.turned else squares)) * inputs).sum(1)
+        products = SumOfProducts.of(terms)
+        if products is not None:
+            return products.norms()
+        return _by_blocks(term) if len(terms) == 1 else NotImplemented
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = wide(state[0][0])
