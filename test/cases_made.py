@@ -46,6 +46,11 @@ def by_lengths(net: Net) -> Tensor:
     return net.g * directions / directions.norm(dim=1, keepdim=True)
 
 
+def low_rank_of_length_one(net: Net) -> Tensor:
+    weight = net.c + net.up @ net.down
+    return net.g * weight / weight.norm(dim=1, keepdim=True)
+
+
 def standardized(net: Net) -> Tensor:
     return (net.w - net.w.mean(1, keepdim=True)) / net.w.std(1, keepdim=True)
 
@@ -158,6 +163,22 @@ made("groups of rows", lambda net: (net.w.view(2, 2, 3) * net.s).view(4, 3).t(),
 SPLINES = {"w": parameter(3, 2, 2), "s": parameter(3, 2), "z": parameter(2, 1)}
 made("splines", lambda net: (net.w * net.s[..., None] + net.z).flatten(1), SPLINES, (4,))
 made("quantized", lambda net: ((net.w.view(3, 2, 2).sin() - net.z) * net.s).view(3, 4) * net.g, GROUPED | ROWS | {"z": parameter(3, 2, 1)}, (4,))
+made("rolled", lambda net: net.w.roll(1, 0) + net.w.flip(1), MATRIX, (2, 4))
+made("summed up", lambda net: net.w.cumsum(1).roll(2, 1), MATRIX, (4,))
+made("rows that are chosen", lambda net: net.w[torch.tensor([1, 0, 1])] * net.g, {"w": parameter(2, 4)} | ROWS, (4,))
+made("columns that are chosen", lambda net: net.w.index_select(1, torch.tensor([1, 0, 1, 1])), {"w": parameter(3, 2)}, (2, 4))
+BESIDE = {"one": parameter(3, 1), "other": parameter(3, 3)}
+made("columns beside each other", lambda net: torch.cat([net.one * noise(net.one), net.other], 1), BESIDE, (4,))
+made("padded", lambda net: F.pad(net.w * noise(net.w), (0, 0, 1, 0)), {"w": parameter(2, 4)}, (4,))
+made("with another first row", lambda net: torch.cat([net.w[:1] * noise(net.w[:1]), net.w[1:].sin()]), MATRIX, (4,))
+made("stack of rows", lambda net: torch.stack([net.one, net.other, net.one * net.other]), {"one": parameter(4), "other": parameter(4)}, (4,))
+made("block diagonal", lambda net: torch.block_diag(net.one.sin(), net.other), {"one": parameter(2, 3), "other": parameter(1, 1)}, (4,))
+PRODUCTS = LOW_RANK | {"left": parameter(3, 2), "right": parameter(2, 4)}
+made("Hadamard product of low ranks", lambda net: (net.up @ net.down) * (net.left @ net.right), PRODUCTS, (4,))
+made("Hadamard product of low ranks, positions", lambda net: (net.up @ net.down) * (net.left @ net.right), PRODUCTS, (2, 4))
+made("low rank of length one", low_rank_of_length_one, LOW_RANK | FROZEN | ROWS, (4,))
+TRAIN = {"one": parameter(1, 2, 2), "other": parameter(2, 3, 2)}
+made("tensor train", lambda net: torch.einsum("iar,rbj->ibaj", net.one, net.other).reshape(3, 4), TRAIN, (4,))
 for label, layer in NORMED.items():
     tags = (*MADE, "curved") if label in NO_HESSIAN else MADE
     graph(f"weight: {label}", lambda net, x: net.b(net.a(x).tanh()), lambda layer=layer: {"a": layer(), "b": Linear(3, 4)}, (4,), *tags)

@@ -112,6 +112,18 @@ WAYS = {
     "quantized": [({"w"}, {"g"}, {"s", "z"})],
     "blocks with scales": [({"w"}, set(), {"s"})],
     "scaled kernels": [({"k"}, set(), {"s"})],
+    "rolled": [({"w"}, set(), set())],
+    "summed up": [({"w"}, set(), set())],
+    "rows that are chosen": [({"w"}, {"g"}, set())],
+    "columns that are chosen": [({"w"}, set(), set())],
+    "columns beside each other": [({"one", "other"}, set(), set())],
+    "padded": [({"w"}, set(), set())],
+    "with another first row": [({"w"}, set(), set())],
+    "stack of rows": [({"one", "other"}, set(), set())],
+    "block diagonal": [({"one", "other"}, set(), set())],
+    "Hadamard product of low ranks": [(set(), set(), {"up", "down", "left", "right"})],
+    "low rank of length one": [(set(), {"g"}, {"up", "down"})],
+    "tensor train": [({"other"}, set(), {"one"})],
     "of a vector": [({"v"}, set(), set())],
     "one row for all": [(set(), {"h"}, set())],
     "masked kernel": None,
@@ -270,8 +282,12 @@ def test_nothing_is_left_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> 
     assert not any(hasattr(parameter, "grad_batch") for parameter in model.parameters())
 
 
+HALF = ["weight norm", "spectral norm", "of probabilities", "normalized rows", "standardized, no positions", "quantized", "low rank of length one"]
+HALF += ["Hadamard product of low ranks", "tensor train", "block diagonal", "summed up", "rows that are chosen"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["weight norm", "spectral norm", "of probabilities", "normalized rows", "standardized, no positions"])
+@pytest.mark.parametrize("name", HALF)
 def test_half_precision(name: str, dtype: torch.dtype) -> None:
     """Norms are saved in single precision there."""
     problem, oracle = CASES[f"weight: {name}"].build(3), oracle_of(f"weight: {name}", 3)

@@ -16,9 +16,10 @@ from torch.nn import Parameter
 from backpack.core.crossings import Gap
 from backpack.core.flow import Columns, Flow, Use, add_columns, add_in_place, cast
 from backpack.core.graph import shape_of, tensor_at
+from backpack.core.networks import Network
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge
-from backpack.core.terms import Carried, Groups, Term
+from backpack.core.terms import Carried, Term, spread, start, through
 from backpack.core.units import Unit
 from backpack.core.ways import SPLIT
 from backpack.utils.columns import blocks
@@ -105,7 +106,7 @@ class MadeUse:
         """
         self._made, self._use, self._name = made, use, name
         self.samples, self.uses = use.layout.samples, {parameter: n for parameter, n in made.uses.items() if parameter in wanted}
-        self.terms: dict[Parameter, list[Term]] = {}
+        self.terms: dict[Parameter, list[Term | Network]] = {}
         self.formed: dict[Parameter, Columns] = {}
         self._starts: dict[Edge, list[Carried]] = {}
         self._behind = set[Node]()
@@ -113,7 +114,7 @@ class MadeUse:
     def carry(self) -> None:
         """Carry what the samples contribute as far as it need not be formed."""
         edge = self._made.edge
-        arrived: dict[Edge, list[Carried]] = {edge: [Term.of(self._use, self._name, tensor_at(edge))]}
+        arrived: dict[Edge, list[Carried]] = {edge: [start(self._use, self._name, tensor_at(edge))]}
         for gap in self._made.gaps:
             self._follow(gap, arrived)
         for edge, values in arrived.items():
@@ -126,7 +127,7 @@ class MadeUse:
                 continue
             if isinstance(values[0], dict) and len(values) == 1:  # others may hold it, too
                 self.formed[parameter] = {source: columns.to(parameter.dtype, copy=True) for source, columns in values[0].items()}
-            elif all(isinstance(value, Term) for value in values) and len(values) <= _MOST:
+            elif all(not isinstance(value, dict) and value.is_entrywise for value in values) and len(values) <= _MOST:
                 self.terms[parameter] = [value.to(parameter.dtype) for value in values]
 
     @property
@@ -190,10 +191,10 @@ class MadeUse:
     @classmethod
     def _through(cls, value: Carried, gap: Gap, number: int, small: bool) -> list[Carried] | None:
         if not isinstance(value, dict):
-            return value.through(gap.node, number) if isinstance(value, Term) else None
+            return through(value, gap.node, number)
         if small:
             return [cls._called(gap, {0: value})[number]]
-        term = Term.spread(value, gap.node, number)
+        term = spread(value, gap.node, number)
         return None if term is None else [term]
 
     @staticmethod
@@ -214,7 +215,7 @@ class MadeUse:
         starts = self._starts_for(wanted)
         called = {*self._behind, *(node for node, _ in starts)}
         formed = [shape_of(edge).numel() for edge in starts]
-        formed += [value.width for values in starts.values() for value in values if isinstance(value, Groups)]
+        formed += [value.width for values in starts.values() for value in values if not isinstance(value, dict)]
         formed += [upstream[2].numel() for gap in self._made.gaps if gap.node in called for upstream in filter(None, gap.upstream)]
         return blocks(self.samples, max(map(len, self._use.value.values())) * max(formed, default=1), _BLOCK)
 
@@ -263,7 +264,7 @@ def _add(values: list[Carried], value: Carried) -> None:
         if isinstance(other, dict) and isinstance(value, dict):
             values[number] = add_columns(other, value)
             return
-        merged = other.merged(value) if isinstance(other, Term) and isinstance(value, Term) else None
+        merged = other.merged(value) if isinstance(other, Network) and isinstance(value, Network) else None
         if merged is not None:
             values[number] = merged
             return

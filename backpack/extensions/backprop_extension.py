@@ -14,6 +14,7 @@ from backpack.core.derivatives.basederivatives import BaseLossDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
 from backpack.core.excluding import Excluded, Excluding, as_excluded
 from backpack.core.flow import Flow, add_columns
+from backpack.core.networks import Network
 from backpack.core.owners import owners, savefields
 from backpack.core.plan import Plan
 from backpack.core.terms import Term
@@ -141,7 +142,7 @@ class BackpropExtension(Excluding, ABC):
         """
         raise UnsupportedError(f"{type(self).__name__} says what to do only for {[cls.__name__ for cls in self._module_exts]}.")
 
-    def of_terms(self, terms: list[Term]) -> Any:
+    def of_terms(self, terms: list[Term | Network]) -> Any:
         """Make the quantity of a parameter at which everything arrives as a sum of terms, if these need not be formed.
 
         Args:

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.affine import LARGE
 from backpack.core.flow import Columns, Flow
 from backpack.core.made import Made, MadeUse
+from backpack.core.networks import Network
 from backpack.core.plan import Plan
 from backpack.core.reader import Reader
 from backpack.core.slots import Edge
@@ -128,7 +129,7 @@ class SumOfProducts:
         self._parts, self._signs, self._shape, self.samples = parts, signs, shape, parts[0][0].shape[1]
 
     @classmethod
-    def of(cls, terms: list[Term]) -> SumOfProducts | None:
+    def of(cls, terms: list[Term | Network]) -> SumOfProducts | None:
         """Read the factors of terms.
 
         Args:
@@ -142,10 +143,10 @@ class SumOfProducts:
             sides = term.sides()
             if sides is None:
                 return None
-            rows, inputs = wide(stack(sides[0])), wide(sides[1])[None]
-            scale = None if term.scale is None else wide(term.scale).reshape(term.matrix)
-            parts.append((*((inputs, rows) if term.turned else (rows, inputs)), scale))
-        return cls(parts, signs_of(terms[0].use.value), terms[0].shape)
+            rows, inputs, scale, turned = sides
+            left, right = wide(stack(rows)), wide(inputs)[None]
+            parts.append((*((right, left) if turned else (left, right)), None if scale is None else wide(scale)))
+        return cls(parts, signs_of(sides[0]), terms[0].shape) if len({(left.shape[2], right.shape[2]) for left, right, _ in parts}) == 1 else None
 
     def _products(self) -> Iterator[tuple[Tensor, Tensor, Tensor | float, bool]]:
         # of each two of them: of the left sides, of the right ones, of the scales; and whether it is a square
@@ -212,12 +213,13 @@ def _matrix(left: Tensor, right: Tensor) -> Tensor:
 class OfSquares(BackpropExtension):
     """A quantity, each entry of which is made of the squares of that entry of columns: in parameters and in what is made of them entry by entry."""
 
-    def of_terms(self, terms: list[Term]) -> Any:
+    def of_terms(self, terms: list[Term | Network]) -> Any:
         return self._of_term(terms[0]) if len(terms) == 1 else self._of_sum(terms)
 
-    def _of_sum(self, terms: list[Term]) -> Any:
+    def _of_sum(self, terms: list[Term | Network]) -> Any:
         # only what adds over the samples: else, it is as large as what is formed
-        known = not isinstance(self.combination, PerSample) and find_faster(self, terms[0].use.call.derivatives, terms[0].name) is not None
+        read = terms[0].read()
+        known = not isinstance(self.combination, PerSample) and find_faster(self, read.use.call.derivatives, read.name) is not None
         products = SumOfProducts.of(terms) if known else None
         if products is None:
             return NotImplemented
@@ -237,8 +239,9 @@ class OfSquares(BackpropExtension):
         """
         return squares
 
-    def _of_term(self, term: Term) -> Any:
-        use, name, scale = term.use, term.name, 1.0 if term.scale is None else term.scale
+    def _of_term(self, term: Term | Network) -> Any:
+        use, name, place, factor = term.read()
+        scale = 1.0 if factor is None else factor
         function = find_faster(self, use.call.derivatives, name)
         value = NotImplemented if function is None else function(self, use, name)
         if isinstance(value, FromGradient):
@@ -248,7 +251,7 @@ class OfSquares(BackpropExtension):
         lead = [use.layout.samples] if isinstance(self.combination, PerSample) else []
 
         def placed(part: Tensor) -> Tensor:
-            return term.place(part.reshape(*lead, *use.parameters[name].shape))
+            return place(part.reshape(*lead, *use.parameters[name].shape))
 
         if isinstance(value, Noted):
             return Noted(placed(value.value) * scale**2, lambda: placed(value.extra()) * scale)

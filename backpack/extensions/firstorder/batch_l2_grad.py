@@ -10,6 +10,7 @@ from backpack.core.derivatives.affine import LARGE, AffineDerivatives
 from backpack.core.derivatives.affine_squares import by_gram_matrices, norms_at_output, squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use
+from backpack.core.networks import Network
 from backpack.core.terms import Term
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import PerSample
@@ -33,9 +34,8 @@ class BatchL2Grad(SubsamplingExtension, GradientExtension):
     def forms_gradients(self, rows: Size, entries: int) -> bool:
         return super().forms_gradients(rows, entries) and not by_gram_matrices(rows, entries, formed=True)
 
-    def of_terms(self, terms: list[Term]) -> Tensor:
-        term = terms[0]
-        use, name, scale = term.use, term.name, term.scale
+    def of_terms(self, terms: list[Term | Network]) -> Tensor:
+        use, name, _, scale = terms[0].read()
         function = find_faster(self, use.call.derivatives, name)
         if function is None:
             return NotImplemented
@@ -44,16 +44,15 @@ class BatchL2Grad(SubsamplingExtension, GradientExtension):
         products = SumOfProducts.of(terms)
         if products is not None:
             return products.norms()
-        return _by_blocks(term) if len(terms) == 1 else NotImplemented
+        return _by_blocks(terms[0], use.layout.samples) if len(terms) == 1 else NotImplemented
 
     def finish(self, state: Columns, parameter: Parameter) -> Tensor:
         gradients = wide(state[0][0])
         return torch.linalg.vector_norm(gradients.reshape(gradients.shape[0], parameter.numel()), dim=1).square()
 
 
-def _by_blocks(term: Term) -> Tensor:
-    samples = term.use.layout.samples
-    parts = blocks(samples, term.use.parameters[term.name].numel(), LARGE)
+def _by_blocks(term: Term | Network, samples: int) -> Tensor:
+    parts = blocks(samples, term.shape.numel(), LARGE)
     return torch.cat([torch.linalg.vector_norm(wide(term.formed(part)[0][0]).flatten(1), dim=1).square() for part in parts])
 
 
