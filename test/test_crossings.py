@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from backpack import backpack, clear, explain, extend, results
 from backpack.core import crossings
 from backpack.core.crossings import crossings_of
-from backpack.core.graph import operation, shape_of
+from backpack.core.graph import HOOKED, operation, shape_of
 from backpack.core.known_ways import known_crossings
 from backpack.core.samples import Layout, along
 from backpack.extensions import KFAC, KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC, DiagHessian, SumGradSquared, Variance
@@ -1216,3 +1216,58 @@ def test_relative_positions(positions: bool, samples: int, monkeypatch: pytest.M
     weight = model.table.weight if positions else model.table[0].weight
     counts = torch.bincount(model.known.flatten()).double() if positions else torch.einsum("tsi,tsj->ij", model.known, model.known)
     close(weight.kflr[0 if positions else 1], counts)
+
+
+class TwoSided(Module):
+    """Takes and returns two tensors, of which the second one is made of parameters alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Linear(4, 4, **DOUBLE), Linear(4, 4, **DOUBLE)
+
+    def forward(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        return self.one(x).tanh(), self.other(table)
+
+
+class Hooked(Module):
+    """A net of such modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.first, self.second = Parameter(torch.randn(5, 4, **DOUBLE)), TwoSided(), TwoSided()
+        self.last = Sequential(Linear(4, 4, **DOUBLE), Sigmoid(), Linear(4, 3, **DOUBLE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, table = self.second(*self.first(x, self.table))
+        return self.last(x * table[0]) + table.sum(1)[1]
+
+
+@pytest.mark.parametrize("N", [1, 2, 4])
+@pytest.mark.parametrize("pre", [False, True])
+def test_full_backward_hooks_of_modules(N: int, pre: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that they hang into the graph return what they are given: nothing is sent through them, and hooks see what they always see."""
+    torch.manual_seed(0)
+    model, seen = Hooked(), []
+
+    def look(module: Module, *gradients: tuple[Tensor | None, ...]) -> None:
+        seen.append([None if gradient is None else gradient.clone() for part in gradients for gradient in part])
+
+    for module in model.modules():
+        (module.register_full_backward_pre_hook if pre else module.register_full_backward_hook)(look)
+    call_node = crossings.call_node
+
+    def call(node: Node, columns: list[Tensor | None], probing: bool = False) -> list[Tensor | None]:
+        assert not (probing and isinstance(node, HOOKED))
+        return call_node(node, columns, probing)
+
+    monkeypatch.setattr(crossings, "call_node", call)
+    x, y = torch.randn(N, 4, **DOUBLE, requires_grad=True), torch.randint(0, 3, (N,))
+    pass_over(extend(model), x, y)
+    seen.clear()
+    with backpack(BatchGrad(), DiagGGNExact()):
+        F.cross_entropy(model(x), y).backward()
+    with_quantities, seen[:] = [*seen], []
+    F.cross_entropy(model(x), y).backward()
+    assert len(seen) == len(with_quantities) > 0
+    for expected, found in zip(seen, with_quantities, strict=True):
+        assert all((one is None and two is None) or torch.equal(one, two) for one, two in zip(expected, found, strict=True))

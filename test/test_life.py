@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import CrossEntropyLoss, Flatten, Linear, Module, Parameter, Sequential, Tanh
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+from torch.optim import SGD
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, Dataset
 
@@ -33,7 +34,7 @@ from backpack import CTX, backpack, clear, extend, results, unextend, unscale
 from backpack.core.owners import owners
 from backpack.core.state import recording
 from backpack.extensions import GGNMP, HBP, HMP, KFAC, PCHMP, BatchGrad, DiagGGNExact, SumGradSquared, Variance
-from backpack.utils.errors import ArgumentError, BackpackError, UnsupportedError
+from backpack.utils.errors import ArgumentError, BackpackError, OverwrittenError, UnsupportedError
 
 
 class Uncalled(Module):
@@ -973,3 +974,32 @@ def test_names_that_modules_share_with_recorded_tensors(context: Callable[[], An
     assert model[2].output.shape == (2, 3)
     assert not hasattr(Module(), "input0")
     kept.sum().backward()
+
+
+def _write(model: Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(1.01)
+
+
+CHANGES = {
+    "optimizer": lambda model: SGD(model.parameters(), lr=1e-3).step(),
+    "fused optimizer": lambda model: SGD(model.parameters(), lr=1e-3, fused=True).step(),
+    "data": _write,
+    "a parameter that is no number": lambda model: model[0].bias.data.fill_(float("nan")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_products_after_parameters_have_changed(change: str) -> None:
+    """Also by those whose changes autograd does not count."""
+    model, lossfunc = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2))), extend(CrossEntropyLoss())
+    with backpack(HMP(), GGNMP(), PCHMP()):
+        lossfunc(model(torch.randn(5, 3)), torch.tensor([0, 1, 0, 1, 1])).backward()
+    weight = model[0].weight
+    products = weight.hmp, weight.ggnmp, weight.pchmp
+    before = [product(torch.ones(4, 3)) for product in products]
+    assert all(torch.equal(product(torch.ones(4, 3)), value) for product, value in zip(products, before, strict=True))
+    CHANGES[change](model)
+    for product in products:
+        with pytest.raises(OverwrittenError, match="were changed after the forward pass"):
+            product(torch.ones(4, 3))

@@ -23,7 +23,7 @@ from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.derivatives.records import named_arguments, number_of
 from backpack.core.derivatives.registry import find
 from backpack.core.options import Options
-from backpack.core.slots import Slot, places_of, recorded, same_data, shown, version_of, versions_of
+from backpack.core.slots import Slot, contents_of, places_of, recorded, same_data, shown, version_of, versions_of
 from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 from backpack.utils.nested import tensors_in
@@ -261,7 +261,7 @@ class ModuleCall:
         if self.part is not None:
             self.part.restore(self)
         other = object.__new__(ModuleCall)
-        other.__dict__ |= {**vars(self), "scratch": None}
+        other.__dict__ |= {**vars(self), "scratch": None, "contents": contents_of(self.module._parameters)}
         other.inputs, other.outputs = ([s.without_graph() if isinstance(s, Slot) else s for s in slots] for slots in (self.inputs, self.outputs))
         other.tensor_inputs = [slot for slot in other.inputs if isinstance(slot, Slot)]
         return other
@@ -358,7 +358,7 @@ class ModuleCall:
         Raises:
             OverwrittenError: If one was.
         """
-        if self._changed:
+        if self._changed or contents_of(self.module._parameters) != self.contents:
             raise OverwrittenError(
                 f"The parameters or buffers of {self.path} were changed after the forward pass, so that a product with a curvature matrix there is "
                 "not defined any more. Multiply before the optimizer's step, or run forward and backward again."

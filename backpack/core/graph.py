@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.nn.modules._functions import BackwardHookFunction
 
 from backpack.core.checkpoints import checkpointed, keep, saved_names, value_name
 from backpack.core.engine import calling
@@ -28,6 +29,8 @@ LEAF = "torch::autograd::AccumulateGrad"
 _SEVERAL = 2
 _AS_IT_IS = frozenset({"Expand", "_DDPSinkBackward"})
 """Nodes that are not called: a sum over samples would be in the way, or DistributedDataParallel would take it for the backward pass."""
+HOOKED = BackwardHookFunction._backward_cls
+"""Nodes that full backward hooks of modules hang into the graph: they return what they are given."""
 _STRIDED = frozenset({"AsStridedScatter"})
 """Nodes that read what they are given by its place in memory, and must not be given a part of something larger."""
 _ALONE = _STRIDED | {"Cdist", "Roll", "SegmentReduce"}
@@ -226,7 +229,7 @@ def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -
         UnsupportedError: If the backward of a custom function is not linear.
     """
     name = operation(node)
-    if name in _AS_IT_IS:
+    if name in _AS_IT_IS or isinstance(node, HOOKED):
         return columns
     custom = isinstance(node, BackwardCFunction)
     own = custom or name in _STRIDED  # the backward of a custom function may write on what it is given, too

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.graph import Node
 
-from backpack.core.graph import operation, saved, shape_of
+from backpack.core.graph import HOOKED, operation, saved, shape_of
 from backpack.core.samples import Layout, along, label_tensor, layout_of, settle
 from backpack.core.selections import SELECTS, numbered_rows, selection
 from backpack.core.ways import Crossing, Way, rearranged, same_axis, summed
@@ -139,6 +139,8 @@ def known_crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.S
     Returns:
         The crossing of each needed input; ``None`` if it has to be found out.
     """
+    if isinstance(node, HOOKED):
+        return [Crossing(Way.DATA, states[nr], states[nr]) if nr in states and shape is not None else None for nr, shape in enumerate(shapes)]
     number, layout = next(iter(states.items()))
     if len(states) == 1 and not number:
         known = same_axis(node, layout, shapes) or _of_part(node, layout) or _of_selected(node, layout)

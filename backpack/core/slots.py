@@ -181,6 +181,19 @@ def versions_of(parameters: Mapping[str, Tensor | None], constants: Mapping[str,
         return [None if t is None else version_of(t) for t in (*parameters.values(), *constants.values())]
 
 
+def contents_of(parameters: Mapping[str, Tensor | None]) -> list[str]:
+    """Return what tells whether parameters have changed, also by those who do not count: optimizers with ``fused=True``, operations on ``p.data``.
+
+    Args:
+        parameters: Name to parameter.
+
+    Returns:
+        Their norms, as text: those that are no numbers are to be like themselves.
+    """
+    held = [p.detach() for p in parameters.values() if p is not None]
+    return [torch.linalg.vector_norm(p, dtype=torch.cdouble if p.is_complex() else torch.double).item().hex() for p in held]
+
+
 def places_of(parameters: Mapping[str, Tensor | None]) -> list[int]:
     """Return where the data of parameters are.
 
