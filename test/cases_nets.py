@@ -453,6 +453,16 @@ def class_token_repeated(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     return net.c(net.tanh(net.b(h)).mean(1))
 
 
+def prompt_repeated(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    h = cat([net.tanh(net.b(net.prompt)).repeat(len(x), 1, 1), net.a(x)], dim=1)
+    return net.c(net.tanh(h).mean(1))
+
+
+def prompt_repeated_twice(net: Net, x: Tensor) -> Tensor:  # noqa: D103
+    prompt = net.tanh(net.b(net.prompt[:, None])).repeat(1, len(x), 2).transpose(0, 1)
+    return net.c(net.tanh(net.a(x)).mean(1) * prompt.unflatten(2, (2, 3)).cumsum(2).sum((1, 2)))
+
+
 def smooth_branches(net: Net, x: Tensor) -> Tensor:  # noqa: D103
     h = net.tanh(net.a(x))
     h = h + net.sigmoid(net.b(h)) + net.gelu(net.c(h))
@@ -537,6 +547,8 @@ graph(
     (2, 3),
     "other parameters",
 )
+graph("prompt, repeated", prompt_repeated, layers(3, 3, 3, 4, tanh=Tanh, prompt=parameter(5, 3)), (2, 3), "nested", "other parameters")
+graph("prompt, repeated twice", prompt_repeated_twice, layers(3, 3, 3, 4, tanh=Tanh, prompt=parameter(2, 3)), (2, 3), "nested", "other parameters")
 graph(
     "layer scale",
     lambda net, x: net.b(x + net.tanh(net.a(x)) * net.gamma),

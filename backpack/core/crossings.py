@@ -111,6 +111,8 @@ class Gap:
         points = _shared_points(self.node, state)
         if points is not None and not torch.is_grad_enabled():  # torch does not know the derivative of that derivative
             return _to_points(self.node, given[0], state, points)
+        if _copies_for_samples(self.node, state):
+            return [_to_copied(self.node, given[0], state)]
         chosen = selection(self.node) if operation(self.node) in SELECTS and not tensor_at((self.node, 0)).dtype.is_complex else None
         if chosen is not None and chosen.numbers(state.axis):
             return [None if n is None else chosen.added(given[0], state).reshape(*given[0].shape[:1], -1, *n[2]) for n in self.nexts]
@@ -159,6 +161,26 @@ def _to_points(node: Node, columns: Tensor, layout: Layout, number: int) -> list
     rows = torch.ops.aten._cdist_backward(grad.contiguous(), *others, power, distances.contiguous())
     rows = rows.reshape(*lead, *sides[number].shape)
     return [add_rows(rows, layout) if side == number else None for side in range(2)]
+
+
+def _copies_for_samples(node: Node, layout: Layout) -> bool:
+    # what is the same for all of them
+    if operation(node) != "Repeat":
+        return False
+    full, shape = shape_of((node, 0)), shape_of(node.next_functions[0])
+    axis = layout.axis - len(full) + len(shape)
+    return full.numel() > 0 and (axis < 0 or shape[axis] == 1)
+
+
+def _to_copied(node: Node, columns: Tensor, layout: Layout) -> Tensor:
+    # ``[V, *full]`` to ``[V, N, *shape]``: the copies of a sample are summed
+    full, shape = shape_of((node, 0)), shape_of(node.next_functions[0])
+    rows = add_rows(columns.movedim(layout.axis + 1, 1), layout).unsqueeze(2).movedim(2, layout.axis + 2)
+    sizes = rows.shape[2:], (*[1] * (len(full) - len(shape)), *shape)
+    for axis, (made, size) in enumerate(zip(*sizes, strict=True)):
+        if made != size:
+            rows = rows.unflatten(axis + 2, (-1, size)).sum(axis + 2)
+    return rows.reshape(*rows.shape[:2], *shape)
 
 
 def _completed(layout: Layout, state: Layout) -> Layout:
