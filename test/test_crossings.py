@@ -1271,3 +1271,45 @@ def test_full_backward_hooks_of_modules(N: int, pre: bool, monkeypatch: pytest.M
     assert len(seen) == len(with_quantities) > 0
     for expected, found in zip(seen, with_quantities, strict=True):
         assert all((one is None and two is None) or torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+
+
+def added_to_columns(h: Tensor, x: Tensor) -> Tensor:
+    h[..., :2] += x[..., :2].sin()
+    return h
+
+
+def added_to_columns_of_rows(h: Tensor, x: Tensor) -> Tensor:
+    h[:, 1, 1:] -= x[:, 0, 1:].cos()
+    return h
+
+
+def written_by_strides(h: Tensor, x: Tensor) -> Tensor:
+    return h.transpose(1, 2).contiguous().as_strided(h.shape, (h[0].numel(), 1, 2)) * x
+
+
+def read_twice_by_strides(h: Tensor, x: Tensor) -> Tensor:
+    return h.contiguous().as_strided((len(h), 2, 4), (8, 0, 1)) * x
+
+
+MOVES = [added_to_columns, added_to_columns_of_rows, written_by_strides, read_twice_by_strides]
+
+
+class Moving(Module):
+    """Layers around an operation on a part of what the first one makes."""
+
+    def __init__(self, move: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.last, self.move = Linear(4, 4, **DOUBLE), Linear(4, 4, **DOUBLE), Linear(8, 3, **DOUBLE), move
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.move(self.first(x), self.second(x)).tanh().flatten(1))
+
+
+@pytest.mark.parametrize("N", [1, 2, 3, 8])
+@pytest.mark.parametrize("move", MOVES)
+def test_parts_that_are_read_and_written_by_strides(move: Callable[[Tensor, Tensor], Tensor], N: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two columns tell where samples go, unless entries are read twice."""
+    torch.manual_seed(0)
+    if N > 1 and move is not read_twice_by_strides:
+        monkeypatch.setattr(crossings, "probe", lambda *_: pytest.fail("all columns are sent at once"))
+    pass_over(extend(Moving(move)), torch.randn(N, 2, 4, **DOUBLE), torch.randint(0, 3, (N,)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -241,12 +240,12 @@ def _hides_places(node: Node, shapes: tuple[torch.Size | None, ...]) -> bool:
 
 
 def _assigned(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
-    """Say how an assignment to a part of a tensor carries the samples: entries stay in place, but for those of the part, which are moved.
+    """Say how an assignment to a part of a tensor, or a view by strides, carries the samples: entries stay in place; those of the part move.
 
-    One column, with a random number for each sample, shows where they go, and that no entry is made of several.
+    Two columns, of the numbers of samples and of ones, show where they go, and that no entry is made of several.
 
     Args:
-        node: The node of an operation in place on a part of a tensor.
+        node: The node of an operation in place on a part of a tensor, or of a view by strides, which is made where that part is read.
         layout: Where the samples lie in its output.
         shapes: Shape of each needed input, ``None`` for others.
 
@@ -254,39 +253,28 @@ def _assigned(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
         The crossing of each needed input; ``None`` if it does something else, or numbers are too coarse.
     """
     slot, full = tensor_at((node, 0)), shape_of((node, 0))
-    codes, values, order = _codes(layout.samples, slot.device, slot.dtype)
-    if len(shapes) > _TENSOR_AND_PART or layout.of_one or not full.numel() or codes is None:
+    if len(shapes) > _TENSOR_AND_PART or layout.of_one or not full.numel() or layout.samples * torch.finfo(slot.dtype).eps > 1:
         return None
-    labels = label_tensor(layout.labels, slot.device)
-    column = along(torch.where(labels < 0, 0, codes[labels]), layout.axis, len(full)).expand(full).contiguous()
+    numbers = (label_tensor(layout.labels, slot.device) + 1).to(slot.dtype)
+    columns = (along(each, layout.axis, len(full)).expand(full).contiguous() for each in (numbers, numbers.sign()))
     with torch.no_grad():
-        returned = call_node(node, [column[None]], probing=True)
+        returned = [call_node(node, [column[None]], probing=True) for column in columns]
     crossings: list[Crossing | None] = []
-    for number, (shape, sent) in enumerate(zip(shapes, returned, strict=True)):
-        if shape is None or sent is None:
+    for number, (shape, found, count) in enumerate(zip(shapes, *returned, strict=True)):
+        if shape is None or found is None:
             crossings.append(None)
             continue
-        found = sent[0]
-        if found.shape != shape:
+        moved = count[0] == 1
+        if found.shape[1:] != shape or not (moved | (count[0] == 0)).all():
             return None
-        if number:
-            places = order[torch.searchsorted(values, found).clamp(max=layout.samples - 1)]
-            wanted, there = codes[places], layout_of(places, found.ne(0), layout.samples, layout.axis)
+        if number or node.name() != ON_A_PART:
+            there = layout_of(found[0].long() - 1, moved, layout.samples, layout.axis)
+            if there is None:
+                return None
         else:
-            wanted, there = column, layout._replace(labels=tuple(torch.where(filled(found, layout), labels, -1).tolist()))
-        # each entry is what it should be, or zero
-        if there is None or torch.linalg.vector_norm((wanted - found).mul_(found.sign())) != 0:
-            return None
+            there = layout._replace(labels=tuple(torch.where(filled(count[0], layout), label_tensor(layout.labels, slot.device), -1).tolist()))
         crossings.append(Crossing(Way.DATA, there, there))
     return crossings
-
-
-@lru_cache(maxsize=16)
-def _codes(samples: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, Tensor, Tensor]:
-    # a number for each sample, ``None`` if some are the same; these in order, and whose they are
-    codes = (torch.rand(samples, generator=torch.Generator().manual_seed(0)) + 0.5).to(device, dtype)
-    values, order = codes.sort()
-    return None if values.diff().eq(0).any() else codes, values, order
 
 
 def _kept(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
@@ -342,7 +330,7 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         there = states[0]._replace(axis=len(shape_of((node, 0))) - 2)
         of_samples, of_points = Crossing(Way.DATA, there, there), Crossing(Way.MASKED, None, None)
         known = [None if shape is None else of_points if number == points else of_samples for number, shape in enumerate(shapes)]
-    if known is None and node.name() == ON_A_PART and not tensor_at((node, 0)).dtype.is_complex:
+    if known is None and (node.name() == ON_A_PART or operation(node) == "AsStrided") and not tensor_at((node, 0)).dtype.is_complex:
         known = _assigned(node, states[0], shapes)
     if known is not None:
         return known
