@@ -1308,8 +1308,22 @@ class Moving(Module):
 @pytest.mark.parametrize("N", [1, 2, 3, 8])
 @pytest.mark.parametrize("move", MOVES)
 def test_parts_that_are_read_and_written_by_strides(move: Callable[[Tensor, Tensor], Tensor], N: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two columns tell where samples go, unless entries are read twice."""
+    """One column tells where samples go, unless entries are read twice."""
     torch.manual_seed(0)
     if N > 1 and move is not read_twice_by_strides:
         monkeypatch.setattr(crossings, "probe", lambda *_: pytest.fail("all columns are sent at once"))
     pass_over(extend(Moving(move)), torch.randn(N, 2, 4, **DOUBLE), torch.randint(0, 3, (N,)))
+
+
+@pytest.mark.parametrize("N", [3, 5])
+def test_samples_that_are_averaged_in_place(N: int) -> None:
+    """What a part gets of several samples has the weight of one."""
+
+    def average(h: Tensor, x: Tensor) -> Tensor:
+        eye = torch.eye(N, **DOUBLE)
+        h[:, 1].addmm_((eye.roll(1, 0) + eye.roll(-1, 0)) / 2, x[:, 0])
+        return h
+
+    model = extend(Moving(average))
+    with backpack(BatchGrad()), pytest.raises(BackpackError, match="mix|influence"):
+        F.cross_entropy(model(torch.randn(N, 2, 4, **DOUBLE)), torch.zeros(N, dtype=torch.long)).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -242,7 +243,7 @@ def _hides_places(node: Node, shapes: tuple[torch.Size | None, ...]) -> bool:
 def _assigned(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
     """Say how an assignment to a part of a tensor, or a view by strides, carries the samples: entries stay in place; those of the part move.
 
-    Two columns, of the numbers of samples and of ones, show where they go, and that no entry is made of several.
+    One column, with a random number for each sample, shows where they go, and that no entry is made of several.
 
     Args:
         node: The node of an operation in place on a part of a tensor, or of a view by strides, which is made where that part is read.
@@ -253,28 +254,39 @@ def _assigned(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
         The crossing of each needed input; ``None`` if it does something else, or numbers are too coarse.
     """
     slot, full = tensor_at((node, 0)), shape_of((node, 0))
-    if len(shapes) > _TENSOR_AND_PART or layout.of_one or not full.numel() or layout.samples * torch.finfo(slot.dtype).eps > 1:
+    codes, values, order = _codes(layout.samples, slot.device, slot.dtype)
+    if len(shapes) > _TENSOR_AND_PART or layout.of_one or not full.numel() or codes is None:
         return None
-    numbers = (label_tensor(layout.labels, slot.device) + 1).to(slot.dtype)
-    columns = (along(each, layout.axis, len(full)).expand(full).contiguous() for each in (numbers, numbers.sign()))
+    labels = label_tensor(layout.labels, slot.device)
+    column = along(torch.where(labels < 0, 0, codes[labels]), layout.axis, len(full)).expand(full).contiguous()
     with torch.no_grad():
-        returned = [call_node(node, [column[None]], probing=True) for column in columns]
+        returned = call_node(node, [column[None]], probing=True)
     crossings: list[Crossing | None] = []
-    for number, (shape, found, count) in enumerate(zip(shapes, *returned, strict=True)):
-        if shape is None or found is None:
+    for number, (shape, sent) in enumerate(zip(shapes, returned, strict=True)):
+        if shape is None or sent is None:
             crossings.append(None)
             continue
-        moved = count[0] == 1
-        if found.shape[1:] != shape or not (moved | (count[0] == 0)).all():
+        found = sent[0].abs()  # what is subtracted is moved, too
+        if found.shape != shape:
             return None
         if number or node.name() != ON_A_PART:
-            there = layout_of(found[0].long() - 1, moved, layout.samples, layout.axis)
-            if there is None:
-                return None
+            places = order[torch.searchsorted(values, found).clamp(max=layout.samples - 1)]
+            wanted, there = codes[places], layout_of(places, found.ne(0), layout.samples, layout.axis)
         else:
-            there = layout._replace(labels=tuple(torch.where(filled(count[0], layout), label_tensor(layout.labels, slot.device), -1).tolist()))
+            wanted, there = column, layout._replace(labels=tuple(torch.where(filled(found, layout), labels, -1).tolist()))
+        # each entry is what it should be, or zero
+        if there is None or torch.linalg.vector_norm((wanted - found).mul_(found.sign())) != 0:
+            return None
         crossings.append(Crossing(Way.DATA, there, there))
     return crossings
+
+
+@lru_cache(maxsize=16)
+def _codes(samples: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, Tensor, Tensor]:
+    # a number for each sample, ``None`` if some are the same; these in order, and whose they are
+    codes = (torch.rand(samples, generator=torch.Generator().manual_seed(0)) + 0.5).to(device, dtype)
+    values, order = codes.sort()
+    return None if values.diff().eq(0).any() else codes, values, order
 
 
 def _kept(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
