@@ -51,6 +51,13 @@ def low_rank_of_length_one(net: Net) -> Tensor:
     return net.g * weight / weight.norm(dim=1, keepdim=True)
 
 
+def reflected(net: Net) -> Tensor:
+    weight = net.w
+    for v in net.v:
+        weight = weight - 2 * torch.outer(weight @ v, v) / (v @ v + 1)
+    return weight
+
+
 def standardized(net: Net) -> Tensor:
     return (net.w - net.w.mean(1, keepdim=True)) / net.w.std(1, keepdim=True)
 
@@ -179,6 +186,11 @@ made("Hadamard product of low ranks, positions", lambda net: (net.up @ net.down)
 made("low rank of length one", low_rank_of_length_one, LOW_RANK | FROZEN | ROWS, (4,))
 TRAIN = {"one": parameter(1, 2, 2), "other": parameter(2, 3, 2)}
 made("tensor train", lambda net: torch.einsum("iar,rbj->ibaj", net.one, net.other).reshape(3, 4), TRAIN, (4,))
+made("Cayley transform", lambda net: torch.linalg.solve(net.s - noise(net.s), net.s + 1)[:3], {"s": parameter(4, 4)}, (4,), "curved")
+made("solved from the right", lambda net: torch.linalg.solve(net.s, net.w, left=False), MATRIX | {"s": parameter(4, 4)}, (2, 4), "curved")
+made("inverse", lambda net: net.w @ torch.linalg.inv(net.s), MATRIX | {"s": parameter(4, 4)}, (4,), "curved")
+made("reflections", reflected, {"w": parameter(3, 4), "v": parameter(6, 4)}, (4,))
+made("reflections, positions", reflected, {"w": parameter(3, 4), "v": parameter(6, 4)}, (2, 4))
 for label, layer in NORMED.items():
     tags = (*MADE, "curved") if label in NO_HESSIAN else MADE
     graph(f"weight: {label}", lambda net, x: net.b(net.a(x).tanh()), lambda layer=layer: {"a": layer(), "b": Linear(3, 4)}, (4,), *tags)

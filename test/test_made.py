@@ -124,6 +124,10 @@ WAYS = {
     "Hadamard product of low ranks": [(set(), set(), {"up", "down", "left", "right"})],
     "low rank of length one": [(set(), {"g"}, {"up", "down"})],
     "tensor train": [({"other"}, set(), {"one"})],
+    "Cayley transform": [({"s"}, set(), set())],
+    "solved from the right": [({"w", "s"}, set(), set())],
+    "inverse": [({"w", "s"}, set(), set())],
+    "reflections": [({"w"}, set(), {"v"})],
     "of a vector": [({"v"}, set(), set())],
     "one row for all": [(set(), {"h"}, set())],
     "masked kernel": None,
@@ -283,7 +287,7 @@ def test_nothing_is_left_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 HALF = ["weight norm", "spectral norm", "of probabilities", "normalized rows", "standardized, no positions", "quantized", "low rank of length one"]
-HALF += ["Hadamard product of low ranks", "tensor train", "block diagonal", "summed up", "rows that are chosen"]
+HALF += ["Hadamard product of low ranks", "tensor train", "block diagonal", "summed up", "rows that are chosen", "reflections"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

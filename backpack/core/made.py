@@ -169,6 +169,8 @@ class MadeUse:
         for upstream, values in zip(nexts, sent, strict=True):
             for value in () if upstream is None else filter(None, values):
                 _add(arrived.setdefault(upstream[:2], []), value)
+            if upstream is not None and len(arrived.get(upstream[:2], ())) > _MOST:
+                arrived[upstream[:2]] = _joined(arrived[upstream[:2]])
 
     def _sent(self, gap: Gap, given: dict[int, list[Carried]], nexts: list) -> list[list[Carried]] | None:
         # what a node sends to each of its inputs; nothing if all of it would have to be formed
@@ -256,6 +258,13 @@ class MadeUse:
                 if upstream is not None and sent:
                     arrive(upstream[:2], sent)
         return found
+
+
+def _joined(values: list[Carried]) -> list[Carried]:
+    # products without scales are one with more positions
+    nets = [value for value in values if isinstance(value, Network)]
+    joined = nets[0].joined(nets[1:]) if nets else None
+    return values if joined is None else [*(value for value in values if not isinstance(value, Network)), joined]
 
 
 def _add(values: list[Carried], value: Carried) -> None:

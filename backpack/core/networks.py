@@ -150,9 +150,9 @@ class Network(NamedTuple):
         sizes = self._sizes()
         factor, labels = factor.reshape([sizes[label] for label in self.axes]), list(self.axes)
         for axis in reversed(range(len(labels) if factor.numel() else 0)):
-            first = factor.narrow(axis, 0, 1)
-            if bool((factor == first).all()):
-                factor = first.squeeze(axis)
+            first, last = factor.select(axis, 0), factor.select(axis, -1)
+            if torch.equal(first, last) and bool((factor == first.unsqueeze(axis)).all()):
+                factor = first
                 labels.pop(axis)
         if not labels and bool(factor == 1):
             return self
@@ -293,6 +293,27 @@ class Network(NamedTuple):
         one, two = (self.inputs.new_ones(()) if scale is None else scale for scale in (self._scale(), other._scale()))
         return self._replace(others=()).times((one + two).expand(self.shape))
 
+    def joined(self, others: Sequence[Network]) -> Network | None:
+        """Add products of rows and inputs that nothing else has come to.
+
+        Args:
+            others: Others at the same edge.
+
+        Returns:
+            One with more positions; ``None`` if some are no such matrices.
+        """
+        nets = [self, *others]
+        turned = {net.axes == (*net.right, *net.left) for net in nets}
+        shapes = {(net.inputs.shape[1:-1], *((source, part.shape[2:-1]) for source, part in net.rows.items())) for net in nets}
+        if len(shapes) > 1 or len(turned) > 1 or any(net.others or not net._is_matrix for net in nets):
+            return None
+        rows = {source: torch.cat([net.rows[source] for net in nets], -1) for source in self.rows}
+        return self._replace(rows=rows, inputs=torch.cat([net.inputs for net in nets], -1))
+
+    @property
+    def _is_matrix(self) -> bool:
+        return self.axes in ((*self.left, *self.right), (*self.right, *self.left))
+
     @property
     def is_entrywise(self) -> bool:
         """Whether each entry is one of the product of rows and inputs, times a number."""
@@ -305,9 +326,7 @@ class Network(NamedTuple):
         return prod(aligned(other, self.axes) for other in self.others).expand([sizes[label] for label in self.axes]).reshape(self.shape)
 
     def _flat(self) -> tuple[Columns, Tensor]:
-        return {source: columns.flatten(2, -2) if self.left else columns.unsqueeze(2) for source, columns in self.rows.items()}, (
-            self.inputs.flatten(1, -2) if self.right else self.inputs.unsqueeze(1)
-        )
+        return {source: columns.flatten(2, -2) for source, columns in self.rows.items()}, self.inputs.flatten(1, -2)
 
     def read(self) -> Reading:
         """Read it as the use of a layer, if it is made entry by entry.
@@ -338,7 +357,7 @@ class Network(NamedTuple):
             ``{source: [V, N, A]}`` and ``[N, B]``, the scale, ``[A, B]`` or ``[B, A]`` if the matrix is turned, whether it is; ``None`` for others.
         """
         turned = self.axes != (*self.left, *self.right)
-        if self.inputs.shape[-1] != 1 or not self.is_entrywise or self.axes not in ((*self.left, *self.right), (*self.right, *self.left)):
+        if self.inputs.shape[-1] != 1 or not (self.is_entrywise and self._is_matrix):
             return None
         (rows, inputs), scale = self._flat(), self._scale()
         height, width = next(iter(rows.values())).shape[2], inputs.shape[1]

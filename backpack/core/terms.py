@@ -27,6 +27,7 @@ _ALONG = _MOVING | {"Index", "IndexSelect", "Cumsum"}
 """Linear operations along an axis."""
 _LAID = frozenset({"Stack", "BlockDiag"})
 """Operations that lay tensors beside each other, along a new axis or several ones."""
+_INVERSES = frozenset({"LinalgInvEx", "LinalgSolveEx"})
 _REDUCING = frozenset("Sum Mean Norm LinalgVectorNorm Var Std Logsumexp Amax Amin Max Min".split())
 """Operations of whose results each is made of entries of its own, along some axes."""
 _SUMS = frozenset({"Softmax", "WeightNormInterface"})
@@ -46,7 +47,7 @@ def carries_terms(node: Node) -> bool:
     name = operation(node)
     if name in _REDUCING | _SUMS:
         return len(shape_of(node.next_functions[0])) == 2  # noqa: PLR2004
-    return name in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | _TRANSPOSES | _MATMULS | _ALONG | _LAID | {"Mv", "Dot", "Vdot"}
+    return name in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | _TRANSPOSES | _MATMULS | _ALONG | _LAID | _INVERSES | {"Mv", "Dot", "Vdot"}
 
 
 def slopes(node: Node, number: int) -> Tensor | None:
@@ -200,7 +201,7 @@ def start(use: Use, name: str, slot: Tensor) -> Term | Network:
     return Term(Use(call, {name: weight}, use.value, use.grad, use.layout), name, slot.dtype, shape, shape, lambda part: part)
 
 
-def spread(columns: Columns, node: Node, number: int) -> Network | None:
+def spread(columns: Columns, node: Node, number: int) -> Network | Columns | None:
     """Carry columns, of which each sample has few, to a matrix of which a node made as few.
 
     Args:
@@ -212,6 +213,8 @@ def spread(columns: Columns, node: Node, number: int) -> Network | None:
         What arrives there; ``None`` if the node does something else.
     """
     name, shape, few = operation(node), shape_of(node.next_functions[number]), shape_of((node, 0))
+    if name == "Mv" and number == 1 and not tensor_at((node, 0)).dtype.is_complex:
+        return {source: c @ saved(node, "self") for source, c in columns.items()}
     if len(shape) != 2 or outputs_of(node) > 1 or tensor_at((node, 0)).dtype.is_complex:  # noqa: PLR2004
         return None
     if name == "Mv" and number == 0:
@@ -285,10 +288,28 @@ def _through_axes(net: Network, node: Node, number: int) -> Network | None:
         return net.matmul(other, number) if other.layout == torch.strided else None
     if name in _LAID:
         return _through_laid(net, node, number)
+    if name in _INVERSES:
+        return _through_inverse(net, node, number) if len(full) == len(shape) == 2 else None  # noqa: PLR2004
     axis = _axis(node) if name in _ALONG else None
     if axis is None or len(shape) != len(full) or any(i != axis and shape[i] != full[i] for i in range(len(full))):
         return None
     return net.along(axis, partial(_mapped, node, number, axis), name in _MOVING, shape)
+
+
+def _through_inverse(net: Network, node: Node, number: int) -> Network | None:
+    """Carry it from ``X``, the inverse of a matrix ``A``, or what solves ``A X = B``, or ``X A = B``, to ``A`` or ``B``.
+
+    Returns:
+        As ``through``: with ``H = A^-T G``, or ``G A^-T``, that is ``H`` for ``B``, and ``-H X^T``, or ``-X^T H``, for ``A``.
+    """
+    if operation(node) == "LinalgInvEx":
+        inverse = saved(node, "inverse").detach()
+        found = net.matmul(-inverse, 1)
+        return found and found.matmul(inverse, 0)
+    matrix, result, left = saved(node, "A").detach(), saved(node, "result").detach(), saved(node, "left")
+    sign = 1 if number else -1
+    found = net.along(1 - left, lambda vectors: torch.linalg.solve(matrix.mT if left else matrix, sign * vectors), False, net.shape)
+    return found if number or found is None else found.matmul(result, 0 if left else 1)
 
 
 def _through_laid(net: Network, node: Node, number: int) -> Network | None:
