@@ -43,6 +43,13 @@ Measured on one thread of a CPU, in gradients. All-CNN-C, where all columns take
 64 MiB. 3c3d, where they take 245 MiB: DiagGGNExact 6.8 with 128 MiB, 7.2 with 64 MiB, from 6.4 to 10 at once; KFLR 4.6, 4.6, and from 4.6 to 9. Fresh
 memory costs time, on some machines a lot; so does what is done again for each block: unfolding the inputs of convolutions, and Python.
 """
+_STEPS = 64
+"""Functional operations from which on the diagonal of the Hessian may take ``_WIDER`` times as much: in recurrent networks each has columns of its own.
+
+With 128, 512 and 1024 MiB, in gradients, one thread: a GRU of 16 units and 8 steps 1160, 500 and 330; of 32 units and 6 steps 3690, 1070 and 820. Nets of
+few such operations are faster with 128 MiB: fully-connected 37, 78 and 79, gated ones (128 units, 3 layers) 319, 672 and 644.
+"""
+_WIDER = 4
 
 
 def blocks_for(plan: Plan, collector: Collector, memory: int | None, connection: Connection | None) -> dict[Flow, Blocks]:
@@ -63,7 +70,9 @@ def blocks_for(plan: Plan, collector: Collector, memory: int | None, connection:
     widths = {flow: columns(flow, plan) for flow in collector.flows if isinstance(flow, ColumnFlow) and not flow.is_gradient}
     if memory is None and (max(widths.values(), default=0) <= 1 or sum(widths.values()) * bound(plan) <= AUTOMATIC):
         return {}  # nothing to cut
-    total, limit = sum(width * Weight(flow, plan, collector).most for flow, width in widths.items()), AUTOMATIC if memory is None else memory
+    total, limit = sum(width * Weight(flow, plan, collector).most for flow, width in widths.items()), memory
+    if memory is None:
+        limit = AUTOMATIC * (_WIDER if len(plan.gaps) > _STEPS and any(flow.needs is Need.CURVATURE for flow in widths) else 1)
     found: dict[Flow, Blocks] = {}
     for flow in widths if total > limit else ():
         reason = _obstacle(flow, plan, collector, connection)
