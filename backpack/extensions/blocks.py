@@ -44,10 +44,10 @@ Measured on one thread of a CPU, in gradients. All-CNN-C, where all columns take
 memory costs time, on some machines a lot; so does what is done again for each block: unfolding the inputs of convolutions, and Python.
 """
 _STEPS = 64
-"""Functional operations from which on the diagonal of the Hessian may take ``_WIDER`` times as much: in recurrent networks each has columns of its own.
+"""Functional operations from which on the Hessian's diagonal may take ``_WIDER`` times as much: in recurrent networks each has columns of its own.
 
-With 128, 512 and 1024 MiB, in gradients, one thread: a GRU of 16 units and 8 steps 1160, 500 and 330; of 32 units and 6 steps 3690, 1070 and 820. Nets of
-few such operations are faster with 128 MiB: fully-connected 37, 78 and 79, gated ones (128 units, 3 layers) 319, 672 and 644.
+With 128, 512 and 1024 MiB, in gradients, one thread: a GRU of 16 units and 8 steps 1160, 500 and 330; of 32 units and 6 steps 3690, 1070 and 820.
+Nets of few such operations are faster with 128 MiB: fully-connected 37, 78 and 79, gated ones (128 units, 3 layers) 319, 672 and 644.
 """
 _WIDER = 4
 
