@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -199,14 +199,14 @@ def _completed(layout: Layout, state: Layout) -> Layout:
     return layout._replace(labels=state.labels) if as_there and not layout.of_one else layout
 
 
-def lies_elsewhere(node: Node, state: State, needed: list[int], shape: torch.Size) -> Layout | None:
+def lies_elsewhere(node: Node, state: State, reach: Callable[[Node | None], Any], shape: torch.Size) -> Layout | None:
     """Say where else the samples may lie in an input of a node, as far as its output tells.
 
     Args:
         node: The node.
         state: Where they lie in its output.
-        needed: Numbers of the inputs that are needed.
-        shape: Shape of one of them.
+        reach: Tells whether something that is needed lies upstream of a node.
+        shape: Shape of one of the inputs that are needed.
 
     Returns:
         Along another axis of what is selected by numbers; along that of a sample that is selected; or without the rows that are multiplied by
@@ -221,6 +221,7 @@ def lies_elsewhere(node: Node, state: State, needed: list[int], shape: torch.Siz
         return None
     if operation(node) == "Select":
         return axis_kept(node, state, shape)
+    needed = [number for number, (upstream, _) in enumerate(node.next_functions) if reach(upstream)]
     return _unmasked(node, state, needed[0], shape) if len(needed) == 1 else None
 
 

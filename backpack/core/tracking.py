@@ -361,8 +361,7 @@ class Tracking:
         layout = self._others.get((node, 0))
         if layout is not None:
             return axis_kept(node, layout, shape)
-        needed = [number for number, (upstream, _) in enumerate(node.next_functions) if self.walk.reach.get(upstream)]
-        return lies_elsewhere(node, states.get(0, SPLIT), needed, shape)
+        return lies_elsewhere(node, states.get(0, SPLIT), self.walk.reach.get, shape)
 
     def _is_of_nodes(self, node: Node, samples: int) -> bool:
         # whether layers made it of constants, as of the nodes of a graph that all samples use; functions may have multiplied it with data
