@@ -1291,7 +1291,7 @@ def read_twice_by_strides(h: Tensor, x: Tensor) -> Tensor:
     return h.contiguous().as_strided((len(h), 2, 4), (8, 0, 1)) * x
 
 
-MOVES = [added_to_columns, added_to_columns_of_rows, written_by_strides, read_twice_by_strides]
+STRIDED = [added_to_columns, added_to_columns_of_rows, written_by_strides, read_twice_by_strides]
 
 
 class Moving(Module):
@@ -1306,7 +1306,7 @@ class Moving(Module):
 
 
 @pytest.mark.parametrize("N", [1, 2, 3, 8])
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", STRIDED)
 def test_parts_that_are_read_and_written_by_strides(move: Callable[[Tensor, Tensor], Tensor], N: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One column tells where samples go, unless entries are read twice."""
     torch.manual_seed(0)
