@@ -573,7 +573,7 @@ class SquaredHinge(nn.Module):
         return (1 - out * (2 * F.one_hot(y, 3) - 1)).relu().square().mean()
 
 
-class Hinge(nn.Module):
+class HingeOfClasses(nn.Module):
     """Curved nowhere."""
 
     def forward(self, out: Tensor, y: Tensor) -> Tensor:
@@ -629,7 +629,7 @@ def test_losses_that_are_flat_where_margins_are_kept() -> None:
     layer, x, y = confident(5.0, torch.float64, 4)
     layer.bias.data.fill_(-2)
     flat = ((SquaredHinge(), None), (Huber(), None), (Clipped(), None))
-    for loss, expected in (*flat, (Hinge(), "piecewise linear"), (Contrast(), "couples")):
+    for loss, expected in (*flat, (HingeOfClasses(), "piecewise linear"), (Contrast(), "couples")):
         with backpack(extensions.DiagGGNExact()), nullcontext() if expected is None else pytest.raises(NotImplementedError, match=expected):
             extend(loss)(extend(layer)(10 * x if expected == "couples" else x), y).backward()
         assert hasattr(layer.weight, "diag_ggn_exact") == (expected is None)
