@@ -49,6 +49,8 @@ EIGENVECTORS = 10
 """A multiple of the cube of a side, for the eigenvectors of a matrix."""
 NODE, HOOK = 2_000_000, 10_000_000
 """A node of the graph, forward and backward; a hook, which runs in Python."""
+PASSED_ON = 25_000_000
+"""What was born at one operation, passed on at another one: each comes in a pass of its own."""
 
 _FACTORS = {"Mm": (0, 1), "Bmm": (0, 1), "Addmm": (1, 2), "Baddbmm": (1, 2), "Convolution": (0, 1)}
 
@@ -159,6 +161,7 @@ class Costs:
             self._at_gap(gap, columns if called else 0)
             if isinstance(self._flow, SignedSqrtFlow) and curved_in(plan.walk, plan.concerned, gap):
                 births = {**births, node: self._at_birth(gap)}
+        self.carried += PASSED_ON * max(0, len(births) - 1)
         for upstream, _ in edges_below(plan, node):
             self._births.setdefault(upstream, {}).update(births)
 
