@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -445,53 +444,3 @@ def test_models_that_are_given_nothing(steps: int, samples: int) -> None:
         model().square().sum().backward()
     for parameter, *rows in zip(model.parameters(), *expected, strict=True):
         close(parameter.grad_batch, torch.stack(rows))
-
-
-class StepsFirst(nn.Module):
-    """Returns a number for each step and sample, steps first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 1).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).tanh().squeeze(-1).t()
-
-
-class MeanOverSteps(nn.Module):
-    """Takes steps first, and returns a row for each sample."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, outputs).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.mean(0))
-
-
-@pytest.mark.parametrize("samples", [2, 3, 8])
-def test_steps_in_front_of_samples(samples: int) -> None:
-    """They are no samples, though there are as many rows: samples are those of the layer inside."""
-    model, x = extend(StepsFirst()), torch.randn(samples, 5, 4, dtype=torch.float64)
-    expected = [torch.autograd.grad(model(row[None]).logsumexp(0).sum() / samples, tuple(model.parameters())) for row in x]
-    with backpack(BatchGrad(), Variance()):
-        model(x).logsumexp(0).mean().backward()
-    for parameter, *rows in zip(model.parameters(), *expected, strict=True):
-        close(parameter.grad_batch, torch.stack(rows))
-        close(parameter.variance, torch.stack(rows).var(0, unbiased=False))
-
-
-@pytest.mark.parametrize("samples", [2, 3, 8])
-def test_as_many_outputs_as_steps(samples: int) -> None:
-    """What a model that takes steps first returns then, may be steps and samples: a loss that is known tells."""
-    x, y = torch.randn(5, samples, 4, dtype=torch.float64), torch.arange(samples) % 5
-    for outputs in (5, 2):
-        model = extend(MeanOverSteps(outputs))
-        with backpack(BatchGrad()), pytest.raises(UnsupportedError) if outputs == 5 else nullcontext():
-            model(x).square().sum().backward()
-        assert outputs == 2 or results(model) == {}
-    model = extend(MeanOverSteps(5))
-    with backpack(BatchGrad()):
-        nn.functional.cross_entropy(model(x), y, reduction="sum").backward()
-    rows = [torch.autograd.grad(nn.functional.cross_entropy(model(x[:, n : n + 1]), y[n : n + 1]), model.layer.weight)[0] for n in range(samples)]
-    close(model.layer.weight.grad_batch, torch.stack(rows))

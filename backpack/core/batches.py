@@ -135,7 +135,7 @@ def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
     if shape == (1,):  # a loss
         return None
     if not first or rows in _others(call):
-        return rows if first != 1 and first not in shape else None
+        return rows if first != 1 and (first not in shape or (len(shape) == _MATRIX and shape != first_shape(call)[::-1])) else None
     return None if first in shape or rows % first == 0 else rows
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import chain, combinations_with_replacement
-from math import prod
+from itertools import chain
 from typing import Any
 
-import torch
-from torch import Size, Tensor
+from torch import Tensor
 from torch.nn import Parameter
 
-from backpack.core.derivatives.affine import LARGE
+from backpack.core.derivatives.sum_of_products import SumOfProducts
 from backpack.core.flow import Columns, Flow
 from backpack.core.made import Made, MadeUse
 from backpack.core.networks import Network
@@ -25,12 +23,8 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import CentredSquares, Noted, Part, PerSample, Sum
 from backpack.extensions.rules import ColumnRule, FromGradient, Rule, find_faster, signs_of, stack
 from backpack.extensions.spared import gradient_at
-from backpack.utils.columns import blocks
-from backpack.utils.moment import sum_of_squared_columns
 from backpack.utils.precision import wide
 
-_LOST = 2**10
-"""Rounding errors of the summands below which a square is not taken from their products: it keeps three digits."""
 Finish = Callable[[Columns, Parameter], Any]
 
 
@@ -111,103 +105,25 @@ class _Gathered:
         return self.kept.value if self.kept.extra is None else Noted(self.kept.value, self.kept.extra)
 
 
-class SumOfProducts:
-    """Sum of scaled outer products ``scale * left right^T`` of columns and samples, whose squares are added without forming it.
+def sum_of(terms: list[Term | Network]) -> SumOfProducts | None:
+    """Read the factors of terms.
 
-    Attributes:
-        samples: Number of samples.
+    Args:
+        terms: Terms of one use.
+
+    Returns:
+        The sum; ``None`` if some have further positions, or are no matrices.
     """
-
-    def __init__(self, parts: list[tuple[Tensor, Tensor, Tensor | None]], signs: Tensor | None, shape: Size) -> None:
-        """Take note of the factors.
-
-        Args:
-            parts: ``left`` ``[V, N, O]`` and ``right`` ``[V, N, K]``, one column where they are the same in all, and ``scale`` ``[O, K]``.
-            signs: Signs of the columns, ``[V, N]``.
-            shape: Shape of what has the entries of the matrix.
-        """
-        self._parts, self._signs, self._shape, self.samples = parts, signs, shape, parts[0][0].shape[1]
-
-    @classmethod
-    def of(cls, terms: list[Term | Network]) -> SumOfProducts | None:
-        """Read the factors of terms.
-
-        Args:
-            terms: Terms of one use.
-
-        Returns:
-            The sum; ``None`` if some have further positions, or are no matrices.
-        """
-        parts = []
-        for term in terms:
-            sides = term.sides()
-            if sides is None:
-                return None
-            rows, inputs, scale, turned = sides
-            left, right = wide(stack(rows)), wide(inputs)[None]
-            parts.append((*((right, left) if turned else (left, right)), None if scale is None else wide(scale)))
-        return cls(parts, signs_of(sides[0]), terms[0].shape) if len({(left.shape[2], right.shape[2]) for left, right, _ in parts}) == 1 else None
-
-    def _products(self) -> Iterator[tuple[Tensor, Tensor, Tensor | float, bool]]:
-        # of each two of them: of the left sides, of the right ones, of the scales; and whether it is a square
-        for (one, (left, right, scale)), (two, (other, beside, factor)) in combinations_with_replacement(enumerate(self._parts), 2):
-            scales = [each for each in (scale, factor) if each is not None]
-            yield left * other, right * beside, prod(scales, start=1.0 if one == two else 2.0), one == two
-
-    def squares(self) -> Tensor:
-        """Add the squares over columns and samples, with their signs.
-
-        Returns:
-            ``[*shape]``.
-        """
-        found, sizes = 0.0, 0.0
-        for left, right, scale, is_square in self._products():
-            sizes = sizes + _matrix(left, right) * scale if is_square else sizes
-            signed = left if self._signs is None else left * self._signs.to(left.dtype).unsqueeze(2)
-            found = found + _matrix(signed, right) * scale
-        cancelled = (found.abs() < sizes * _LOST * torch.finfo(found.dtype).eps).nonzero(as_tuple=True)
-        for part in blocks(len(cancelled[0]), max(1, len(self._parts[0][0]) * self.samples), LARGE):
-            places = cancelled[0][part], cancelled[1][part]
-            columns = sum(
-                left[..., places[0]] * right[..., places[1]] * (1 if scale is None else scale[places]) for left, right, scale in self._parts
-            )
-            found[places] = sum_of_squared_columns(columns, self._signs).sum(0)
-        return found.reshape(self._shape)
-
-    def norms(self) -> Tensor:
-        """Add the squares of a single column over the entries.
-
-        Returns:
-            ``[N]``.
-        """
-        found, sizes = 0.0, 0.0
-        for left, right, scale, is_square in self._products():
-            scaled = left[0] @ scale if isinstance(scale, Tensor) else scale * left[0].sum(1, keepdim=True)
-            norms = (scaled * right[0]).sum(1)
-            found, sizes = found + norms, sizes + norms if is_square else sizes
-        cancelled = (found < sizes * _LOST * torch.finfo(found.dtype).eps).nonzero()[:, 0]
-        for part in blocks(len(cancelled), self._parts[0][0].shape[2] * self._parts[0][1].shape[2], LARGE):
-            found[cancelled[part]] = torch.linalg.vector_norm(self._formed(cancelled[part]).flatten(1), dim=1).square()
-        return found
-
-    def _formed(self, samples: Tensor) -> Tensor:
-        outer = (left[0, samples].unsqueeze(2) * right[0, samples].unsqueeze(1) * (1 if s is None else s) for left, right, s in self._parts)
-        return sum(outer)
-
-    def total(self) -> Tensor:
-        """Add the columns, and the samples.
-
-        Returns:
-            ``[*shape]``.
-        """
-        return sum(_matrix(left, right) * (1 if scale is None else scale) for left, right, scale in self._parts).reshape(self._shape)
-
-
-def _matrix(left: Tensor, right: Tensor) -> Tensor:
-    # sum of outer products over columns and samples
-    if 1 in (len(left), len(right)):
-        left, right = left.sum(0), right.sum(0)
-    return left.flatten(0, -2).T @ right.flatten(0, -2)
+    parts = []
+    for term in terms:
+        sides = term.sides()
+        if sides is None:
+            return None
+        rows, inputs, scale, turned = sides
+        left, right = wide(stack(rows)), wide(inputs)[None]
+        parts.append((*((right, left) if turned else (left, right)), None if scale is None else wide(scale)))
+    alike = len({(left.shape[2], right.shape[2]) for left, right, _ in parts}) == 1
+    return SumOfProducts(parts, signs_of(sides[0]), terms[0].shape) if alike else None
 
 
 class OfSquares(BackpropExtension):
@@ -220,7 +136,7 @@ class OfSquares(BackpropExtension):
         # only what adds over the samples: else, it is as large as what is formed
         read = terms[0].read()
         known = not isinstance(self.combination, PerSample) and find_faster(self, read.use.call.derivatives, read.name) is not None
-        products = SumOfProducts.of(terms) if known else None
+        products = sum_of(terms) if known else None
         if products is None:
             return NotImplemented
         squares = products.squares()

@@ -15,7 +15,7 @@ from backpack.core.terms import Term
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import PerSample
 from backpack.extensions.firstorder.base import GradientExtension
-from backpack.extensions.made import SumOfProducts
+from backpack.extensions.made import sum_of
 from backpack.extensions.rules import faster, find_faster, finish_at_once
 from backpack.utils.columns import blocks
 from backpack.utils.precision import wide
@@ -41,7 +41,7 @@ class BatchL2Grad(SubsamplingExtension, GradientExtension):
             return NotImplemented
         if scale is None and len(terms) == 1:
             return function(self, use, name)
-        products = SumOfProducts.of(terms)
+        products = sum_of(terms)
         if products is not None:
             return products.norms()
         return _by_blocks(terms[0], use.layout.samples) if len(terms) == 1 else NotImplemented
