@@ -303,10 +303,10 @@ def _through_inverse(net: Network, node: Node, number: int) -> Network | None:
         As ``through``: with ``H = A^-T G``, or ``G A^-T``, that is ``H`` for ``B``, and ``-H X^T``, or ``-X^T H``, for ``A``.
     """
     if operation(node) == "LinalgInvEx":
-        inverse = saved(node, "inverse").detach()
+        inverse = saved(node, "inverse")
         found = net.matmul(-inverse, 1)
         return found and found.matmul(inverse, 0)
-    matrix, result, left = saved(node, "A").detach(), saved(node, "result").detach(), saved(node, "left")
+    matrix, result, left = saved(node, "A"), saved(node, "result"), saved(node, "left")
     sign = 1 if number else -1
     found = net.along(1 - left, lambda vectors: torch.linalg.solve(matrix.mT if left else matrix, sign * vectors), False, net.shape)
     return found if number or found is None else found.matmul(result, 0 if left else 1)
