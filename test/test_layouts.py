@@ -16,8 +16,12 @@ from test_extensions import QUANTITIES, Expect, Value, close, collect, flat, ora
 from torch import Tensor, nn, randint, randn
 from torch.nn import Linear, Module, MSELoss, Parameter
 
+from backpack import backpack, extend
+from backpack.core import crossings
 from backpack.core.derivatives import convnd
+from backpack.extensions import BatchGrad
 from backpack.extensions.secondorder.hbp import HBP, BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
+from backpack.utils.errors import UnsupportedError
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -292,3 +296,39 @@ def test_sparse_matrices(name: str, layout: torch.layout, samples: int) -> None:
             for one, other in zip(flat(value), flat(expected[parameter]), strict=True):
                 close(one, other)
     assert found["BatchGrad"].keys() >= {"last.weight", "last.bias"} and len(found["BatchGrad"]) > 2
+
+
+class Graphs(nn.Module):
+    """Graphs in one sparse matrix, whose nodes exchange messages."""
+
+    def __init__(self, ends: Tensor, values: Tensor, layout: torch.layout, added: bool) -> None:
+        super().__init__()
+        matrix = torch.sparse_coo_tensor(ends, values, (7, 7)).coalesce()
+        self.matrix, self.added = matrix if layout == torch.sparse_coo else matrix.to_sparse_csr(), added
+        self.first, self.last = nn.Linear(3, 4).double(), nn.Linear(4, 2).double()
+
+    def forward(self, x: Tensor, owners: Tensor) -> Tensor:
+        h = self.first(x)
+        h = torch.sparse.mm(self.matrix, h.tanh()) if self.added else self.matrix @ h.tanh()
+        return self.last(h.new_zeros(3, 4).index_add(0, owners, h.tanh()))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_graphs_in_one_sparse_matrix(layout: torch.layout, added: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers tell whose nodes are whose, also of nodes without neighbours; a value that is zero joins nothing, any other one does."""
+    torch.manual_seed(0)
+    ends, owners = torch.tensor([[0, 1, 2, 3, 4, 6, 0], [1, 0, 2, 4, 3, 6, 2]]), torch.tensor([0, 0, 1, 2, 2, 1, 1])
+    values, x = torch.tensor([1.0, -1.0, 2.0, 0.5, 1.0, 3.0, 0.0], dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    model = extend(Graphs(ends, values, layout, added))
+    expected = [torch.autograd.grad(row.square().sum(), tuple(model.parameters()), retain_graph=True) for row in model(x, owners)]
+    with monkeypatch.context() as patched:
+        patched.setattr(crossings, "_kept", lambda *_: pytest.fail("columns are sent through a node"))
+        with backpack(BatchGrad()):
+            model(x, owners).square().sum().backward()
+    for parameter, *rows in zip(model.parameters(), *expected, strict=True):
+        close(parameter.grad_batch, torch.stack(rows))
+    model = extend(Graphs(ends, values + 1e-9, layout, added))
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="mix|influence"):
+        model(x, owners).square().sum().backward()

@@ -128,6 +128,32 @@ def _of_groups(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]
     return crossings
 
 
+def _of_sparse(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
+    """Say how a product with a sparse matrix carries the samples to the rows that it multiplies: to those whose numbers tell so.
+
+    Args:
+        node: The node.
+        layout: Where the samples lie in its output.
+        shapes: Shape of each needed input, ``None`` for others.
+
+    Returns:
+        The crossing of each needed input; ``None`` if it is another node, or a row is used for several samples.
+    """
+    name = {"SparseAddmm": "mat1", "Mm": "self"}.get(operation(node))
+    matrix = saved(node, name) if name and shapes.count(None) == len(shapes) - 1 and shapes[-1] is not None else None
+    if matrix is None or matrix.layout not in (torch.sparse_coo, torch.sparse_csr):
+        return None
+    there: Layout | None = layout
+    if layout.axis == 0:
+        matrix = matrix.to_sparse_coo().coalesce()
+        rows, columns = matrix.indices()[:, matrix.values() != 0]
+        owners = label_tensor(layout.labels, rows.device)[rows]
+        columns, owners = columns[owners >= 0], owners[owners >= 0]
+        low, high = (owners.new_full((matrix.shape[1],), -1).scatter_reduce(0, columns, owners, how, include_self=False) for how in ("amin", "amax"))
+        there = layout._replace(labels=tuple(high.tolist())) if torch.equal(low, high) else None
+    return there and [None if shape is None else Crossing(Way.DATA, there, there) for shape in shapes]
+
+
 def known_crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None, ...]) -> list[Crossing | None] | None:
     """Say how a node carries the samples to its inputs, if its operation tells.
 
@@ -144,7 +170,7 @@ def known_crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.S
     number, layout = next(iter(states.items()))
     if len(states) == 1 and not number:
         known = same_axis(node, layout, shapes) or _of_part(node, layout) or _of_selected(node, layout)
-        known = known or _of_added(node, layout, shapes) or _of_groups(node, layout, shapes)
+        known = known or _of_added(node, layout, shapes) or _of_groups(node, layout, shapes) or _of_sparse(node, layout, shapes)
         if known is not None:
             return known
     return rearranged(node, number, layout, shapes) if all(state == layout for state in states.values()) else None
