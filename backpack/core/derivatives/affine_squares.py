@@ -207,7 +207,7 @@ def _by_pairs(rows: Size) -> bool:
         Whether they are.
     """
     columns, samples, groups, _, positions = rows
-    return groups == 1 and positions * (positions + 1) // 2 * (samples + 24) <= 9 * columns * samples
+    return groups == 1 and 0 < positions * (positions + 1) // 2 * (samples + 24) <= 9 * columns * samples
 
 
 def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, signs: Tensor | None = None) -> Tensor:
