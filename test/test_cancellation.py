@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from backpack import backpack, extend, extensions
+from backpack.core.derivatives import affine_squares
+from backpack.core.derivatives.given import Given
+from backpack.core.derivatives.sum_of_products import SumOfProducts
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -305,3 +308,25 @@ def test_losses_whose_squares_leave_the_range(make: Callable[[], nn.Module], sca
             (factor * lossfunc(net(x.to(dtype)), torch.ones(2, 1, dtype=dtype))).backward()
         results.append(net[0].weight.diag_h.double() / factor)
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5 * float(results[1].abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize(("columns", "positions"), [(1, 2), (1, 3), (4, 2), (4, 5)])
+def test_squares_by_pairs_of_positions(columns: int, positions: int, signed: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where positions cancel, in some entries or in some samples, what is left is squared, not what rounding leaves of the products."""
+    torch.manual_seed(0)
+    samples, rows, inputs = 64, torch.randn(columns, 64, 1, 6, positions, dtype=dtype), torch.randn(64, 1, 5, positions, dtype=dtype)
+    rows[..., 0, 1:], inputs[..., 0, 1:] = 0, 0
+    rows[..., 1, 1], inputs[..., :2, 1] = -rows[..., 1, 0] * (1 + 1e-3), inputs[..., :2, 0]
+    rows[..., 1, 2:] = 0
+    signs = (torch.rand(columns, samples) > 0.5).to(dtype) * 2 - 1 if signed else None
+    called = []
+    monkeypatch.setattr(affine_squares, "SumOfProducts", lambda *args: (called.append(None), SumOfProducts(*args))[1])
+    call = Given(inputs, torch.empty(6, 5, dtype=dtype, device="meta"))
+    found = affine_squares.sum_of_squares(call.derivatives, call, rows, signs, notes={})
+    wide, sign = (rows.double(), inputs.double()), 1.0 if signs is None else signs.double()[..., None, None]
+    products, terms = (torch.einsum("vngol,ngkl->vnok", *tensors) for tensors in (wide, [tensor.abs() for tensor in wide]))
+    error = (found.double() - (products.square() * sign).sum((0, 1))).abs()
+    assert called and (products.abs() < 1e-2 * terms).any()
+    assert (error <= 100 * torch.finfo(dtype).eps * (products.abs() * terms).sum((0, 1))).all()  # as if they were formed
