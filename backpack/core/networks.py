@@ -13,8 +13,8 @@ from torch import Size, Tensor
 
 from backpack.core.derivatives.given import Given
 from backpack.core.flow import Columns, Use
+from backpack.core.labels import Labels, Operand, aligned, contracted, equation, replaced
 from backpack.core.samples import plain_layout
-from backpack.utils.labels import Labels, Operand, aligned, contracted, equation, replaced
 
 _POSITIONS, _SAMPLES, _COLUMNS = range(3)
 _FIRST = 3

@@ -140,7 +140,7 @@ class OfSquares(BackpropExtension):
         if products is None:
             return NotImplemented
         squares = products.squares()
-        return self.of_moments(squares, products.total, products.samples)
+        return self.of_moments(squares, products.total, read.use.layout.samples)
 
     def of_moments(self, squares: Tensor, total: Callable[[], Tensor], samples: int) -> Any:
         """Make the quantity from sums over samples and columns.

@@ -18,11 +18,7 @@ _LEAST = 2**-6
 
 
 class SumOfProducts:
-    """Sum of scaled outer products ``scale * left right^T`` of columns and samples, whose squares are added without forming it.
-
-    Attributes:
-        samples: Number of samples.
-    """
+    """Sum of scaled outer products ``scale * left right^T`` of columns and samples, whose squares are added without forming it."""
 
     def __init__(self, parts: list[tuple[Tensor, Tensor, Tensor | None]], signs: Tensor | None, shape: Size) -> None:
         """Take note of the factors.
@@ -32,7 +28,7 @@ class SumOfProducts:
             signs: Signs of the columns, ``[V, N]``.
             shape: Shape of what has the entries of the matrix.
         """
-        self._parts, self._signs, self._shape, self.samples = parts, signs, shape, parts[0][0].shape[1]
+        self._parts, self._signs, self._shape = parts, signs, shape
 
     def _products(self) -> Iterator[tuple[Tensor, Tensor, Tensor | float, bool]]:
         # of each two of them: of the left sides, of the right ones, of the scales; and whether it is a square
@@ -54,7 +50,7 @@ class SumOfProducts:
             if is_square:
                 sizes = sizes + (product if self._signs is None else _matrix(left, right) * scale)
         cancelled = (found.abs() < sizes * _LEAST).nonzero(as_tuple=True)
-        for part in blocks(len(cancelled[0]), max(1, len(self._parts[0][0]) * self.samples), LARGE):
+        for part in blocks(len(cancelled[0]), max(1, self._parts[0][0].shape[:2].numel()), LARGE):
             places = cancelled[0][part], cancelled[1][part]
             columns = sum(
                 left[..., places[0]] * right[..., places[1]] * (1 if scale is None else scale[places]) for left, right, scale in self._parts
