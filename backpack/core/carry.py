@@ -54,7 +54,7 @@ class Carry:
         for node in plan.walk.order:
             for group, visit in visits:
                 if node in group:
-                    grads = (None,) * outputs_of(node)
+                    grads = (None,) * len(outputs_of(node))
                     if any((node, nr) in store for store in (self._data[flow], self._split[flow]) for nr in range(len(grads))):
                         visit(node, group[node], grads)
                     else:

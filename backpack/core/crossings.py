@@ -45,7 +45,7 @@ class Gap:
     parts = ()
 
     def __init__(self, node: Node, states: dict[int, State], nexts: list[tuple[Node, int, torch.Size] | None], of_data: Container[Node]) -> None:
-        self.node, self.outputs, self.states, self.nexts = node, outputs_of(node), states, nexts
+        self.node, self.outputs, self.states, self.nexts = node, len(outputs_of(node)), states, nexts
         if SPLIT in states.values():
             self.crossings = [None if n is None else Crossing(SPLIT, None, None) for n in nexts]
         else:
@@ -305,7 +305,7 @@ def _kept(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size | None
     slot, full = tensor_at((node, nr)), shape_of((node, nr))
     if others or layout.samples <= 1 or full.numel() < _SMALL or slot.dtype.is_complex or any(shape not in (None, full) for shape in shapes):
         return None
-    columns: list[Tensor | None] = [None] * outputs_of(node)
+    columns: list[Tensor | None] = [None] * len(outputs_of(node))
     found: dict[int, Tensor] = {}
     for mask, column in probes(full, layout, slot.dtype, slot.device):
         columns[nr] = column[None]
@@ -347,7 +347,7 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
         known = _assigned(node, states[0], shapes)
     if known is not None:
         return known
-    tensors, key = [tensor_at((node, nr)) for nr in range(outputs_of(node))], None
+    tensors, key = outputs_of(node), None
     if operation(node) in STATIC and not _hides_places(node, shapes):
         key = (node.name(), tuple(torch.Size(m.shape) for m in tensors), shapes, tuple(states.items()), settings_of(node))
         if key in _CROSSINGS:

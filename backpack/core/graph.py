@@ -40,6 +40,7 @@ _TRUSTED: set[tuple] = set()
 _TRIED: set[tuple] = set()
 """Those for which columns were made, as those of a pass proved nothing."""
 _COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
+_OUTPUTS, _MANY = "backpack.outputs", 8
 MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 """Poolings that save the positions of the maxima."""
 
@@ -90,13 +91,15 @@ def shape_of(edge: Edge) -> torch.Size:
     Raises:
         UnsupportedError: If it is a nested tensor, which has none.
     """
-    tensor = edge[0]._input_metadata[edge[1]]
-    if tensor.is_nested_tensor:
+    outputs = edge[0].metadata.get(_OUTPUTS) or edge[0]._input_metadata  # which torch makes at each request
+    if outputs[edge[1]].is_nested_tensor:
         raise UnsupportedError(
             f"What {edge[0].name()} belongs to returns a nested tensor (torch.nested), in which samples have no axis that could be followed to "
             "{names}. Use padded tensors with masks, call backward outside of the context, or leave these parameters out: {exclude}."
         )
-    return torch.Size(tensor.shape)
+    if len(outputs) > _MANY:
+        edge[0].metadata[_OUTPUTS] = outputs
+    return torch.Size(outputs[edge[1]].shape)
 
 
 def tensor_at(edge: Edge) -> Any:
@@ -108,7 +111,7 @@ def tensor_at(edge: Edge) -> Any:
     Returns:
         Object with ``shape``, ``dtype`` and ``device``.
     """
-    return edge[0]._input_metadata[edge[1]]
+    return (edge[0].metadata.get(_OUTPUTS) or edge[0]._input_metadata)[edge[1]]
 
 
 def saved(node: Node, name: str) -> Any:
@@ -182,16 +185,16 @@ def saves_tensor(node: Node, name: str) -> bool:
     return hasattr(type(node), f"_raw_saved_{name}")
 
 
-def outputs_of(node: Node) -> int:
-    """Count the outputs of the operation that a node belongs to.
+def outputs_of(node: Node) -> list[Any]:
+    """Describe the outputs of the operation that a node belongs to.
 
     Args:
         node: A graph node.
 
     Returns:
-        Their number.
+        For each an object with ``shape``, ``dtype`` and ``device``.
     """
-    return len(node._input_metadata)
+    return node._input_metadata
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
@@ -320,8 +323,8 @@ def _zeros(node: Node) -> list[Tensor | None]:
     """
     function = type(node)._forward_cls
     if any("set_materialize_grads" in part.__code__.co_names for part in (function.forward, function.setup_context) if hasattr(part, "__code__")):
-        return [None] * outputs_of(node)
-    return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in node._input_metadata]
+        return [None] * len(outputs_of(node))
+    return [torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in outputs_of(node)]
 
 
 def saved_tensors(node: Node, results: bool = True) -> Iterator[Tensor]:
@@ -381,8 +384,7 @@ def compiled(node: Node) -> bool:
 
 @cache
 def _setting_names(cls: type) -> tuple[str, ...]:
-    names = dir(cls)
-    return tuple(name for name in names if name.startswith("_saved_") and f"_raw{name}" not in names)
+    return tuple(name for name in dir(cls) if name.startswith("_saved_") and not hasattr(cls, f"_raw{name}"))
 
 
 def settings_of(node: Node) -> tuple[str, ...]:

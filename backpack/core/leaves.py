@@ -252,7 +252,7 @@ def _cut(node: Node) -> list[range] | None:
         return [entries[saved(node, "start") : saved(node, "end") : saved(node, "step")]]
     if name in _ONE:
         return [entries[i : i + 1] for i in (entries if name == "Unbind" else [saved(node, "index") % len(entries)])]
-    sizes = saved(node, "split_sizes") if name == "SplitWithSizes" else [saved(node, "split_size")] * outputs_of(node)
+    sizes = saved(node, "split_sizes") if name == "SplitWithSizes" else [saved(node, "split_size")] * len(outputs_of(node))
     return [entries[start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 

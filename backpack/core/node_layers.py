@@ -352,7 +352,7 @@ def _group_norm(node: Node, states: States, walk: Walk) -> Unit | Composite | No
     def pull(columns: list[Tensor]) -> tuple[Tensor, list[Callable[[slice], Tensor]]]:
         return columns[0], [lambda part: call_node(node, [column[part] for column in columns])[0] for _ in below]
 
-    return Composite([unit], pull, below, [(node, nr) for nr in range(outputs_of(node))])
+    return Composite([unit], pull, below, [(node, nr) for nr in range(len(outputs_of(node)))])
 
 
 @reads("NativeBatchNorm", "NativeBatchNormDerivative")

@@ -202,4 +202,4 @@ def _lstm_layer(node: Node, states: States, walk: Walk) -> Composite | None:
         call = NodeCall(node, LINEAR, products, input0=partial(inputs, part), weight=partial(saved, node, weights[part]))
         parts.append(unit_of(node, call, {"weight": 1 + part, "bias": 3 + part}, layout, walk))
     edges = [(node.next_functions[number], layout._replace(axis=int(number == 0))) for number in below]
-    return None if None in parts else Composite(parts, pull, edges, [(node, nr) for nr in range(outputs_of(node))])
+    return None if None in parts else Composite(parts, pull, edges, [(node, nr) for nr in range(len(outputs_of(node)))])

@@ -135,7 +135,7 @@ def _given(layer: Layer) -> tuple[Edge, bool] | None:
     if node is None:
         return ((None, 0), False) if all(other is None for other, _ in edges) else None
     source, order = node.next_functions[0], list(range(len(edges)))
-    if operation(node) == "Unbind" and saved(node, "dim") == 0 and outputs_of(node) == len(edges):
+    if operation(node) == "Unbind" and saved(node, "dim") == 0 and len(outputs_of(node)) == len(edges):
         numbers = [nr for other, nr in edges if other is node]
         return (source, numbers != order) if numbers in (order, order[::-1]) else None
     if None in (upstream for upstream, _ in edges) or any(upstream.next_functions != (source,) for upstream, _ in edges):

@@ -168,7 +168,7 @@ def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _O
     if not column.numel():
         return samples, None, [column for _ in given[0]]
     with torch.enable_grad():
-        returned = call_once(node, [column if nr == edge[1] else None for nr in range(outputs_of(node))])
+        returned = call_once(node, [column if nr == edge[1] else None for nr in range(len(outputs_of(node)))])
         summed = [sum_to(returned[i], shape_of(upstream), 0) for i, upstream in ways]  # expansions leave that to the engine
         columns = [[_thin(part).to(like.dtype).contiguous().expand_as(part) for part in one] for one in zip(*given, strict=True)]
         return samples, None, [torch.autograd.grad(summed, column, one, retain_graph=True)[0] for one in columns]

@@ -114,7 +114,7 @@ def _matches(edge: Edge, pattern: tuple | str, step: Step) -> bool:
 
 
 def _is_even(node: Node) -> bool:
-    return saved(node, "dim") in (1, -1) and len({shape_of((node, nr)) for nr in range(outputs_of(node))}) == 1
+    return saved(node, "dim") in (1, -1) and len({tuple(output.shape) for output in outputs_of(node)}) == 1
 
 
 def _step(edge: Edge) -> Step | None:

@@ -215,7 +215,7 @@ def spread(columns: Columns, node: Node, number: int) -> Network | Columns | Non
     name, shape, few = operation(node), shape_of(node.next_functions[number]), shape_of((node, 0))
     if name == "Mv" and number == 1 and not tensor_at((node, 0)).dtype.is_complex:
         return {source: c @ saved(node, "self") for source, c in columns.items()}
-    if len(shape) != 2 or outputs_of(node) > 1 or tensor_at((node, 0)).dtype.is_complex:  # noqa: PLR2004
+    if len(shape) != 2 or len(outputs_of(node)) > 1 or tensor_at((node, 0)).dtype.is_complex:  # noqa: PLR2004
         return None
     if name == "Mv" and number == 0:
         return _outer(columns, saved(node, "vec"), turned=False)
@@ -258,7 +258,7 @@ def through(term: Term | Network, node: Node, number: int) -> list[Carried] | No
         return None
     if name in _SUMS and isinstance(term, Network) and len(full) == 2:  # noqa: PLR2004
         return _through_sum(term.to(dtype), node, number)
-    if outputs_of(node) > 1:
+    if len(outputs_of(node)) > 1:
         return None
     found = None
     if name in ELEMENTWISE | BROADCASTING:

@@ -72,6 +72,6 @@ class Unit:
         edge, slot = (node, self.nr), self.call.outputs[0]
         columns = torch.ones(1, *shape_of(edge), dtype=slot.dtype, device=slot.device)
         while edge != self.below:
-            returned = call_node(edge[0], [columns if nr == edge[1] else None for nr in range(outputs_of(edge[0]))])
+            returned = call_node(edge[0], [columns if nr == edge[1] else None for nr in range(len(outputs_of(edge[0])))])
             edge, columns = next((n, c) for n, c in zip(edge[0].next_functions, returned, strict=True) if n[0] in self.inside or n == self.below)
         return columns.reshape(slot.shape)

@@ -94,7 +94,7 @@ def gradient(walk: Walk) -> float:
     total = 0.0
     for node in walk.order:
         products, times = products_in(node)
-        total += products * (1 + times) + NODE + 2 * ENTRY * sum(prod(shape_of((node, nr))) for nr in range(outputs_of(node)))
+        total += products * (1 + times) + NODE + 2 * ENTRY * sum(prod(output.shape) for output in outputs_of(node))
     return total
 
 
