@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from backpack import backpack, extend, results
 from backpack.extensions import BatchDiagGGNExact, BatchGrad, BatchL2Grad, Variance
-from backpack.utils.errors import BackpackError, UnattributedError
+from backpack.utils.errors import BackpackError, UnattributedError, UnsupportedError
 
 
 class Model(nn.Module):
@@ -1374,3 +1374,47 @@ def test_loss_beside_predictions(samples: int) -> None:
     for parameter, gradients in zip(model.parameters(), expected, strict=True):
         close(parameter.grad_batch, gradients)
         close(parameter.variance, gradients.var(0, unbiased=False))
+
+
+@pytest.mark.parametrize("operation", [torch.maximum, torch.minimum, torch.fmod, lambda h, p: h.clamp(max=p)], ids=["maximum", "minimum", "fmod", "clamp"])
+@pytest.mark.parametrize("excluded", [["shift"], ["shift", "body.*"]], ids=["parameter", "parameter and layer"])
+def test_excluded_parameter_beside_a_comparison(operation: Callable[[Tensor, Tensor], Tensor], excluded: list[str]) -> None:
+    """What excluded parameters make is not known to be constant, and has no type to ask for."""
+
+    class Compares(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.bound = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4) + 0.5)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return F.cross_entropy(self.scores(operation(x + self.shift, self.bound)), y)
+
+    torch.manual_seed(0)
+    model, x, y = Compares().double(), torch.randn(5, 4, dtype=torch.float64), torch.randint(4, (5,))
+    expected = sample_gradients(model, [model(x[n : n + 1], y[n : n + 1]) for n in range(5)])
+    extend(model)
+    with backpack(BatchGrad(exclude=excluded)):
+        model(x, y).backward()
+    for (name, parameter), gradients in zip(model.named_parameters(), expected, strict=True):
+        if name == "shift" or (name.startswith("body") and len(excluded) > 1):
+            assert not hasattr(parameter, "grad_batch")
+        else:
+            close(parameter.grad_batch, gradients)
+
+
+@pytest.mark.parametrize("length", [2, 4])
+def test_sequence_without_batch_axis(length: int) -> None:
+    """One sequence, of which entries are returned: no rows could be those of samples."""
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.LSTM(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)[0].flatten()
+
+    model = extend(Recurrent())
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"without a batch axis|no axis is known"):
+        model(torch.randn(length, 3)).square().sum().backward()
+    assert results(model) == {}

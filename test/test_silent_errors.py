@@ -885,6 +885,25 @@ def test_mini_batch_statistics() -> None:
     assert results(model) == {}
 
 
+@pytest.mark.parametrize("function", [torch.sin, torch.exp, lambda x: x**3, lambda x: x * x.tanh()], ids=["sin", "exp", "cube", "gate"])
+def test_element_wise_rule_that_does_not_apply(function: Callable[[Tensor], Tensor]) -> None:
+    """The graph takes its place, second derivative included; it is not taken for a random mask."""
+
+    class Wave(Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    class WaveDerivatives(ElementwiseDerivatives):
+        def applies(self, module: Module) -> bool:
+            return False
+
+        def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+            raise NotImplementedError
+
+    register(Wave, WaveDerivatives)
+    check(lambda: build(lambda: Sequential(Linear(4, 5), Wave(), Linear(5, 3)), (4,)))
+
+
 @pytest.mark.parametrize("width", [3, 4])
 def test_without_batch_axis(width: int) -> None:
     """A layer that is given one sample without a batch axis has no samples, though the loss counts the features of its output as such."""

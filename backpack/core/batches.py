@@ -226,7 +226,7 @@ def agrees_with_data(calls: Iterable[ModuleCall], tensor: Tensor | None, layout:
         if owners is None:
             found = False if is_sorted(tensor, source, axis) else found
             continue
-        if tensor.dim() > layout.axis:
+        if tensor.shape[layout.axis : layout.axis + 1] == (len(layout.labels),):
             labels = along(label_tensor(layout.labels, owners.device), layout.axis, tensor.dim())
             if ((owners == labels) | (labels < 0)).all():
                 return None if _is_crossed(source, calls) else True

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.elementwise import ElementwiseDerivatives, RecordedSlopeDerivatives
+from backpack.core.derivatives.elementwise import RANDOM, ElementwiseDerivatives
+from backpack.core.derivatives.kinds import FlatDerivatives
 from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.derivatives.records import named_arguments, number_of
 from backpack.core.derivatives.registry import find
@@ -32,8 +33,6 @@ KEY = "backpack"
 """Key of the calls in the metadata of a graph node."""
 
 ORDER = count()
-RANDOM = RecordedSlopeDerivatives()
-"""Rule of element-wise modules that are random."""
 _ANY_MODULE = vars(Module()).keys()
 _BOTH, _NOTHING = frozenset({"input", "output"}), frozenset()
 _NONE: Mapping[str, Any] = MappingProxyType({})
@@ -227,7 +226,7 @@ class ModuleCall:
             slot.kept = ("output" if slot in self.outputs else "input") in self._needs
         rule = self.derivatives
         if rule is not None and type(rule).applies is not BaseDerivatives.applies and tensors and not rule.applies(self):
-            self.derivatives = RANDOM if isinstance(rule, ElementwiseDerivatives) else None
+            self.derivatives = RANDOM if isinstance(rule, FlatDerivatives) and isinstance(rule, ElementwiseDerivatives) else None
 
     def _on_executed(self, *_: Any) -> None:
         if not (torch._C._autograd._get_current_graph_task_keep_graph() or (self.stays and self.origin is None)):

@@ -150,9 +150,9 @@ def once() -> Iterator[None]:
             if "already unpacked once" not in str(error):
                 raise
             raise UnsupportedError(
-                "A checkpointed part of the model (torch.utils.checkpoint) writes in place on a part of a tensor, as in `h[:, :1] *= 2`, or reads "
+                "A checkpointed part of the model (torch.utils.checkpoint) writes in place on a part of a tensor, as in `h[:, :1] *= s`, or reads "
                 "`ctx.saved_tensors` twice: what such an operation has saved is handed out a single time, and is needed more than once. Compute a "
-                "new tensor there (`torch.cat([2 * h[:, :1], h[:, 1:]], 1)`), or run that part without checkpointing."
+                "new tensor there (`torch.cat([s * h[:, :1], h[:, 1:]], 1)`), or run that part without checkpointing."
             ) from error
         finally:
             with _keeping:

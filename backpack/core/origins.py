@@ -97,7 +97,7 @@ def _reads_constants(walk: Walk, node: Node) -> bool:
     others = [tensor for tensor in given if not (tensor.requires_grad and (tensor.grad_fn is not None or is_made(walk, tensor)))]
     others += [tensor for n, _ in node.next_functions if n is not None and not walk.is_tracked(n) for tensor in _made_from(n)]
     if operation(node) in PIECEWISE_LINEAR:  # the places of maxima
-        others = [tensor for tensor in others if tensor.is_floating_point()]
+        others = [tensor for tensor in others if tensor is None or tensor.is_floating_point()]
     if not others:
         norm = operation(node) == "NativeLayerNorm"  # has saved its weight, or has none
         return not isinstance(node, BackwardCFunction) and all(walk.is_tracked(n) or (norm and n is None) for n, _ in node.next_functions)

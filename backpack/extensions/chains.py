@@ -59,7 +59,7 @@ def dense_residuals(plan: Plan) -> Iterator[tuple[str, dict[Parameter, str]]]:
         rule, call = unit.call.derivatives, unit.call
         bits = 0 if unit.below is None else plan.walk.reach[unit.below[0]] & plan.concerned
         if bits and not rule.hessian_is_zero(call) and not rule.hessian_is_diagonal(call):
-            hint = f"if it is, register derivatives of its class: backpack.register({call.recorder.kind}, ...), with ElementwiseDerivatives"
+            hint = f"if it is, or is linear, register derivatives of its class that say so: backpack.register({call.recorder.kind}, ...)"
             what = f"and {call} is not known to be one: {hint}" if rule is GENERIC else f"but {call.path} has a dense second derivative"
             yield what, plan.walk.named(bits)
 

@@ -259,7 +259,7 @@ class BaseParameterDerivatives(BaseDerivatives):
     def _parameter(self, module: Module, name: str) -> Tensor:
         parameter = getattr(module, name, None)
         if not isinstance(parameter, Tensor):
-            raise ArgumentError(f"{type(self).__name__}: {module} has no parameter {name!r}.")
+            raise UnsupportedError(f"{type(self).__name__}: {module} has no parameter {name!r}.")
         return parameter
 
 

@@ -161,3 +161,7 @@ class RecordedSlopeDerivatives(FlatDerivatives, ElementwiseDerivatives):
 
     def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
         return torch.zeros_like(module.slope)
+
+
+RANDOM = RecordedSlopeDerivatives()
+"""Rule of element-wise modules that are random."""
