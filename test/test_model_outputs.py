@@ -714,3 +714,77 @@ def test_parts_of_samples_beside_samples() -> None:
     energy, forces = model(torch.randn(5, 12))
     with backpack(BatchGrad()), pytest.raises(UnattributedError, match=r"force\.weight.*a model returned \[20, 3\] for 5 samples"):
         (energy.square().mean() + forces.square().mean()).backward()
+
+
+class Featured(nn.Module):
+    """``[4, 5, 6]`` to ``[4, 5, C]``, by one of its layers."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.linear, self.table, self.conv = nn.Linear(6, features), nn.Embedding(9, features), nn.Conv1d(6, features, 3, padding=1)
+        self.matrix, self.kernels = nn.Parameter(torch.randn(6, features)), nn.Parameter(torch.randn(features, 6, 3))
+
+
+def whole_numbers(x: Tensor) -> Tensor:
+    """Whole numbers, computed from the data."""
+    return (3 * x.sum(-1)).long().abs() % 9
+
+
+FEATURED = {
+    "linear": lambda model, x: model.linear(x),
+    "function": lambda model, x: F.linear(x, model.linear.weight),
+    "two layers": lambda model, x: model.linear(model.conv(x.mT).mT.tanh().repeat(1, 1, 6)[..., :6]),
+    "matrix": lambda model, x: x @ model.matrix,
+    "einsum": lambda model, x: torch.einsum("ntd,dc->ntc", x, model.matrix),
+    "table": lambda model, x: model.table(whole_numbers(x)),
+    "table, function": lambda model, x: F.embedding(whole_numbers(x), model.table.weight),
+    "convolution": lambda model, x: model.conv(x.mT).mT,
+    "convolution, function": lambda model, x: F.conv1d(x.mT, model.kernels).mT,
+}
+FEATURES_FIRST = {
+    "mean": lambda h: h.mean(0).T,
+    "sum": lambda h: h.movedim(-1, 0).sum(1),
+    "maximum": lambda h: h.amax(0).T,
+    "windows": lambda h: h.unfold(0, 2, 1).permute(2, 0, 1, 3),
+}
+
+
+@pytest.mark.parametrize("last", FEATURES_FIRST)
+@pytest.mark.parametrize("layer", FEATURED)
+@pytest.mark.parametrize("features", [3, 4])
+def test_features_are_no_samples(layer: str, last: str, features: int) -> None:
+    """Samples are averaged, and features returned on axis 0, be they as many as samples or not."""
+
+    class Model(Featured):
+        def forward(self, x: Tensor) -> Tensor:
+            return FEATURES_FIRST[last](FEATURED[layer](self, x))
+
+    model = extend(Model(features))
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError):
+        model(torch.randn(4, 5, 6)).tanh().sum().backward()
+    assert results(model) == {}
+
+
+@pytest.mark.parametrize("layer", FEATURED)
+def test_time_in_front_of_samples(layer: str) -> None:
+    """The same layers, where samples are on axis 1 of what the model is given."""
+
+    class Model(Featured):
+        def forward(self, x: Tensor) -> Tensor:
+            return FEATURED[layer](self, x).mean(0)
+
+    torch.manual_seed(0)
+    model, x = Model(3).double(), torch.randn(4, 5, 6, dtype=torch.float64)
+    if "convolution" in layer:  # whose axis 0 is that of samples
+        x = x.transpose(0, 1)
+        model.forward = lambda x: FEATURED[layer](model, x).mean(1)
+    used = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    out = model(x)
+    rows = [torch.autograd.grad(row.tanh().sum(), list(used.values()), retain_graph=True, allow_unused=True) for row in out]
+    extend(model)
+    with backpack(BatchGrad()):
+        model(x).tanh().sum().backward()
+    expected = {name: torch.stack(found) for name, found in zip(used, zip(*rows, strict=True), strict=True) if found[0] is not None}
+    assert {name for name, parameter in used.items() if hasattr(parameter, "grad_batch")} == expected.keys()
+    for name, value in expected.items():
+        close(used[name].grad_batch, value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from math import inf, nan
 
@@ -15,17 +17,31 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend
 from backpack.core import graph
 from backpack.core.checkpoints import checkpointed
-from backpack.core.graph import call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, setting_reader, shape_of
+from backpack.core.graph import call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, setting_reader, shape_of, tensor_at
 from backpack.extensions import BatchGrad
 from backpack.utils.columns import compare_mixture
 
 
 def test_input_metadata_are_shapes_of_outputs() -> None:
     parts = torch.rand(5, 3, requires_grad=True).split([2, 3])
-    assert outputs_of(parts[0].grad_fn) == 2
+    assert [output.shape for output in outputs_of(parts[0].grad_fn)] == [(2, 3), (3, 3)]
     assert [shape_of((parts[0].grad_fn, nr)) for nr in (0, 1)] == [(2, 3), (3, 3)]
     leaf = torch.autograd.graph.get_gradient_edge(torch.rand(4, 2, requires_grad=True))
     assert shape_of((leaf.node, leaf.output_nr)) == (4, 2)
+
+
+def test_metadata_of_many_outputs_hold_no_graph() -> None:
+    """They are kept with the node, as torch makes them anew at each request, and must not keep it alive."""
+    source = torch.rand(45, 3)
+    parts, alive = (source.clone().requires_grad_() * source).split(list(range(10))), weakref.ref(source)
+    assert [shape_of((parts[4].grad_fn, nr)) for nr in range(10)] == [(rows, 3) for rows in range(10)]
+    assert tensor_at((parts[4].grad_fn, 3)) is tensor_at((parts[4].grad_fn, 3))
+    gc.disable()
+    try:
+        del parts, source
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_metadata_tell_nested_tensors() -> None:

@@ -1376,7 +1376,7 @@ def test_loss_beside_predictions(samples: int) -> None:
         close(parameter.variance, gradients.var(0, unbiased=False))
 
 
-@pytest.mark.parametrize("operation", [torch.maximum, torch.minimum, torch.fmod, lambda h, p: h.clamp(max=p)], ids=["maximum", "minimum", "fmod", "clamp"])
+@pytest.mark.parametrize("operation", [torch.maximum, torch.minimum, torch.fmod, lambda h, p: h.clamp(max=p)], ids=["max", "min", "fmod", "clamp"])
 @pytest.mark.parametrize("excluded", [["shift"], ["shift", "body.*"]], ids=["parameter", "parameter and layer"])
 def test_excluded_parameter_beside_a_comparison(operation: Callable[[Tensor, Tensor], Tensor], excluded: list[str]) -> None:
     """What excluded parameters make is not known to be constant, and has no type to ask for."""

@@ -52,9 +52,11 @@ def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> Non
         else:
             given = _factors_of(walk, node, layout, elsewhere)
         for tensor, apart in given:
-            turned = bool(calls) and apart and not layout.of_one  # no feature is a sample
+            turned = apart and not layout.of_one and (bool(calls) or _has_features(walk, node, layout))  # no feature is a sample
             if not turned and not (_repeats(walk, layout.samples) and any(mini_batches(walk.outermost, layout.samples))):
                 continue
+            if tensor is None and turned:  # what a layer was given
+                raise _misplaced(walk, node, calls, calls[0].tensor_inputs[0].shape, layout, False)
             if tensor is None or tensor.layout != torch.strided or tensor.is_nested or is_constant(walk, tensor) or is_relative(tensor):
                 continue
             found = _lies_elsewhere(*_by_groups(node, tensor, layout), walk.outermost, apart)
@@ -63,7 +65,7 @@ def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> Non
             axes = tensor.shape[:-1][:2] if tensor.is_floating_point() else tensor.shape[:2]
             rows = [size for axis, size in enumerate(axes) if apart or axis != layout.axis or layout.of_one]
             if turned or found or (unknown and (calls or -1 not in layout.labels) and layout.samples in rows):
-                raise _misplaced(walk, node, calls, tensor, layout, not (turned or found))
+                raise _misplaced(walk, node, calls, tensor.shape, layout, not (turned or found))
 
 
 def factors_agree(walk: Walk, node: Node, states: Mapping[int, State]) -> bool | None:
@@ -133,8 +135,11 @@ def _input_of(walk: Walk, call: ModuleCall, layout: Layout, elsewhere: bool) -> 
     told = slot is not None and (elsewhere or slot.shape[:2] == (layout.samples,) * 2)  # else no other axis could be meant
     if not told or not walk.is_data(slot) or known_axis(call) == layout.axis:
         return None, False
-    features = rule.feature_axes(call) if isinstance(rule, (AffineDerivatives, EmbeddingDerivatives)) and rule.any_batch_axis else 0
-    return slot.tensor, layout.axis >= len(call.outputs[0].shape) - features
+    if not isinstance(rule, (AffineDerivatives, EmbeddingDerivatives)):
+        return slot.tensor, False
+    if not rule.any_batch_axis:  # a convolution
+        return slot.tensor, layout.axis == 1 and getattr(call, "groups", 1) == 1
+    return slot.tensor, layout.axis >= len(call.outputs[0].shape) - rule.feature_axes(call)
 
 
 def _factors_of(walk: Walk, node: Node, layout: Layout, elsewhere: bool) -> Iterator[tuple[Tensor | None, bool]]:
@@ -147,11 +152,25 @@ def _factors_of(walk: Walk, node: Node, layout: Layout, elsewhere: bool) -> Iter
             yield tensor, apart
     for tensor in saved_tensors(node, results=False) if name in _TOLD and (elsewhere or name in ("Mul", "Gather")) else ():
         if not is_made(walk, tensor):
-            yield tensor[(None,) * (axes - tensor.dim())] if name == "Mul" else tensor, False
+            yield tensor[(None,) * (axes - tensor.dim())] if name == "Mul" else tensor, _is_feature(node, layout)
 
 
-def _misplaced(walk: Walk, node: Node, calls: list[ModuleCall], tensor: Tensor, layout: Layout, unknown: bool) -> UnsupportedError:
-    what, shape = calls[0] if calls else title(node), list(tensor.shape)
+def _is_feature(node: Node, layout: Layout) -> bool:
+    # whether an axis of the result is that of features, which a table or kernels bring
+    if operation(node) == "Embedding":
+        return layout.axis == len(shape_of((node, 0))) - 1
+    return operation(node) == "Convolution" and layout.axis == 1 and saved(node, "groups") == 1
+
+
+def _has_features(walk: Walk, node: Node, layout: Layout) -> bool:
+    # whether what brings an axis that is none of the data depends on parameters alone
+    last = layout.axis == len(shape_of((node, 0))) - 1
+    factor = node.next_functions[{"Embedding": 0, "Convolution": 1}.get(operation(node), -1 if last else -2)][0]
+    return factor is not None and factor not in walk.has_data
+
+
+def _misplaced(walk: Walk, node: Node, calls: list[ModuleCall], given: torch.Size, layout: Layout, unknown: bool) -> UnsupportedError:
+    what, shape = calls[0] if calls else title(node), list(given)
     owner = max(layout.labels, default=-1)
     where = (f"be all of sample {owner}" if owner >= 0 else "be of no sample") if layout.of_one else f"lie on axis {layout.axis}"
     why = (

@@ -376,7 +376,7 @@ class Plan(Tracking):
         if self._second_order:
             refuse_second_order(node, self.walk)
         samples = self._samples_at[node]
-        if samples > 1 and None in nexts:
+        if samples > 1 and (None in nexts or operation(node) == "Embedding"):
             self._compare_factors(node)
         for upstream, crossing in zip(nexts, gap.crossings, strict=True):
             if upstream is None or crossing is None:

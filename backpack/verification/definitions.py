@@ -224,7 +224,7 @@ def _kronecker(at: Comparison, name: str, value: Any) -> Compared:
         raise Incomparable("the product of means over samples has no reference here; verify the mean of products, as KFAC, KFLR and KFRA have it")
     if BackpropStrategy.is_batch_average(extension.get_backprop_strategy()):
         if extension.get_curv_type() != Curvature.GGN or len(reference.output) > 1:
-            raise Incomparable("the recursion with averages over the mini-batch is compared where it is that of KFLR alone: for a single sample, with Curvature.GGN")
+            raise Incomparable("the recursion with averages over the mini-batch is compared where it is KFLR alone: a single sample, Curvature.GGN")
     else:
         roots = at.roots()
     if not isinstance(value, list):
