@@ -24,7 +24,7 @@ from backpack.utils.columns import compare_mixture
 
 def test_input_metadata_are_shapes_of_outputs() -> None:
     parts = torch.rand(5, 3, requires_grad=True).split([2, 3])
-    assert [output.shape for output in outputs_of(parts[0].grad_fn)] == [(2, 3), (3, 3)]
+    assert [tuple(output.shape) for output in outputs_of(parts[0].grad_fn)] == [(2, 3), (3, 3)]
     assert [shape_of((parts[0].grad_fn, nr)) for nr in (0, 1)] == [(2, 3), (3, 3)]
     leaf = torch.autograd.graph.get_gradient_edge(torch.rand(4, 2, requires_grad=True))
     assert shape_of((leaf.node, leaf.output_nr)) == (4, 2)
