@@ -151,10 +151,10 @@ def test_losses_that_look_at_axis_0() -> None:
     """Second-order quantities start where a loss has its samples, so the error says to turn them; first-order ones need no loss."""
     model, x = extend(nn.GRU(4, 3)), torch.randn(5, 2, 4)
     with backpack(DiagGGNExact()), pytest.raises(UnsupportedError, match=r"the 2 samples lie on axis 1 there.*Give it the samples on axis 0"):
-        extend(nn.MSELoss())(model(x)[0], torch.zeros(5, 2, 3)).backward()
+        extend(nn.PoissonNLLLoss())(model(x)[0], torch.zeros(5, 2, 3)).backward()
     assert results(model) == {}
     with backpack(BatchGrad()):
-        extend(nn.MSELoss())(model(x)[0], torch.zeros(5, 2, 3)).backward()
+        extend(nn.PoissonNLLLoss())(model(x)[0], torch.zeros(5, 2, 3)).backward()
     assert model.weight_hh_l0.grad_batch.shape == (2, 9, 3)
     torch.testing.assert_close(model.weight_hh_l0.grad_batch.sum(0), model.weight_hh_l0.grad)
 

@@ -88,6 +88,10 @@ def of_experts(out: Tensor) -> Tensor:
     return (out[..., :2].log_softmax(-1) + out[..., 2:].log_softmax(-1) / 2).transpose(1, 2)
 
 
+def by_class(y: Tensor) -> Tensor:
+    return y.T[..., None].expand(-1, -1, C).double()
+
+
 def normalized(out: Tensor, dim: int) -> Tensor:
     return out - out.logsumexp(dim, keepdim=True)
 
@@ -136,6 +140,12 @@ FOLDS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "normalized, extended": lambda out, y: extend(nn.NLLLoss())(normalized(out, -1).transpose(1, 2), y),
     "squares": lambda out, y: F.mse_loss(out.reshape(-1, C), out.detach().reshape(-1, C) + y.view(-1, 1)),
     "squares of all": lambda out, y: F.mse_loss(out.flatten(), out.detach().flatten().roll(1)),
+    "squares, time first": lambda out, y: F.mse_loss(out.transpose(0, 1), by_class(y)),
+    "squares, samples last, extended": lambda out, y: extend(nn.MSELoss())(out.permute(1, 2, 0), by_class(y).mT),
+    "squares, time first, weighted": lambda out, y: (y.T[..., None] * F.mse_loss(by_class(y), out.transpose(0, 1), reduction="none")).sum(),
+    "two classes, time first": lambda out, y: F.binary_cross_entropy_with_logits(out.transpose(0, 1), (by_class(y) > 1).double()),
+    "two classes, samples last": lambda out, y: F.binary_cross_entropy_with_logits(out.permute(2, 1, 0), (by_class(y) > 1).double().permute(2, 0, 1)),
+    "Huber, samples last": lambda out, y: F.huber_loss(out.permute(2, 1, 0), by_class(y).permute(2, 0, 1), delta=0.7),
     "several labels": lambda out, y: F.cross_entropy(out.repeat_interleave(2, 0).flatten(0, 1), torch.stack([y, 1 - y % 2], 1).flatten()),
     "several labels, extended": lambda out, y: EXTENDED(out.repeat_interleave(2, 0).flatten(0, 1), torch.stack([y, 1 - y % 2], 1).flatten()),
     "several labels by copies": lambda out, y: F.cross_entropy(out[:, None].expand(-1, 3, -1, -1).reshape(-1, C), torch.stack([y] * 3, 1).view(-1)),
@@ -338,7 +348,11 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], type[BackpackError], str]] 
     "one row": (lambda out: F.cross_entropy(out[0], torch.tensor(1)), ShapeError, "needs 2 axes"),
     "over samples": (lambda out: -out.log_softmax(0).mean(), UnsupportedError, "axis 0"),
     "depends on its target": (lambda out: F.mse_loss(out, 2 * out), LossValueError, "other than the prediction"),
-    "squares with samples on axis 1": (lambda out: F.mse_loss(out.T, torch.zeros_like(out.T)), UnsupportedError, "axis 0"),
+    "weights with samples on axis 1": (
+        lambda out: F.binary_cross_entropy_with_logits(out.T, torch.zeros_like(out.T), weight=torch.ones(len(out))),
+        UnsupportedError,
+        "axis 0",
+    ),
     "running sums": (lambda out: F.mse_loss(out.cumsum(0).repeat(2, 1), torch.zeros(2 * len(out), C)), UnsupportedError, "cannot be read off"),
     "padded copies": (lambda out: F.mse_loss(F.pad(out.repeat(2, 1), (0, 0, 0, 1)), torch.zeros(2 * len(out) + 1, C)), UnsupportedError, "read off"),
     "copies meet": (
@@ -410,9 +424,10 @@ def test_first_order_reads_no_losses(make: type, monkeypatch: pytest.MonkeyPatch
     assert len(collect(Problem(model, randn(N, 3), []), make().savefield)) == 4
 
 
-def test_chains_need_classes_on_axis_1() -> None:
+@pytest.mark.parametrize("loss", [lambda out: -out.log_softmax(-1).mean(), lambda out: F.mse_loss(out.transpose(0, 1), torch.zeros(T, N, C))])
+def test_chains_need_classes_on_axis_1(loss: Callable[[Tensor], Tensor]) -> None:
     model = extend(nn.Sequential(nn.Linear(3, T * C), nn.Unflatten(1, (T, C))))
-    loss = -model(randn(N, 3)).log_softmax(-1).mean()
+    loss = loss(model(randn(N, 3)))
     with backpack(extensions.KFRA()), pytest.raises(UnsupportedError, match="classes on axis 1"):
         loss.backward()
 

@@ -64,6 +64,18 @@ def normalizer(node: Node) -> Node | None:
     return below if saved(below, "keepdim") and len(saved(below, "dim")) == 1 else None
 
 
+def weighs_entries(node: Node) -> bool:
+    """Say whether a loss has weights of entries, which stand for certain axes.
+
+    Args:
+        node: A node that ``function_at`` finds.
+
+    Returns:
+        Whether it has.
+    """
+    return any(isinstance(saved(node, name), Tensor) for name in FUNCTIONS[function_at(node)][2])
+
+
 def classes_of(node: Node) -> int:
     """Say on which axis the classes lie.
 
@@ -129,36 +141,36 @@ class LossNode:
         path: Names of the function and of the node, for messages.
         order: Position among all losses; ``turns``: those of the first ones with which it shares columns, and columns that are drawn.
         axes: How the saved tensor is permuted to get there.
+        of_classes: Whether it is the sum of log-probabilities, weighted by what arrives; others treat entries alone.
         incoming: Gradient that has arrived at log-probabilities ``[N, C, *]``.
     """
 
     is_loss, released, order, turns, keywords = True, False, 0, (0, 0), ()
     incoming: Tensor | None = None
 
-    def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...] | None) -> None:
-        self._node, self.axes, self.path = node, axes, title(node)
+    def __init__(self, node: Node, edge: Edge, axes: tuple[int, ...]) -> None:
+        self._node, self.axes, self.path, self.of_classes = node, axes, title(node), function_at(node) == "LogSoftmax"
         self._names = ("self", "target") if edge == node.next_functions[0] else ("target", "self")
         shape, like = shape_of(edge), tensor_at(edge)
         _, make, options = FUNCTIONS[function_at(node)]
-        if axes is None:
+        if self.of_classes:
+            self.module, self.derivatives = make(reduction="sum"), _LOG_PROBABILITIES
+        else:
             self.module = make(reduction=REDUCTIONS[saved(node, "reduction")], **{name: saved(node, name) for name in options})
             self.derivatives = derivatives_for(self.module)
-        else:
-            self.module, self.derivatives = make(reduction="sum"), _LOG_PROBABILITIES
-            shape = torch.Size(shape[axis] for axis in axes)
-        self.inputs = [torch.empty(shape, dtype=like.dtype, device="meta")]
+        self.inputs = [torch.empty([shape[axis] for axis in axes], dtype=like.dtype, device="meta")]
 
     @property
     def input0(self) -> Tensor:
         """The prediction; log-probabilities in place of logits."""
-        value = saved(self._node, self._names[0]) if self.axes is None else log_probabilities(self._node)
-        value = value if recording.connection is not None else value.detach()
-        return value if self.axes is None else value.permute(self.axes)
+        value = log_probabilities(self._node) if self.of_classes else saved(self._node, self._names[0])
+        return (value if recording.connection is not None else value.detach()).permute(self.axes)
 
     @property
     def input1(self) -> Tensor:
         """The target."""
-        return saved(self._node, self._names[1]).detach()
+        target = saved(self._node, self._names[1]).detach()
+        return target.permute(self.axes) if self.turned else target
 
     @property
     def output(self) -> Tensor:
@@ -168,7 +180,12 @@ class LossNode:
     @property
     def turned(self) -> bool:
         """Whether its axes are in another order than those of the saved tensor."""
-        return self.axes is not None and self.axes != tuple(range(len(self.axes)))
+        return self.axes != tuple(range(len(self.axes)))
+
+    @property
+    def rows(self) -> list[int]:
+        """Lengths of the axes on which samples could lie."""
+        return [size for axis, size in enumerate(self.inputs[0].shape) if axis != 1 or not self.of_classes]
 
     def back(self, columns: Tensor) -> Tensor:
         """Undo the permutation of the prediction's axes.
@@ -179,8 +196,6 @@ class LossNode:
         Returns:
             ``[V, *shape of the saved tensor]``.
         """
-        if self.axes is None:
-            return columns
         return columns.permute(0, *(1 + self.axes.index(axis) for axis in range(len(self.axes))))
 
     def __getattr__(self, name: str) -> Any:

@@ -19,7 +19,7 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.graph import operation, shape_of
 from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES
-from backpack.core.loss_nodes import LossNode, classes_of, function_at, normalizer, prediction_first, title
+from backpack.core.loss_nodes import LossNode, classes_of, function_at, normalizer, prediction_first, title, weighs_entries
 from backpack.core.losses import has_samples, refuse_axis, refuse_target
 from backpack.core.mixing import is_shared, stands_beside
 from backpack.core.origins import FACTORS
@@ -67,8 +67,10 @@ class Start(NamedTuple):
         Returns:
             The gradient of the value of the loss; no number where the one that has arrived is not finite, for which the loss is refused.
         """
-        if not isinstance(self.call, LossNode) or self.call.axes is None:
+        if not isinstance(self.call, LossNode):
             return grad
+        if not self.call.of_classes:  # a number, or one for each entry
+            return grad.permute(self.call.axes) if grad.dim() else grad
         self.call.incoming = grad.permute(self.call.axes)
         return grad.new_full((), 1.0 if grad.isfinite().all() else nan)
 
@@ -146,6 +148,8 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
     if layout is None and is_shared(walk, below[0], call.inputs[0].shape[0]):
         raise bare(walk, below[0])
     if layout is not None and second_order and layout.axis:
+        if function_at(node):  # which starts there as well
+            return None
         refuse_axis(call.path, below, layout)
     return Start(call, mark.nr, below, layout or plain_layout(call.inputs[0].shape[0]), piece.inside, layout is not None)
 
@@ -179,10 +183,10 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
     below, shape = nexts[0], shape_of(nexts[0])
     dim = classes_of(node) % len(shape) if classes and shape else None
     if len(shape) < 1 + classes:
-        has_samples(LossNode(node, below, tuple(range(len(shape))) if classes else None), True)  # raises
+        has_samples(LossNode(node, below, tuple(range(len(shape)))), True)  # raises
     layout = find_samples(walk, below, dim)
     sure = layout is not None
-    if layout is not None and (layout.axis == dim if classes else layout.axis):
+    if layout is not None and (layout.axis == dim or (layout.axis and weighs_entries(node))):
         refuse_axis(title(node), below, layout)
     if layout is None:
         if is_shared(walk, below[0], shape[0]):
@@ -193,8 +197,8 @@ def _start_of_node(walk: Walk, node: Node, curved: Node | None) -> Start | None:
                 "graph. Make it from the output of a module, with samples on axis 0, by reshaping, selecting and products with parameters alone."
             )
         layout = plain_layout(shape[0])
-    axes = (layout.axis, dim, *(axis for axis in range(len(shape)) if axis not in (layout.axis, dim))) if classes else None
-    call = LossNode(node, below, axes)
+    first = (layout.axis, dim) if classes else (layout.axis,)
+    call = LossNode(node, below, (*first, *(axis for axis in range(len(shape)) if axis not in first)))
     has_samples(call, True)
     return Start(call, 0, below, layout, inside, sure)
 

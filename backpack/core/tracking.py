@@ -102,8 +102,8 @@ class Tracking:
             self._doubt(start.below[0], shape_of(start.below), start.layout.samples)
         if not start.sure:
             self._unsure.add(start.below[0])
-            shape, axes = shape_of(start.below), start.call.axes if isinstance(start.call, LossNode) else None
-            rows = shape if axes is None else [size for axis, size in enumerate(shape) if axis != axes[1]]
+            shape = shape_of(start.below)
+            rows = start.call.rows if isinstance(start.call, LossNode) else shape
             if self.walk.returns_loss and rows.count(start.layout.samples) > 1:
                 self._doubt(start.below[0], shape, start.layout.samples)
         self._arrive(start.below, start.layout, None, start.layout.samples)

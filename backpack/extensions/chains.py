@@ -148,7 +148,7 @@ class AverageFlow(ChainFlow):
         self._refuse_large(plan)
         for node, start in plan.losses.items():
             shape, bits = shape_of((node, start.nr)), plan.walk.reach[node] & plan.concerned
-            weighted = isinstance(start.call, LossNode) and start.call.axes is not None  # position by position, by what arrives
+            weighted = isinstance(start.call, LossNode) and start.call.of_classes  # position by position, by what arrives
             if shape.numel() != 1 and bits and not weighted:
                 raise UnsupportedError(
                     f"{start.call.path}: {self.quantity} needs reduction='mean' or 'sum', got a loss value of shape {list(shape)}. "
