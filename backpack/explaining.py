@@ -29,7 +29,7 @@ from backpack.extending import FLAG, extend
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.extensions.combining import Noted
-from backpack.extensions.costs import Costs, gradient, width
+from backpack.extensions.costs import Costs, begun, gradient
 from backpack.extensions.flows import Source, SqrtFlow
 from backpack.extensions.kronecker import KroneckerState, OutputSide
 from backpack.extensions.secondorder import HBP
@@ -294,7 +294,7 @@ class _Study:
         else:
             samples = extension.samples(plan.batches[parameter])
             number = plan.batches[parameter] if samples is None else len(samples)
-            starts = [] if flow.is_gradient else [(start.call, width(flow, plan, node)) for node, start in plan.losses.items()]
+            starts = [] if flow.is_gradient else [(start.call, begun(flow, plan, node)[1]) for node, start in plan.losses.items()]
             widths = {flow.source(call, columns): columns for call, columns in starts} or {0: 1}
             state = {source: empty(columns, number, *parameter.shape) for source, columns in widths.items()}
         try:

@@ -7,7 +7,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.graph import HOOKED, operation, saved, shape_of
 from backpack.core.samples import Layout, along, label_tensor, layout_of, settle
-from backpack.core.selections import SELECTS, numbered_rows, selection
+from backpack.core.selections import SELECTS, numbered_rows, rows_of_slice, selection
 from backpack.core.ways import Crossing, Way, rearranged, same_axis, summed
 
 _ADDS = frozenset({"IndexAdd", "IndexCopy", "ScatterAdd", "ScatterReduce"})
@@ -54,9 +54,14 @@ def _of_part(node: Node, layout: Layout) -> list[Crossing | None] | None:
     """
     if operation(node) not in ("Select", "Slice") or not layout.of_one or layout.samples <= 1 or not shape_of((node, 0)).numel():
         return None
-    shape, known = shape_of(node.next_functions[0]), label_tensor(layout.labels, torch.device("cpu")) >= 0
+    shape, rows = shape_of(node.next_functions[0]), saved(node, "index") if operation(node) == "Select" else rows_of_slice(node)
     dim = saved(node, "dim") % len(shape)
-    rows = torch.tensor([saved(node, "index")]) if operation(node) == "Select" else numbered_rows(node)[1]
+    if dim == layout.axis < len(shape) - 1 and (isinstance(rows, slice) or -1 not in layout.labels):  # the usual case
+        labels = [-1] * shape[dim]
+        labels[rows] = layout.labels if isinstance(rows, slice) else layout.labels[0]
+        there = layout._replace(labels=tuple(labels))
+        return [Crossing(Way.DATA, there, there, whole=True)]
+    known = label_tensor(layout.labels, torch.device("cpu")) >= 0
     axis = layout.axis + (operation(node) == "Select" and layout.axis >= dim) if len(shape) > 1 else 0
     # all other axes are like one of a single row
     seen = torch.zeros([size if place in (dim, axis) else 1 for place, size in enumerate(shape)], dtype=torch.bool)

@@ -12,6 +12,7 @@ from backpack.core.mixing import is_made_of_constants, stands_beside
 from backpack.core.origins import FACTORS
 from backpack.core.refusals import bare
 from backpack.core.samples import Layout, along, label_tensor, layout_of, plain_layout, sum_to
+from backpack.core.selections import rows_of_slice
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.core.ways import ALONG_AXES, BROADCASTING, ELEMENTWISE, layout_behind
@@ -155,10 +156,9 @@ def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _O
         axis = layout.axis + len(shape) - len(given)
         return (samples, layout._replace(axis=axis), []) if given[layout.axis] == shape[axis] else None
     if layout is not None and all(part[1] == layout for part in parts):
-        behind = layout_behind(node, layout, shape_of(ways[0][1]), shape)
-        if behind is None and operation(node) in ("Select", "Unbind") and len(shape) > 1 and saved(node, "dim") % (len(shape) + 1) == layout.axis:
-            label = layout.labels[edge[1] if operation(node) == "Unbind" else saved(node, "index")]
-            behind = Layout(0, (label,) * shape[0], samples)  # all is of one sample
+        label = _cut_out(edge, layout) if len(shape) > 1 else None
+        whole = None if label is None else Layout(0, (label,) * shape[0], samples)
+        behind = whole or layout_behind(node, layout, shape_of(ways[0][1]), shape)
         if behind is not None:
             return samples, behind, []
     if operation(node) not in _MOVES | _COPIES | _JOINS:  # numbers would be summed
@@ -172,6 +172,17 @@ def _moved(edge: Edge, ways: list[tuple[int, Edge]], parts: list[_Owners]) -> _O
         summed = [sum_to(returned[i], shape_of(upstream), 0) for i, upstream in ways]  # expansions leave that to the engine
         columns = [[_thin(part).to(like.dtype).contiguous().expand_as(part) for part in one] for one in zip(*given, strict=True)]
         return samples, None, [torch.autograd.grad(summed, column, one, retain_graph=True)[0] for one in columns]
+
+
+def _cut_out(edge: Edge, layout: Layout) -> int | None:
+    # the only sample of which something was cut out along the axis of samples
+    node, name, axes = edge[0], operation(edge[0]), len(shape_of(edge))
+    if name not in ("Select", "Unbind", "Slice") or saved(node, "dim") % (axes + (name != "Slice")) != layout.axis:
+        return None
+    if name == "Slice":
+        labels = {*layout.labels[rows_of_slice(node)]}
+        return labels.pop() if len(labels) == 1 else None
+    return layout.labels[edge[1] if name == "Unbind" else saved(node, "index")]
 
 
 def _by_rows(walk: Walk, ways: list[tuple[int, Edge]], last: int) -> tuple[int | None, list[tuple[int, Edge]]]:

@@ -143,6 +143,18 @@ def selection(node: Node) -> Selection | None:
     return Selection(first, sizes, tuple(places[used] for places in numbers))
 
 
+def rows_of_slice(node: Node) -> slice:
+    """Read which rows a slice selects.
+
+    Args:
+        node: The node.
+
+    Returns:
+        The rows.
+    """
+    return slice(saved(node, "start"), saved(node, "end"), saved(node, "step"))
+
+
 def numbered_rows(node: Node) -> tuple[int, Tensor] | None:
     """Read which rows a node selects, or adds others to.
 
@@ -154,7 +166,7 @@ def numbered_rows(node: Node) -> tuple[int, Tensor] | None:
     """
     if operation(node) == "Slice":
         dim = saved(node, "dim")
-        return dim, torch.arange(saved(node, "self_sym_sizes")[dim])[saved(node, "start") : saved(node, "end") : saved(node, "step")]
+        return dim, torch.arange(saved(node, "self_sym_sizes")[dim])[rows_of_slice(node)]
     dim, index = saved(node, "dim"), saved(node, "index")
     if index is None:  # nothing was added but constants
         return None

@@ -27,7 +27,7 @@ from backpack.core.walk import Need
 from backpack.core.ways import SPLIT
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
-from backpack.extensions.costs import width
+from backpack.extensions.costs import begun
 from backpack.extensions.flows import ColumnFlow, SqrtFlow
 from backpack.extensions.made import read_in_blocks
 from backpack.extensions.positions import is_tied
@@ -112,9 +112,7 @@ def columns(flow: ColumnFlow, plan: Plan) -> int:
     Returns:
         Those of all losses, and those that are born on the way.
     """
-    drawn = isinstance(flow, SqrtFlow) and flow.drawn
-    widths = {start.call.turns[1] if drawn else node: width(flow, plan, node) for node, start in plan.losses.items()}
-    return sum(widths.values()) + flow.born(plan)
+    return sum(width for _, width in {begun(flow, plan, node) for node in plan.losses}) + flow.born(plan)
 
 
 def _obstacle(flow: ColumnFlow, plan: Plan, collector: Collector, connection: Connection | None) -> str | None:

@@ -8,6 +8,7 @@ good to a factor of 1.7, but for the smallest, where Python takes most of the ti
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable
 from math import prod
 
 from torch.autograd.graph import Node
@@ -98,7 +99,7 @@ def gradient(walk: Walk) -> float:
     return total
 
 
-def width(flow: Flow, plan: Plan, node: Node) -> int:
+def begun(flow: Flow, plan: Plan, node: Node) -> tuple[Hashable, int]:
     """Count the columns that start at a loss.
 
     Args:
@@ -107,15 +108,16 @@ def width(flow: Flow, plan: Plan, node: Node) -> int:
         node: Node of the loss.
 
     Returns:
-        Columns of a sample.
+        What is the same for losses that share columns, and columns of a sample.
     """
-    if isinstance(flow, SqrtFlow) and flow.mc_samples is not None:
-        return flow.mc_samples
     start = plan.losses[node]
+    if isinstance(flow, SqrtFlow) and flow.drawn:
+        return (start.call.turns[1], flow.mc_samples), flow.mc_samples
     # the rows of one sample have columns of their own
     rows = 1 if start.layout.plain else max(Counter(start.layout.labels).values(), default=1)
     shape = start.call.inputs[0].shape
-    return rows * (start.call.derivatives.least_columns(shape) if isinstance(flow, RootFlow) and flow.least else prod(shape[1:]))
+    width = rows * (start.call.derivatives.least_columns(shape) if isinstance(flow, RootFlow) and flow.least else prod(shape[1:]))
+    return (start.call.turns[0], width) if isinstance(flow, SqrtFlow) else node, width
 
 
 class Costs:
@@ -130,7 +132,7 @@ class Costs:
         self._plan, self._extension, self._flow = plan, extension, carried_for(extension.flow, [extension], plan)
         self.carried, self.read = 0.0, dict.fromkeys(map(id, plan.uses), 0.0)
         self._samples = max(plan.batches.values(), default=1)
-        self._births: dict[Node, dict[Node, int]] = {}
+        self._births: dict[Node, dict[Hashable, int]] = {}
         self._entry: dict[Node, float] = {}  # what an entry of a sample's columns takes, at nodes behind a factor that is made of parameters
         if self._flow is None:
             self.carried = float(HOOK * len(plan.units))
@@ -150,7 +152,7 @@ class Costs:
         columns = 1 if self._flow.is_gradient or isinstance(self._flow, ChainFlow) else sum(births.values())
         if node in plan.losses:
             self.carried += 0 if self._flow.is_gradient else HOOK
-            births = {node: width(self._flow, plan, node)}
+            births = dict([begun(self._flow, plan, node)])
         elif node in plan.units or node in plan.shared:
             births = self._at_unit(node, plan.units.get(node) or plan.shared[node], columns, births)
         elif node in plan.composites:
@@ -193,7 +195,7 @@ class Costs:
             self.carried += EIGENVECTORS * prod(shapes[0]) * side**2  # a matrix for each index of the other axes
         return born
 
-    def _at_unit(self, node: Node, unit: Unit, columns: int, births: dict[Node, int]) -> dict[Node, int]:
+    def _at_unit(self, node: Node, unit: Unit, columns: int, births: dict[Hashable, int]) -> dict[Hashable, int]:
         """Add what happens at a unit.
 
         Args:
