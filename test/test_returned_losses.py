@@ -1418,3 +1418,28 @@ def test_sequence_without_batch_axis(length: int) -> None:
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"without a batch axis|no axis is known"):
         model(torch.randn(length, 3)).square().sum().backward()
     assert results(model) == {}
+
+
+@pytest.mark.parametrize("distance", [F.l1_loss, F.mse_loss, lambda h, t: (h - t).abs().square().mean()], ids=["l1", "squares", "by hand"])
+@pytest.mark.parametrize("behind", [lambda h: h, torch.relu, lambda h: h.sin() * 2], ids=["nothing", "relu", "sine"])
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_normalization_as_a_function_of_the_last_layer(distance: Callable, behind: Callable, training: bool) -> None:
+    """It mixes samples like the module does; with running statistics it does not."""
+
+    class Normalizes(Model):
+        def forward(self, x: Tensor, t: Tensor) -> Tensor:
+            mean, variance = (None, None) if training else (torch.zeros(4).double(), torch.ones(4).double())
+            return distance(behind(F.batch_norm(self.scores(x), mean, variance, training=training)), t)
+
+    torch.manual_seed(0)
+    model, x, t = Normalizes().double(), torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    if training:
+        with backpack(BatchGrad()), pytest.raises(BackpackError, match=r"mixes|statistics of all|influence one another"):
+            extend(model)(x, t).backward()
+        assert results(model) == {}
+        return
+    expected = sample_gradients(model, [model(x[n : n + 1], t[n : n + 1]) for n in range(3)])
+    with backpack(BatchGrad()):
+        extend(model)(x, t).backward()
+    for parameter, gradients in zip(model.parameters(), expected, strict=True):
+        close(parameter.grad_batch, gradients)

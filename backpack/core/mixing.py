@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from backpack.core.batches import holds_samples, nested_in
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.graph import operation, saved_tensors, shape_of
+from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.memory import place_of
 from backpack.core.origins import (
     LOOKUPS,
@@ -26,12 +26,15 @@ from backpack.core.origins import (
     looked_up,
     selects_rows,
 )
-from backpack.core.refusals import mixing
+from backpack.core.refusals import mixing, refuse_compiled
 from backpack.core.samples import Layout
 from backpack.core.slots import Slot
 from backpack.core.walk import Walk
 from backpack.utils.differentiation import search
 from backpack.utils.nested import tensors_in
+
+_STATISTICS = frozenset({"NativeBatchNorm", "CudnnBatchNorm", "MiopenBatchNorm"})
+"""Operations that use the statistics of the mini-batch in training mode."""
 
 
 def mixes(walk: Walk, node: Node, upstream: Node, samples: int) -> bool:
@@ -218,6 +221,25 @@ def mixed_by(walk: Walk, node: Node, outputs: Iterable[int], upstream: tuple[Nod
         "mini-batch of another size"
     )
     return how + hint * (operation(node) in MATRIX_PRODUCTS or operation(node).startswith("Linalg"))
+
+
+def refuse_above(walk: Walk, node: Node, opaque: bool) -> None:
+    """Refuse what lies behind the place where samples start, though no sample arrives there.
+
+    Args:
+        walk: The graph.
+        node: A node upstream of which parameters lie.
+        opaque: Whether what lies upstream of it has to be seen.
+
+    Raises:
+        UnsupportedError: If that is compiled.
+        mixing: If it normalizes with statistics of the mini-batch, in a model that returns its loss, of which nothing says where the loss begins.
+    """
+    if opaque:
+        refuse_compiled(walk, node)
+    rows = shape_of((node, 0))[:1] if walk.returns_loss and operation(node) in _STATISTICS else ()
+    if rows and rows[0] > 1 and rows[0] in walk.batches and saved(node, "training"):
+        raise mixing(walk, node, f"{walk.where(node)} normalizes with the statistics of all {rows[0]} of them")
 
 
 def refuse_summed(walk: Walk, node: Node, marks: Iterable[Mark], samples: int) -> None:

@@ -23,7 +23,7 @@ from backpack.core.joining import refuse_joined
 from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_as_loss
 from backpack.core.misplacing import refuse_misplaced
-from backpack.core.mixing import OfData, mixed_by, mixes, refuse_summed
+from backpack.core.mixing import OfData, mixed_by, mixes, refuse_above, refuse_summed
 from backpack.core.node_calls import Composite, Waiting, read
 from backpack.core.node_functions import is_known
 from backpack.core.origins import STACKS
@@ -136,8 +136,7 @@ class Plan(Tracking):
         Args:
             node: The node.
         """
-        if self._second_order or any(upstream in self.walk.leaves for upstream, _ in node.next_functions):
-            refuse_compiled(self.walk, node)
+        refuse_above(self.walk, node, self._second_order or any(upstream in self.walk.leaves for upstream, _ in node.next_functions))
         curved = self._curved.get(node) or (self._second_order and self._curved_at(node))
         if curved and node in self.walk.to_loss:
             refuse_as_loss(self.walk.marks.get(node, ()))
