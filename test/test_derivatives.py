@@ -472,7 +472,6 @@ def test_missing_rules_are_refused() -> None:
     recorded = Recorded(module, rand(5, 4))
     derivatives, like_input, like_output = BaseParameterDerivatives(), rand(1, 5, 4), rand(1, 5, 3)
     for call in (
-        lambda: LinearDerivatives().param_mjp("scale", module, None, None, like_output),
         lambda: derivatives.jac_mat_prod(module, None, None, like_input),
         lambda: derivatives.jac_t_mat_prod(module, None, None, like_output),
         lambda: derivatives.ea_jac_t_mat_jac_prod(module, None, None, rand(3, 3)),

@@ -22,6 +22,7 @@ from torch.func import vjp
 from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Parameter, ReLU, Sequential, Tanh
 
 from backpack import backpack, extend, results
+from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.kinds import LinearMapDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
@@ -45,7 +46,7 @@ from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, Fir
 from backpack.extensions.firstorder.batch_grad import batch_grad_base
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.secondorder.base import ExactGGNExtension, SecondOrderBackpropExtension
-from backpack.utils.errors import OverwrittenError, UnsupportedError
+from backpack.utils.errors import OverwrittenError, ShapeError, UnsupportedError
 
 N = 5
 
@@ -1253,3 +1254,131 @@ def test_rules_of_modules_whose_first_argument_is_no_tensor(listed: bool) -> Non
         model(x).sum().backward()
     for parameter, gradients in zip(model.parameters(), zip(*expected, strict=True), strict=True):
         close(parameter.grad_batch, torch.stack(gradients))
+
+
+class OfTwice(Linear):
+    """A subclass that computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(2 * x)
+
+
+def instance_of_twice() -> Linear:
+    layer = Linear(4, 3)
+    layer.forward = lambda x: nn.functional.linear(2 * x, layer.weight, layer.bias)
+    return layer
+
+
+@pytest.mark.parametrize("make", [lambda: OfTwice(4, 3), instance_of_twice], ids=["subclass", "instance"])
+def test_subclass_with_another_forward_does_not_use_the_entry_of_its_base(make: Callable[[], Linear]) -> None:
+    """What is right for the base class is wrong for it."""
+
+    class Weights(FirstOrderModuleExtension):
+        def weight(self, ext: Any, module: Module, g_inp: Any, g_out: Any, bp: Any) -> Tensor:
+            return torch.einsum("no,ni->noi", g_out[0], module.input0)
+
+    def extension() -> FirstOrderBackpropExtension:
+        return FirstOrderBackpropExtension("mine", {Linear: Weights(["weight"])}, "ERROR")
+
+    model = extend(Sequential(make()))
+    with backpack(extension()), pytest.raises(NotImplementedError, match="Extension saving to mine does not have an extension for Module"):
+        model(torch.randn(5, 4)).sum().backward()
+    assert not hasattr(model[0].weight, "mine")
+    model = extend(Sequential(type("Same", (Linear,), {})(4, 3)))
+    with backpack(extension(), BatchGrad()):
+        model(torch.randn(5, 4)).sum().backward()
+    torch.testing.assert_close(model[0].weight.mine, model[0].weight.grad_batch)
+
+
+def test_rule_that_forgets_samples_without_a_batch_axis() -> None:
+    """Its products have the wrong shape where a module is called with the vector of one sample; alike where it returns sums that nobody asked for."""
+
+    class Factor(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.factor * x
+
+    class FactorDerivatives(BaseParameterDerivatives):
+        keeps = frozenset({"input"})
+        always = False
+
+        def hessian_is_zero(self, module: Module) -> bool:
+            return True
+
+        def _jac_t_mat_prod(self, module, g_inp, g_out, mat, subsampling=None):
+            return module.factor * mat
+
+        def _factor_jac_t_mat_prod(self, module, g_inp, g_out, mat, sum_batch=True, subsampling=None):
+            products = mat * (module.input0 if subsampling is None else module.input0[subsampling])
+            return products.sum(1) if sum_batch or self.always else products
+
+    class Model(Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.stack([self[1](row) for row in self[0](x)])
+
+    register(Factor, FactorDerivatives)
+    for quantity in (BatchGrad, BatchL2Grad, SumGradSquared, Variance, DiagGGNExact):
+        model = extend(Model(Linear(4, 3), Factor()))
+        with backpack(quantity()), pytest.raises(ShapeError, match=r"_factor_jac_t_mat_prod.*must have shape \[V, 3, 3\]"):
+            extend(nn.MSELoss())(model(torch.randn(5, 4)), torch.zeros(5, 3)).backward()
+    model = extend(Sequential(Linear(4, 3), Factor()))
+    with backpack(BatchGrad()):
+        model(torch.randn(5, 4)).sum().backward()
+    assert model[1].factor.grad_batch.shape == (5, 3)
+    FactorDerivatives.always = True
+    with backpack(BatchGrad()), pytest.raises(ShapeError, match=r"must have shape \[V, 5, 3\], got \[1, 3\]"):
+        model(torch.randn(5, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("place", ["gradient", "columns"])
+def test_module_extension_that_writes_on_what_it_is_given(place: str) -> None:
+    """It would change the gradient, or what other quantities are made of."""
+
+    class Writes(ModuleExtension):
+        def weight(self, ext: Any, module: Module, g_inp: Any, g_out: Any, columns: Tensor) -> Tensor:
+            value = einsum("vno,ni->oi", columns**2, module.input0**2)
+            (g_out[0] if place == "gradient" else columns).mul_(2)
+            return value
+
+    model, ext = extend(Sequential(Linear(4, 3), Tanh(), Linear(3, 2))), DiagGGNExact()
+    ext.set_module_extension(Linear, Writes(["weight"]))
+    with backpack(ext, BatchGrad()), pytest.raises(OverwrittenError, match=r"Writes, at [02], changes in place what it is given"):
+        extend(CrossEntropyLoss())(model(torch.randn(5, 4)), torch.arange(5) % 2).backward()
+    assert results(model) == {}
+
+
+@pytest.mark.parametrize("place", ["input", "parameter", "shape"])
+def test_rule_that_writes_on_its_argument(place: str) -> None:
+    """What arrives at a layer belongs to others, too; a product of another shape is none."""
+
+    class Twice(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.factor * x
+
+    class TwiceDerivatives(BaseParameterDerivatives):
+        def hessian_is_zero(self, module: Module) -> bool:
+            return True
+
+        def _jac_t_mat_prod(self, module, g_inp, g_out, mat, subsampling=None):
+            if place == "shape":
+                return (module.factor * mat).sum(2)
+            return mat.mul_(module.factor) if place == "input" else module.factor * mat
+
+        def _factor_jac_t_mat_prod(self, module, g_inp, g_out, mat, sum_batch=True, subsampling=None):
+            at = module.input0 if subsampling is None else module.input0[subsampling]
+            products = mat.mul_(at) if place == "parameter" else mat * at
+            return products.sum(1) if sum_batch else products
+
+    register(Twice, TwiceDerivatives)
+    model = extend(Sequential(Linear(4, 3), Twice(), Tanh(), Linear(3, 2)))
+    match = r"must have shape" if place == "shape" else "changes its argument in place"
+    with backpack(DiagGGNExact(), BatchGrad()), pytest.raises((OverwrittenError, ShapeError), match=match):
+        extend(CrossEntropyLoss())(model(torch.randn(5, 4)), torch.arange(5) % 2).backward()
+    assert results(model) == {}

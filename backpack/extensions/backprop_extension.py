@@ -11,7 +11,7 @@ from torch import Size, Tensor
 from torch.nn import Module, Parameter
 
 from backpack.core.derivatives.basederivatives import BaseLossDerivatives
-from backpack.core.derivatives.registry import derivatives_for, register
+from backpack.core.derivatives.registry import computes_like, derivatives_for, register
 from backpack.core.excluding import Excluded, Excluding, as_excluded
 from backpack.core.flow import Flow, add_columns
 from backpack.core.networks import Network
@@ -258,7 +258,7 @@ class BackpropExtension(Excluding, ABC):
         """Say what this extension does for a module class.
 
         Args:
-            module_cls: The class; subclasses are meant, too, unless they are named themselves.
+            module_cls: The class; subclasses are meant, too, unless they are named themselves, or bring another ``forward``.
             extension: What to do.
             overwrite: Replace an entry that exists.
 
@@ -296,7 +296,7 @@ class BackpropExtension(Excluding, ABC):
         """
         if not self._module_exts:
             return None
-        return next((self._module_exts[cls] for cls in type(module).__mro__ if cls in self._module_exts), None)
+        return next((self._module_exts[cls] for cls in type(module).__mro__ if cls in self._module_exts and computes_like(module, cls)), None)
 
     def __call__(self, module: Module, g_inp: Grads, g_out: Grads) -> None:
         """Run the module extension for a module by hand, outside of a pass under ``backpack``.

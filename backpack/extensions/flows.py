@@ -95,7 +95,9 @@ class ColumnFlow(Flow):
     coupled: bool = False
 
     def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout, over: bool = False) -> Columns:
-        product = partial(call.derivatives._jac_t_mat_prod, call, None, (grad,))
+        rule = call.derivatives
+        ours = type(rule).__module__.startswith("backpack.")  # what users write is checked
+        product = partial(rule._jac_t_mat_prod if ours else rule.jac_t_mat_prod, call, None, (grad,))
         return apply_to_all(value, lambda mat: product(mat, out=mat) if over else product(mat))
 
     def born(self, plan: Plan) -> int:

@@ -21,8 +21,10 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import as_published
 from backpack.extensions.saved_quantities import makers
-from backpack.utils.errors import LossNotExtendedError, UnsupportedError, merge
+from backpack.utils.differentiation import version_of
+from backpack.utils.errors import LossNotExtendedError, OverwrittenError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss
+from backpack.utils.nested import tensors_in
 
 
 def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[Node, Mark, BackpropExtension, ModuleExtension]]:
@@ -232,6 +234,7 @@ def ask(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension,
     Raises:
         LossNotExtendedError: If the extension carries something of its own, and it has not arrived here.
         UnsupportedError: If something of two losses meets, and the extension has not said how it is united.
+        OverwrittenError: If the rule changes in place what it is given.
     """
     module, saved, shape = call.module, extension.saved_quantities, call.outputs[0].shape
     carries = extension.flow is None and extension.expects_backpropagation_quantities()
@@ -247,10 +250,17 @@ def ask(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension,
                 "this module, must be an extended module with a module extension whose backpropagate returns something."
             )
     given = (None,) * len(call.inputs), (grad,), value
+    tensors = tensors_in(given)
+    before = [*map(version_of, tensors)]
     with reading({module: call}):
         results = chosen.compute(extension, module, *given)
         below = carries and any(slot.edge is not None for slot in call.tensor_inputs)
         carried = chosen.backpropagate(extension, module, *given) if below else None
+    if before != [*map(version_of, tensors)]:
+        raise OverwrittenError(
+            f"{type(chosen).__name__}, at {call.path}, changes in place what it is given, of which others are made, the gradient among them. Let it "
+            "work out of place, or on a copy."
+        )
     losses, unite = saved.losses.get(call, frozenset([call])), extension.accumulate_backpropagated_quantities
     told = (_told(slot, extension) for slot in call.tensor_inputs) if carried is not None else ()
     for maker in chain.from_iterable(calls for calls in told if call not in calls):

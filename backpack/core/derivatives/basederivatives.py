@@ -220,17 +220,20 @@ class BaseParameterDerivatives(BaseDerivatives):
         """
         product = partial(self._param_mjp, param_str, module, g_inp, g_out, sum_batch=sum_batch, subsampling=subsampling)
         takes = subsampled(module.output.shape, subsampling)
-        param = self._parameter(module, param_str)
-        gives = param.shape if sum_batch else (takes[0], *param.shape)
+        gives = (*(() if sum_batch else takes[:1]), *self._parameter(module, param_str).shape)
         return apply_checked(product, mat, takes, gives, self._title(f"param_mjp for {param_str}", module))
 
     def _param_mjp(
         self, param_str: str, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
-        if param_str not in self.params:
-            raise self._missing(f"_{param_str}_jac_t_mat_prod", module)
-        rule = getattr(self, f"_{param_str}_jac_t_mat_prod")
-        return rule(module, g_inp, g_out, mat, sum_batch=sum_batch, subsampling=subsampling)
+        rule = getattr(self, name := f"_{param_str}_jac_t_mat_prod", None)
+        if rule is None:
+            raise self._missing(name, module)
+        product = partial(rule, module, g_inp, g_out, sum_batch=sum_batch, subsampling=subsampling)
+        if type(self).__module__.startswith("backpack."):
+            return product(mat)
+        gives = (*(() if sum_batch else mat.shape[1:2]), *self._parameter(module, param_str).shape)  # of a user
+        return apply_checked(product, mat, mat.shape[1:], gives, self._title(name, module))
 
     def weight_jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         """Multiply by the Jacobian of the output with respect to the weight.
@@ -259,7 +262,7 @@ class BaseParameterDerivatives(BaseDerivatives):
     def _parameter(self, module: Module, name: str) -> Tensor:
         parameter = getattr(module, name, None)
         if not isinstance(parameter, Tensor):
-            raise UnsupportedError(f"{type(self).__name__}: {module} has no parameter {name!r}.")
+            raise ArgumentError(f"{type(self).__name__}: {module} has no parameter {name!r}.")
         return parameter
 
 
@@ -394,6 +397,4 @@ class BaseLossDerivatives(BaseDerivatives):
                 f'Second-order quantities need a scalar loss, but {module} returned shape {list(module.output.shape)}. Use reduction="mean" or "sum".'
             )
         if g_out is not None and g_out[0] is not None and not bool((g_out[0] == 1).all()):
-            warn(
-                f"The output of {module} was scaled: the gradient that it receives is not one. The result is that of the unscaled loss.", stacklevel=3
-            )
+            warn(f"The output of {module} was scaled: it receives a gradient other than one. The result is that of the unscaled loss.", stacklevel=3)

@@ -22,7 +22,7 @@ from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.derivatives.records import number_of
 from backpack.core.derivatives.registry import derivatives_for
 from backpack.utils.columns import unit_columns
-from backpack.utils.errors import ArgumentError, BackpackError, LossValueError, UnsupportedError, require_module
+from backpack.utils.errors import ArgumentError, BackpackError, LossValueError, OverwrittenError, UnsupportedError, require_module
 from backpack.utils.nested import tensors_in
 
 _COLUMNS = 2
@@ -30,6 +30,7 @@ _TOLERANCE = 1e-6
 _DRAWS, _STANDARD_ERRORS = 4096, 8
 """Monte-Carlo samples of an estimate, and how far it may be from the truth: by chance alone, no entry ever is."""
 _GENERIC = GenericDerivatives()
+_IN_PLACE = "changes in place what it is given, which others read, too. Work out of place."
 
 
 class RuleError(BackpackError, AssertionError):
@@ -163,11 +164,13 @@ class _Comparing:
             return
         except LossValueError:  # the options of the loss are to blame
             raise
+        except OverwrittenError as error:
+            raise RuleError(f"{title} {_IN_PLACE}") from error
         except Exception as error:
             _require_finite(name, true)
             raise RuleError(f"{title} raised {type(error).__name__}: {error} (a tensor that `keeps` does not name has no entries)") from error
         if not all(torch.equal(tensor.nan_to_num(), before.nan_to_num()) for tensor, before in self._watched):
-            raise RuleError(f"{title} changes in place what it is given, which others read, too. Work out of place.")
+            raise RuleError(f"{title} {_IN_PLACE}")
         if result.is_meta or result.shape != true.shape:
             hint = "depends on a tensor that `keeps` does not name" if result.is_meta else f"should have shape {list(true.shape)}"
             raise RuleError(f"{title} has shape {list(result.shape)}; it {hint}.")

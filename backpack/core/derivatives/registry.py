@@ -129,6 +129,23 @@ def find(module: Module | type[Module]) -> Found:
     return found
 
 
+def computes_like(module: Module, base: type[Module]) -> bool:
+    """Say whether a module of a class, or of a subclass, computes what the class says, which may leave that to subclasses.
+
+    Args:
+        module: The module.
+        base: The class.
+
+    Returns:
+        Whether neither a subclass nor the module brings another ``forward``, or another method that it may call.
+    """
+    kind, methods = type(module), _methods(base)
+    if getattr_static(base, "forward") is getattr_static(Module, "forward"):
+        return True
+    same = kind is base or all(getattr_static(kind, name) is getattr_static(base, name) for name in methods)
+    return same and module.__dict__.keys().isdisjoint(methods)
+
+
 def _search(module_class: type[Module], replaced: bool) -> Found:
     candidates = [(base, *_RULES[base]) for base in module_class.__mro__ if base in _RULES]
     # a descriptor of another kind may give something new each time, or nothing, when the class is asked

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from backpack.utils.errors import ArgumentTypeError, ShapeError
+from backpack.utils.differentiation import version_of
+from backpack.utils.errors import ArgumentTypeError, OverwrittenError, ShapeError
 from backpack.utils.subsampling import check_indices
 
 
@@ -46,13 +47,16 @@ def apply_checked(product: Callable[[Tensor], Tensor], mat: Tensor, takes: Seque
 
     Raises:
         ArgumentTypeError: If the argument is no tensor.
+        OverwrittenError: If the product changes it.
     """
     if not isinstance(mat, Tensor):
         raise ArgumentTypeError(f"The argument of {name} must be a tensor [V, {', '.join(map(str, takes))}], got {type(mat).__name__}.")
     if mat.dim() == len(takes):
         return apply_checked(product, mat.unsqueeze(0), takes, gives, name).squeeze(0)
     check_shape(mat, takes, what=f"The argument of {name} (or one such vector without V)")
-    result = product(mat)
+    version, result = version_of(mat), product(mat)
+    if version_of(mat) != version:
+        raise OverwrittenError(f"{name} changes its argument in place, which others read, too. Let it work out of place, or on a copy.")
     check_shape(result, gives, what=f"The result of {name}")
     return result
 
