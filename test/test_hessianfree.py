@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.functional import hessian, jacobian
-from torch.nn import CrossEntropyLoss, Linear, Module, MSELoss, Sequential, Tanh
+from torch.nn import CrossEntropyLoss, Linear, Module, ModuleList, MSELoss, RNNCell, Sequential, Tanh
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.parametrizations import weight_norm
@@ -20,7 +20,7 @@ from backpack.hessianfree.ggnvp import ggn_vector_product, ggn_vector_product_fr
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.hessianfree.lop import L_op, transposed_jacobian_vector_product
 from backpack.hessianfree.rop import R_op, jacobian_vector_product
-from backpack.utils.errors import ArgumentError, ArgumentTypeError, UnsupportedError
+from backpack.utils.errors import ArgumentError, ArgumentTypeError, DifferentiationError, UnsupportedError
 
 
 def rand(*shape: int) -> Tensor:
@@ -580,3 +580,101 @@ def test_gradients_that_torch_does_not_differentiate(operation: str, way_out: st
     with sdpa_kernel(SDPBackend.MATH):
         functions["hardsigmoid"] = lambda h: (h / 6 + 0.5).clamp(0, 1)
         hessian_vector_product(value(), list(layer.parameters()), v)
+
+
+def composed_norm(x: Tensor) -> Tensor:
+    centered = x - x.mean(-1, keepdim=True)
+    return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+NORMALIZED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "layer": (lambda x: F.layer_norm(x, x.shape[-1:]), False),
+    "instance": (lambda x: F.instance_norm(x[:, None])[:, 0], False),
+    "group": (lambda x: F.group_norm(x, 1), True),
+    "single operations": (composed_norm, True),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZED)
+def test_third_derivatives_through_normalizations(name: str) -> None:
+    """Torch's are wrong for some: products of forces are refused, if they need them, and so are derivatives of products."""
+    norm, right = NORMALIZED[name]
+    torch.manual_seed(0)
+    layer, head = Linear(4, 4).double(), Linear(4, 1).double()
+    x, params = torch.randn(3, 4, dtype=torch.float64), [*layer.parameters(), *head.parameters()]
+    v = [torch.randn_like(p) for p in params]
+
+    def forces(norm: Callable[[Tensor], Tensor]) -> Tensor:
+        at = x.clone().requires_grad_()
+        return torch.autograd.grad(head(norm(layer(at)).tanh()).sum(), at, create_graph=True)[0]
+
+    def plain(norm: Callable[[Tensor], Tensor]) -> Tensor:
+        return head(norm(layer(x)).tanh()).square().sum()
+
+    def slope(products: tuple[Tensor, ...]) -> Tensor:
+        return torch.autograd.grad(sum(p.square().sum() for p in products), layer.weight)[0]
+
+    for loss in (lambda norm: forces(norm).square().sum(), plain):
+        products = hessian_vector_product(loss(composed_norm), params, v)
+        if right or loss is plain:
+            torch.testing.assert_close(hessian_vector_product(loss(norm), params, v), products)
+        else:
+            with pytest.raises(UnsupportedError, match="third derivatives"):
+                hessian_vector_product(loss(norm), params, v)
+    outputs = forces(composed_norm), forces(norm)
+    expected = ggn_vector_product_from_plist(outputs[0].square().sum(), outputs[0], params, v)
+    torch.testing.assert_close(ggn_vector_product_from_plist(outputs[1].square().sum(), outputs[1], params, v), expected)
+    expected = slope(hessian_vector_product(plain(composed_norm), params, v, detach=False))
+    products = hessian_vector_product(plain(norm), params, v, detach=False)
+    if right:
+        torch.testing.assert_close(slope(products), expected)
+    else:
+        with pytest.raises(DifferentiationError, match="third derivatives"):
+            slope(products)
+
+
+def test_inference_mode() -> None:
+    """It makes no graph of gradients, which would count as zero."""
+    layer, x = Linear(3, 2), torch.randn(4, 3)
+    out, params = layer(x).tanh(), list(layer.parameters())
+    loss, v = out.square().sum(), [torch.ones_like(p) for p in params]
+    expected = L_op(out, params, torch.ones_like(out))
+    with torch.inference_mode():
+        for product in (lambda: hessian_vector_product(loss, params, v), lambda: R_op(out, params, v)):
+            with pytest.raises(UnsupportedError, match="inference_mode"):
+                product()
+        torch.testing.assert_close(L_op(out, params, torch.ones_like(out)), expected)
+
+
+def test_gauss_newton_product_behind_an_operation_with_wrong_second_derivatives() -> None:
+    """It takes first derivatives of the model alone."""
+    torch.manual_seed(0)
+    layer, x = weight_norm(Linear(3, 2)).double(), torch.randn(4, 3, dtype=torch.float64)
+    params = list(layer.parameters())
+    v = [torch.randn_like(p) for p in params]
+    out = layer(x)
+    loss = out.tanh().square().sum()
+    jacobians = [torch.stack([torch.autograd.grad(y, p, retain_graph=True)[0].flatten() for y in out.flatten()]) for p in params]
+    moved = sum(j @ w.flatten() for j, w in zip(jacobians, v, strict=True))
+    hessian = torch.autograd.functional.hessian(lambda z: z.tanh().square().sum(), out.detach()).reshape(out.numel(), -1)
+    expected = [(j.T @ (hessian @ moved)).view_as(p) for j, p in zip(jacobians, params, strict=True)]
+    torch.testing.assert_close(ggn_vector_product(loss, out, layer, v), expected)
+    with pytest.raises(UnsupportedError, match="weight_norm"):
+        hessian_vector_product(loss, params, v)
+
+
+def test_gauss_newton_product_of_many_outputs() -> None:
+    """As many as time steps; the product is that of all of them in one tensor."""
+    torch.manual_seed(0)
+    cell, head = RNNCell(2, 3).double(), Linear(3, 2).double()
+    model, h = ModuleList([cell, head]), torch.zeros(4, 3, dtype=torch.float64)
+    outputs = []
+    for x in torch.randn(6, 4, 2, dtype=torch.float64):
+        h = cell(x, h)
+        outputs.append(head(h))
+    v = [torch.randn_like(p) for p in model.parameters()]
+    whole = torch.stack(outputs)
+    loss, other = sum(out.cosh().sum() for out in outputs), whole.cosh().sum()
+    torch.testing.assert_close(ggn_vector_product(loss, outputs, model, v), ggn_vector_product(other, whole, model, v))
+    with pytest.raises(ArgumentError, match="was computed from output 0"):
+        ggn_vector_product(loss + h.sum(), [h, outputs[-1]], model, v)

@@ -17,6 +17,7 @@ from backpack.core.graph import operation, saved_tensors
 from backpack.core.linear import SAME_ENTRIES
 from backpack.core.plan import Plan
 from backpack.core.slots import Edge, Slot
+from backpack.utils.differentiation import THIRD, passes_derived_norms
 
 # torch.nn.utils.parametrizations.weight_norm: torch 2.13 takes the norm for constant when it differentiates the backward pass
 _WRONG_TWICE = frozenset({"WeightNormInterface"})
@@ -32,9 +33,21 @@ class Connection:
 
     def __init__(self, plan: Plan) -> None:
         self.failures: dict[Hashable, str] = {}
+        self._wrong = THIRD if passes_derived_norms(plan.walk.order) else None
         self.flow: Hashable = None
         self._units = {unit.call: (node, unit) for node, unit in (*plan.units.items(), *plan.shared.items())}
         self._found: dict[Slot, Tensor | None] = {}
+
+    def reason(self, flow: Hashable) -> str | None:
+        """Say why what was computed for a flow cannot be differentiated.
+
+        Args:
+            flow: The flow.
+
+        Returns:
+            The reason; ``None`` if it can.
+        """
+        return self._wrong or self.failures.get(flow)
 
     def fail(self, reason: str) -> None:
         """Note that something could not be connected, for the present flow.

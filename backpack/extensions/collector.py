@@ -316,7 +316,7 @@ class Collector(ReadsMade):
             value = in_type(value, self._dtype)
         if self._connection is not None:
             connects = extension.flow is not None and extension.flow.differentiable
-            reason = self._connection.failures.get(extension.flow) if connects else f"{type(extension).__name__} is none of those that can be"
+            reason = self._connection.reason(extension.flow) if connects else f"{type(extension).__name__} is none of those that can be"
             if reason is not None:
                 with torch.enable_grad():
                     value = undifferentiable(value, parameter, extension.savefield, reason)

@@ -8,10 +8,11 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module
 
+from backpack.core.slots import Edge
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back
-from backpack.hessianfree.rop import R_op
-from backpack.utils.differentiation import nodes_below
+from backpack.hessianfree.rop import push_forward
+from backpack.utils.differentiation import nodes_below, nodes_of, search
 from backpack.utils.errors import ArgumentError
 
 
@@ -51,22 +52,26 @@ def ggn_vector_product_from_plist(loss: Tensor, output: Tensors, plist: Iterable
     plist, v = list(plist), as_list(v)
     outputs = [part for part in as_list(output) if part.requires_grad]  # what depends on nothing adds nothing
     check_shapes("v", v, "the parameters", plist)
+    edges = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, outputs)]
+    below, made = {edge for node in nodes_below([loss]) for edge in node.next_functions}, [_made_of(part, {*edges}) for part in outputs]
     for number, part in enumerate(outputs):
-        if loss is not part and not _is_made_of(loss, part):
+        if loss is not part and edges[number] not in below:
             raise ArgumentError(
                 f"The loss was not computed from this output of shape {list(part.shape)}: the product would be zero. Give the tensor that went into "
                 "the loss, output = model(X) and loss = lossfunc(output, y), not that of another call."
             )
         for other, whole in enumerate(outputs):
-            if other != number and (get_gradient_edge(whole) == get_gradient_edge(part) or _is_made_of(whole, part)):
+            if other != number and (edges[other] == edges[number] or edges[number] in made[other]):
                 raise ArgumentError(
                     f"Output {other} of shape {list(whole.shape)} was computed from output {number} of shape {list(part.shape)}, so that autograd "
                     "cannot hold one while it differentiates with respect to the other. Give only outputs that go into the loss; if both do, compute "
                     "the loss of copies, and give these: output = [part.clone() for part in model(X)]."
                 )
-    return pull_back(outputs, plist, hessian_vector_product(loss, outputs, R_op(outputs, plist, v)), retain_graph=True, detach=True)
+    moved = push_forward(outputs, plist, v, retain_graph=True, detach=True)
+    return pull_back(outputs, plist, hessian_vector_product(loss, outputs, moved), retain_graph=True, detach=True)
 
 
-def _is_made_of(tensor: Tensor, part: Tensor) -> bool:
-    edge = get_gradient_edge(part)
-    return any((edge.node, edge.output_nr) in node.next_functions for node in nodes_below([tensor]))
+def _made_of(tensor: Tensor, edges: set[Edge]) -> set[Edge]:
+    # of which of these edges a tensor was made: the first ones on each way
+    nodes = search(nodes_of([tensor]), lambda node: [n for n, nr in node.next_functions if (n, nr) not in edges])
+    return {edge for node in nodes for edge in node.next_functions} & edges

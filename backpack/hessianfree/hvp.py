@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_missing_terms
-from backpack.utils.differentiation import nodes_below, refuse_wrong_second_derivatives
+from backpack.utils.differentiation import guarded, nodes_below, refuse_wrong_second_derivatives, refuse_wrong_third_derivatives
 from backpack.utils.errors import ArgumentError
 
 
@@ -49,12 +49,14 @@ def hessian_vector_product(
         # an incoming gradient that takes part in the graph, so that no function marked as once_differentiable goes unnoticed
         grad_params = pull_back(f, params, torch.ones_like(f, requires_grad=True), retain_graph=True, detach=False)
     refuse_missing_terms([*grad_params, f])
-    refuse_wrong_second_derivatives([*grad_params, f])
+    refuse_wrong_second_derivatives(nodes_below([*grad_params, f], stop=params))
+    refuse_wrong_third_derivatives(nodes_below([f], stop=params))
     # a gradient without graph is that of a parameter that f does not depend on
     pairs = [(gradient, vector) for gradient, vector in zip(grad_params, v, strict=True) if gradient.requires_grad]
     if not pairs:
         return tuple(torch.zeros_like(param) for param in params)
-    return pull_back([gradient for gradient, _ in pairs], params, [vector for _, vector in pairs], retain_graph=True, detach=detach)
+    products = pull_back([gradient for gradient, _ in pairs], params, [vector for _, vector in pairs], retain_graph=True, detach=detach)
+    return products if detach else guarded(products, grad_params, params[0], "A Hessian-vector product")
 
 
 def _has_custom_function(f: Tensor) -> bool:

@@ -62,6 +62,8 @@ def pull_back(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool, 
         RuntimeError: Whatever else autograd raises.
     """
     ys, ws = as_list(ys), None if ws is None else as_list(ws)
+    if not detach:
+        refuse_inference_mode()
     connected = [i for i, y in enumerate(ys) if y.requires_grad]
     if not connected:
         raise ArgumentError("No output has a graph in which it depends on anything: it was detached, or computed under torch.no_grad().")
@@ -79,6 +81,16 @@ def pull_back(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool, 
         raise UnsupportedError(f"Gradients are differentiated here, but torch has no derivative of {missing[1]}. {way_out}.") from error
     finally:
         recording.apart = before
+
+
+def refuse_inference_mode() -> None:
+    """Refuse to differentiate gradients where torch makes no graph of them.
+
+    Raises:
+        UnsupportedError: Under ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise UnsupportedError("Gradients are differentiated here, of which torch.inference_mode() makes no graph. Use torch.no_grad() in its place.")
 
 
 def refuse_missing_terms(ys: Sequence[Tensor]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_missing_terms
-from backpack.utils.differentiation import refuse_biased_norms
+from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_inference_mode, refuse_missing_terms
+from backpack.utils.differentiation import guarded, nodes_below, refuse_biased_norms, refuse_wrong_third_derivatives
 
 
 def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:
@@ -33,13 +35,32 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
     """
     outputs, xs, vs = as_list(ys), as_list(xs), as_list(vs)
     check_shapes("vs", vs, "xs", xs)
+    refuse_inference_mode()
+    refuse_wrong_third_derivatives(nodes_below(outputs, stop=xs))
+    return push_forward(outputs, xs, vs, retain_graph, detach)
+
+
+def push_forward(ys: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor], retain_graph: bool, detach: bool) -> tuple[Tensor, ...]:
+    """Do what ``R_op`` does, for a caller whose outputs are no gradients of gradients.
+
+    Args:
+        ys: See ``R_op``.
+        xs: See ``R_op``.
+        vs: See ``R_op``.
+        retain_graph: See ``R_op``.
+        detach: See ``R_op``.
+
+    Returns:
+        See ``R_op``.
+    """
     generator = torch.Generator().manual_seed(0)  # any numbers do, but in zeros nothing would be missed
-    floats = [y if y.is_floating_point() or y.is_complex() else y.float() for y in outputs]
+    floats = [y if y.is_floating_point() or y.is_complex() else y.float() for y in ys]
     ws = [torch.rand(y.shape, generator=generator).to(y).requires_grad_() for y in floats]
-    gs = pull_back(outputs, xs, ws, retain_graph=retain_graph, detach=False)
-    refuse_missing_terms([*gs, *outputs])
-    refuse_biased_norms([*gs, *outputs])
-    return pull_back(gs, ws, vs, retain_graph=True, detach=detach)
+    gs = pull_back(ys, xs, ws, retain_graph=retain_graph, detach=False)
+    refuse_missing_terms([*gs, *ys])
+    refuse_biased_norms(nodes_below([*gs, *ys], stop=xs))
+    products = pull_back(gs, ws, vs, retain_graph=True, detach=detach)
+    return products if detach else guarded(products, gs, xs[0], "A Jacobian-vector product")
 
 
 def jacobian_vector_product(f: Tensors, x: Tensors, v: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:

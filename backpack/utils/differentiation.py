@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from backpack.utils.errors import DifferentiationError, UnsupportedError
 
 _NORMS = frozenset(f"Native{kind}NormBackward0" for kind in ("Layer", "Batch"))
+_DERIVED_NORMS = [f"Native{kind}NormBackwardBackward0" for kind in ("Layer", "Batch")]
 
 
 class _Undifferentiable(torch.autograd.Function):
@@ -81,16 +82,18 @@ def search(starts: Iterable[Node], follow: Callable[[Node], Iterable[Node | None
             waiting += [upstream for upstream, _ in node.next_functions] if follow is None else follow(node)
 
 
-def nodes_below(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[Node]:
+def nodes_below(tensors: Iterable[Tensor | GradientEdge], stop: Iterable[Tensor] = ()) -> Iterator[Node]:
     """Go through the graph of tensors.
 
     Args:
         tensors: Any tensors, or their graph edges.
+        stop: Tensors that are not passed.
 
     Returns:
         Each node once.
     """
-    return search(nodes_of(tensors))
+    edges = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, (tensor for tensor in stop if tensor.requires_grad))}
+    return search(nodes_of(tensors), (lambda node: [edge[0] for edge in node.next_functions if edge not in edges]) if edges else None)
 
 
 def lacks_terms(gradients: Iterable[Tensor]) -> bool:
@@ -151,17 +154,17 @@ def _refuse_incomplete(node: Any, given: tuple[Tensor | None, ...], incoming: tu
         )
 
 
-def refuse_biased_norms(tensors: Iterable[Tensor], made: bool = False) -> None:
+def refuse_biased_norms(nodes: Iterable[Node], made: bool = False) -> None:
     """Refuse to differentiate gradients through a normalization that has a bias, but no weight: torch takes the bias for a constant there.
 
     Args:
-        tensors: Any tensors.
+        nodes: Nodes of a graph.
         made: Refuse only where the bias was computed from something.
 
     Raises:
-        UnsupportedError: If such a normalization took part in their computation, and its bias requires a gradient.
+        UnsupportedError: If such a normalization is among them, and its bias requires a gradient.
     """
-    for node in nodes_below(tensors):
+    for node in nodes:
         bias = node.next_functions[2][0] if node.name() in _NORMS and node._saved_weight is None else None
         if bias is not None and (bias.next_functions or not made):
             raise UnsupportedError(
@@ -170,22 +173,72 @@ def refuse_biased_norms(tensors: Iterable[Tensor], made: bool = False) -> None:
             )
 
 
-def refuse_wrong_second_derivatives(tensors: Iterable[Tensor]) -> None:
+def refuse_wrong_second_derivatives(nodes: Iterable[Node]) -> None:
     """Refuse to differentiate gradients where torch's derivatives of them are wrong.
 
     Args:
-        tensors: What depends on the parameters.
+        nodes: Nodes of what depends on the parameters.
 
     Raises:
         UnsupportedError: If a normalization with a bias and without weight, or the fused operation of ``weight_norm``, took part.
     """
-    tensors = list(tensors)
-    refuse_biased_norms(tensors)
-    if any(node.name() == "WeightNormInterfaceBackward0" and node.next_functions[0][0] is not None for node in nodes_below(tensors)):
+    nodes = list(nodes)
+    refuse_biased_norms(nodes)
+    if any(node.name() == "WeightNormInterfaceBackward0" and node.next_functions[0][0] is not None for node in nodes):
         raise UnsupportedError(
             "The fused operation of torch.nn.utils.parametrizations.weight_norm took part, whose second derivatives are wrong in torch: it takes the "
             "norms for constants. Compute the weight by single operations, g * v / v.norm(dim=1, keepdim=True), say."
         )
+
+
+THIRD = "torch's third derivatives through LayerNorm, InstanceNorm and BatchNorm take mean and deviation for constants, and are wrong"
+"""What is wrong where ``passes_derived_norms`` says so, and gradients are differentiated twice more."""
+
+
+def passes_derived_norms(nodes: Iterable[Node]) -> bool:
+    """Say whether a gradient through a normalization took part, of which torch's second derivatives are wrong.
+
+    Args:
+        nodes: Nodes of a graph.
+
+    Returns:
+        Whether one did: of a layer normalization, or of a batch normalization with the statistics of what it was given.
+    """
+    names = ((node, node.name()) for node in nodes)
+    return any(name == _DERIVED_NORMS[0] or (name == _DERIVED_NORMS[1] and node._saved_train) for node, name in names)
+
+
+def refuse_wrong_third_derivatives(nodes: Iterable[Node]) -> None:
+    """Refuse to differentiate gradients of gradients where torch's derivatives of them are wrong.
+
+    Args:
+        nodes: Nodes of what is differentiated twice more.
+
+    Raises:
+        UnsupportedError: If a gradient through a normalization took part.
+    """
+    if passes_derived_norms(nodes):
+        raise UnsupportedError(
+            f"The gradient of a normalization took part, as in forces or gradient penalties, and is differentiated twice more here: {THIRD}. "
+            "Compute the normalization by single operations, (x - x.mean(-1, keepdim=True)) / deviation, say, or use GroupNorm or RMSNorm."
+        )
+
+
+def guarded(products: tuple[Tensor, ...], gradients: Iterable[Tensor], anchor: Tensor, what: str) -> tuple[Tensor, ...]:
+    """Let products that were made by differentiating gradients raise when they are differentiated, where torch would be wrong.
+
+    Args:
+        products: The products.
+        gradients: The gradients.
+        anchor: A tensor that requires a gradient.
+        what: Name of the products, for the message.
+
+    Returns:
+        The products.
+    """
+    if not passes_derived_norms(nodes_below(gradients)):
+        return products
+    return tuple(undifferentiable(product, anchor, what, THIRD) for product in products)
 
 
 def square_root(value: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def kfacs_to_mat(factors: Factors) -> Tensor:
     factors = _listed(factors)
     if _has_groups(factors):
         return torch.block_diag(*map(kfacs_to_mat, factors))
-    return reduce(torch.kron, (factor.diag() if is_vector(factor) else factor for factor in _checked(factors)))
+    return reduce(torch.kron, (factor.diag() if is_vector(factor) else factor.contiguous() for factor in _checked(factors)))
 
 
 def kfac_mat_prod_einsum_equation(num_factors: int, diagonal: Collection[int] = ()) -> str:

@@ -17,7 +17,7 @@ from backpack.extensions.curvature import Curvature
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
 from backpack.extensions.secondorder.hbp_options import BackpropStrategy, ExpectationApproximation, LossHessianStrategy
 from backpack.extensions.secondorder.sqrt_ggn import SqrtGGN
-from backpack.utils.differentiation import refuse_wrong_second_derivatives
+from backpack.utils.differentiation import nodes_below, refuse_wrong_second_derivatives
 from backpack.utils.errors import BackpackError, UnsupportedError
 from backpack.verification.draws import draw
 from backpack.verification.layers import Layer, Layers
@@ -182,7 +182,7 @@ def _sqrt_ggn(at: Comparison, name: str, value: Any) -> Compared:
 def _twice(reference: Reference) -> Reference:
     # itself, if torch differentiates gradients of its output as it should
     try:
-        refuse_wrong_second_derivatives([reference.output])
+        refuse_wrong_second_derivatives(nodes_below([reference.output]))
     except UnsupportedError as error:
         raise Incomparable(str(error)) from error
     return reference

@@ -20,7 +20,7 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, 
 from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
 from backpack.core.derivatives.shape_check import apply_checked
 from backpack.utils.columns import compare_mixture, unit_columns
-from backpack.utils.differentiation import complete_gradients, lacks_terms, refuse_biased_norms
+from backpack.utils.differentiation import complete_gradients, lacks_terms, nodes_below, refuse_biased_norms
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.module_state import kept_state
 from backpack.utils.precision import tolerance
@@ -195,7 +195,7 @@ class _Replay:
                     f"{type(self.module).__name__} cannot be differentiated twice: it calls a torch.autograd.Function whose backward is marked as "
                     "once_differentiable. Write it with differentiable operations, and without the mark."
                 )
-            refuse_biased_norms([output], made=self.param_str is None)  # parameters are constants of its input
+            refuse_biased_norms(nodes_below([output]), made=self.param_str is None)  # parameters are constants of its input
             return output
 
         # vmap may lose the mark, and what is marked passes for a constant
