@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from math import prod
 
 import pytest
 import torch
 from test_tied_table import Largest
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend, results
-from backpack.extensions import HBP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNMC, chains
+from backpack.extensions import HBP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagGGNMC, DiagHessian, chains, flows
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.secondorder.hbp import BackpropStrategy, Curvature, ExpectationApproximation, LossHessianStrategy
 from backpack.utils.errors import UnsupportedError
@@ -177,3 +179,23 @@ def test_scores_of_many_words(way: str, calls: bool) -> None:
         assert largest.entries <= 5 * 6 * CLASSES, one
     for parameter, other in zip(model.parameters(), returns_scores.parameters(), strict=True):
         torch.testing.assert_close(parameter.diag_ggn_mc, other.diag_ggn_mc)
+
+
+@pytest.mark.parametrize("shape", [(12, 200), (3, 200, 4)])
+@pytest.mark.parametrize("extension", [DiagGGNExact, KFLR, DiagHessian])
+@pytest.mark.parametrize("called", ["module", "function"])
+def test_root_of_many_classes(shape: tuple[int, ...], extension: type[BackpropExtension], called: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has as many numbers as samples times the square of classes, and no more of them are formed than columns may take."""
+    monkeypatch.setattr(flows, "FORMED", 2**16)
+    torch.manual_seed(0)
+    layers = [nn.Linear(2, 3), nn.Linear(3, 200 * (shape[2] if len(shape) > 2 else 1)), nn.Unflatten(1, shape[1:])]
+    model, x, y = extend(nn.Sequential(*layers).double()), torch.randn(shape[0], 2).double(), torch.randint(200, (shape[0], *shape[2:]))
+    loss, found = extend(nn.CrossEntropyLoss()) if called == "module" else nn.functional.cross_entropy, []
+    for memory in (1 << 30, 12 * 200 * 8 * 10):
+        out = extension()
+        with Largest() as largest, backpack(out, memory=memory):
+            loss(model(x), y).backward()
+        found.append([value for p in model.parameters() for value in tree_leaves(getattr(p, out.savefield))])
+    assert largest.entries <= 12 * 200 * 20 + prod(shape[1:]) ** 2 * (extension is KFLR)
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

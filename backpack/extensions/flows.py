@@ -179,7 +179,7 @@ class RootFlow(ColumnFlow):
             return None
         values, signs = loss.root_of_blocks(call, signed)
         axis, (count, _, size) = loss.axis_of_blocks(call), values.shape
-        factors = scale(values.new_ones(1, *shape)).movedim(axis, -1).reshape(count, 1, size)
+        factors = scale(torch.ones(1, *shape, dtype=values.dtype, device=values.device)).movedim(axis, -1).reshape(count, 1, size)
         signs = factors[..., 0].sign().expand(values.shape[:2]) if signs is None else signs * factors[..., 0].sign()
         values = values * factors.abs()
         mat, spread = scattered(values, signs, values.dtype, shape, layout, axis)

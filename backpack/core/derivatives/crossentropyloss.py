@@ -23,6 +23,7 @@ from backpack.core.derivatives.loss_generic import signs_of
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.core.derivatives.records import module_of
 from backpack.core.derivatives.registry import register
+from backpack.utils.columns import Entries
 from backpack.utils.errors import LossValueError
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
@@ -69,8 +70,8 @@ def _usual_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
     return factor
 
 
-def _few_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
-    """Compute a root that has no column for the most likely class ``k``.
+def _reflection(log_probs: Tensor, weight: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute what a root is made of that has no column for the most likely class ``k``.
 
     The square roots ``r`` of the probabilities are a unit vector, and ``diag(p) - p p^T = diag(r) (1 - r r^T) diag(r)``. A reflection that maps
     ``r`` to the axis of ``k`` has rows that are orthonormal, and all but the ``k``-th are orthogonal to ``r``: ``1 - r r^T`` is the product of these
@@ -82,15 +83,43 @@ def _few_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
         weight: Factor of the columns of a position, a number or ``[N, 1, L]``.
 
     Returns:
-        ``[C - 1, N, C, L]``.
+        ``r [N, C - 1, L]`` and the classes ``v`` of that shape, and ``t [N, C, L]``.
     """
     root = (log_probs / 2).exp_()
     largest, likely = root.max(1, keepdim=True)
     shares = (log_probs.exp() / (1 + largest)).scatter_(1, likely, largest)
     numbers = torch.arange(root.shape[1] - 1, device=root.device).unsqueeze(1)
     others = numbers + (numbers >= likely)
-    scale, others = ((root.gather(1, others) * weight).movedim(1, 0).unsqueeze(2), others.movedim(1, 0).unsqueeze(2))
+    return root.gather(1, others) * weight, others, shares
+
+
+def _few_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
+    scale, others, shares = _reflection(log_probs, weight)
+    scale, others = (part.movedim(1, 0).unsqueeze(2) for part in (scale, others))
     return (scale.neg() * shares).scatter_add_(2, others, scale)
+
+
+class _Differences:
+    """Columns ``r_v (delta_vc - t_c)`` of blocks, formed where they are needed, ``[B, E, C]``."""
+
+    def __init__(self, scales: Tensor, classes: Tensor, shares: Tensor, dtype: torch.dtype) -> None:
+        """Take note of what they are made of.
+
+        Args:
+            scales: ``r [B, E]``.
+            classes: ``v [B, E]``.
+            shares: ``t [B, C]``.
+            dtype: Type of the columns.
+        """
+        self._scales, self._classes, self._shares, self.dtype, self.device = scales, classes, shares, dtype, scales.device
+        self.shape = Size([*scales.shape, shares.shape[1]])
+
+    def __mul__(self, factors: Tensor) -> _Differences:
+        return _Differences(self._scales * factors[..., 0], self._classes, self._shares, self.dtype)
+
+    def __getitem__(self, at: tuple[Tensor, Tensor]) -> Tensor:
+        scales = self._scales[at].unsqueeze(1)
+        return self._shares[at[0]].mul_(-scales).scatter_add_(1, self._classes[at].unsqueeze(1), scales).to(self.dtype)
 
 
 @register(CrossEntropyLoss)
@@ -240,15 +269,19 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives, BlockLossDerivatives):
     def axis_of_blocks(self, module: Module) -> int:
         return 1 - module.input0.dim()
 
-    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor, Tensor | None]:
+    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor | Entries, Tensor | None]:
         self._verify_support(module)
         shape = module.input0.shape
         few = self.least_columns(shape) < shape[1:].numel()
-        weight, signs = self._signed_weight(module, shape[1] - few) if signed else (self._sqrt_weight(module, None), None)
-        values = self._of_positions(module, weight, None, _few_columns if few else _usual_columns)
+        columns, positions = shape[1] - few, prod(shape[2:])
+        weight, signs = self._signed_weight(module, columns) if signed else (self._sqrt_weight(module, None), None)
         if signs is not None:  # [V, N], the positions of a class side by side
-            signs = signs.reshape(len(values), values.shape[3], shape[0]).permute(2, 1, 0).flatten(0, 1)
-        return values.permute(1, 3, 0, 2).flatten(0, 1), signs
+            signs = signs.reshape(columns, positions, shape[0]).permute(2, 1, 0).flatten(0, 1)
+        if not few:
+            return self._of_positions(module, weight, None, _usual_columns).permute(1, 3, 0, 2).flatten(0, 1), signs
+        weight = weight.reshape(-1, 1, positions) if isinstance(weight, Tensor) else weight
+        parts = (part.movedim(1, 2).flatten(0, 1) for part in _reflection(self._log_probs(module), weight))
+        return _Differences(*parts, module.input0.dtype), signs
 
     def _log_probs(self, module: Module, subsampling: Samples = None) -> Tensor:
         """Compute the logarithm of the probabilities, all positions in one axis.
