@@ -31,12 +31,14 @@ from backpack.custom_module.slicing import Slicing
 from backpack.extensions import (
     GGNMP,
     HMP,
+    KFLR,
     KFRA,
     PCHMP,
     BatchDiagGGNExact,
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
+    DiagHessian,
     SqrtGGNExact,
     SumGradSquared,
     Variance,
@@ -1291,7 +1293,7 @@ def test_subclass_with_another_forward_does_not_use_the_entry_of_its_base(make: 
 
 
 def test_rule_that_forgets_samples_without_a_batch_axis() -> None:
-    """Its products have the wrong shape where a module is called with the vector of one sample; alike where it returns sums that nobody asked for."""
+    """Where a module is called with the vector of one sample, the graph takes its place; a product of another shape is refused."""
 
     class Factor(Module):
         def __init__(self) -> None:
@@ -1320,14 +1322,19 @@ def test_rule_that_forgets_samples_without_a_batch_axis() -> None:
             return torch.stack([self[1](row) for row in self[0](x)])
 
     register(Factor, FactorDerivatives)
-    for quantity in (BatchGrad, BatchL2Grad, SumGradSquared, Variance, DiagGGNExact):
-        model = extend(Model(Linear(4, 3), Factor()))
-        with backpack(quantity()), pytest.raises(ShapeError, match=r"_factor_jac_t_mat_prod.*must have shape \[V, 3, 3\]"):
-            extend(nn.MSELoss())(model(torch.randn(5, 4)), torch.zeros(5, 3)).backward()
+    found, x = [], torch.randn(3, 4)
+    for kind in (Sequential, Model):
+        torch.manual_seed(0)
+        model = extend(kind(Linear(4, 3), Factor()))
+        with backpack(BatchGrad(), BatchL2Grad(), SumGradSquared(), Variance(), DiagGGNExact()):
+            extend(nn.MSELoss())(model(x), torch.zeros(3, 3)).backward()
+        found.append(results(model))
+    for name, values in found[0].items():
+        for field, value in values.items():
+            torch.testing.assert_close(value, found[1][name][field])
     model = extend(Sequential(Linear(4, 3), Factor()))
-    with backpack(BatchGrad()):
-        model(torch.randn(5, 4)).sum().backward()
-    assert model[1].factor.grad_batch.shape == (5, 3)
+    with backpack(BatchGrad()), pytest.raises(ShapeError, match=r"_factor_jac_t_mat_prod.*must have shape \[V, 5, 3\], got \[1, 5, 2, 3\]"):
+        model(torch.randn(5, 2, 4)).sum().backward()
     FactorDerivatives.always = True
     with backpack(BatchGrad()), pytest.raises(ShapeError, match=r"must have shape \[V, 5, 3\], got \[1, 3\]"):
         model(torch.randn(5, 4)).sum().backward()
@@ -1382,3 +1389,31 @@ def test_rule_that_writes_on_its_argument(place: str) -> None:
     with backpack(DiagGGNExact(), BatchGrad()), pytest.raises((OverwrittenError, ShapeError), match=match):
         extend(CrossEntropyLoss())(model(torch.randn(5, 4)), torch.arange(5) % 2).backward()
     assert results(model) == {}
+
+
+def test_linear_map_with_other_arguments() -> None:
+    """They belong to the map: a number, a keyword, a tensor."""
+
+    class Times(Module):
+        def forward(self, x: Tensor, k: float | Tensor = 2, *, axis: int = 1) -> Tensor:
+            return (x * k).cumsum(axis)
+
+    class Model(Module):
+        def __init__(self, k: float | Tensor, axis: int) -> None:
+            super().__init__()
+            self.first, self.map, self.last, self.given = Linear(4, 3), Times(), Linear(3, 2), (k, axis)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.map(self.first(x).unflatten(1, (3, 1)), self.given[0], axis=self.given[1]).flatten(1).tanh())
+
+    def quantities(model: Module) -> list[Tensor]:
+        with backpack(DiagGGNExact(), DiagHessian(), KFLR()):
+            extend(CrossEntropyLoss())(model(x), y).backward()
+        return [model.first.weight.diag_ggn_exact, model.first.weight.diag_h, *model.first.weight.kflr]
+
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.arange(5) % 2
+    models = [extend(Model(k, axis).double()) for k, axis in ((3, 1), (0.5, 2), (2, 1), (torch.tensor([[2.0], [3.0], [5.0]]).double(), 1))]
+    expected = [quantities(model) for model in models]
+    register(Times, LinearMapDerivatives)
+    for model, values in zip(models, expected, strict=True):
+        torch.testing.assert_close(quantities(model), values)

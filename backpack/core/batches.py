@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from backpack.core.calls import Mark, ModuleCall
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.graph import operation, saved, shape_of
 from backpack.core.memory import is_sorted, owners_in, place_of
 from backpack.core.samples import Layout, along, label_tensor
@@ -104,6 +106,19 @@ def lacks_batch(call: ModuleCall) -> bool:
         return False
     more = rule.feature_axes(call) - 1 if rule.any_batch_axis else 0
     return len(given.shape) < rule.least_axes + more
+
+
+def is_vector(rule: BaseDerivatives, layout: Layout) -> bool:
+    """Say whether a tensor of one axis is no mini-batch for a rule, as several of its entries belong to one sample: those may depend on one another.
+
+    Args:
+        rule: The rule.
+        layout: To which samples the entries belong.
+
+    Returns:
+        Whether it is none; a rule that treats entries alone does not care.
+    """
+    return len({*layout.labels}) < len(layout.labels) and not isinstance(rule, ElementwiseDerivatives)
 
 
 def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:

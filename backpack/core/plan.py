@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.arrangements import Repeated, arrangement
-from backpack.core.batches import batch_of, known_axis, lacks_batch
+from backpack.core.batches import batch_of, is_vector, known_axis, lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives, is_bilinear
@@ -173,22 +173,22 @@ class Plan(Tracking):
             rule = self._rule(call)
             if rule is None or rule.is_loss or not call.inputs or call.odd_types or len(call.outputs) > 1 or call in self._claimed:
                 continue
-            given = call.inputs[0]
+            given, shape = call.inputs[0], call.outputs[0].shape
             others = len(states.keys() | self._bare.get(node, ())) > 1  # of which a rule knows nothing
             if not isinstance(state, Layout) or not isinstance(given, Slot) or others:
                 continue
-            layout = seen_through_reshape(state, shape_of((node, mark.nr)), call.outputs[0].shape) if mark.base else state
-            layout = layout if rule.any_batch_axis or not isinstance(rule, AffineDerivatives) else rows_of_one(layout, call.outputs[0].shape)
-            axes = len(call.outputs[0].shape) - rule.feature_axes(call) if rule.any_batch_axis else 1
+            layout = seen_through_reshape(state, shape_of((node, mark.nr)), shape) if mark.base else state
+            layout = layout if rule.any_batch_axis or not isinstance(rule, AffineDerivatives) else rows_of_one(layout, shape)
+            axes = len(shape) - rule.feature_axes(call) if rule.any_batch_axis else 1
             free = layout is not None and rule.any_batch_axis and layout.axis < axes
-            if layout is None or not call.outputs[0].shape or (layout.axis != 0 and not free):
+            if layout is None or not shape or (layout.axis != 0 and not free) or (len(shape) == 1 and is_vector(rule, layout)):
                 continue
             piece = self.walk.piece(node, call, mark.base)
             if piece is None or not (piece.parameters.keys() <= set(rule.params) or (rule is GENERIC and self._need is Need.MODULES)):
                 continue
             needed = [(i, edge) for i, edge in piece.inputs if self.walk.reach[edge[0]]]
             at = slice(layout.axis, layout.axis + 1)
-            if len(needed) > 1 or (needed and (needed[0][0] != 0 or given.shape[at] != call.outputs[0].shape[at])):
+            if len(needed) > 1 or (needed and (needed[0][0] != 0 or given.shape[at] != shape[at])):
                 continue
             own = {name: p for name, p in piece.parameters.items() if id(p) in self.walk.bits}
             couples = 0

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Module
 
-from backpack.core.slots import Edge
 from backpack.hessianfree.hvp import hessian_vector_product
 from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back
 from backpack.hessianfree.rop import push_forward
@@ -71,7 +70,7 @@ def ggn_vector_product_from_plist(loss: Tensor, output: Tensors, plist: Iterable
     return pull_back(outputs, plist, hessian_vector_product(loss, outputs, moved), retain_graph=True, detach=True)
 
 
-def _made_of(tensor: Tensor, edges: set[Edge]) -> set[Edge]:
+def _made_of(tensor: Tensor, edges: set[tuple[Node, int]]) -> set[tuple[Node, int]]:
     # of which of these edges a tensor was made: the first ones on each way
     nodes = search(nodes_of([tensor]), lambda node: [n for n, nr in node.next_functions if (n, nr) not in edges])
     return {edge for node in nodes for edge in node.next_functions} & edges

@@ -10,7 +10,8 @@ from torch.func import vjp, vmap
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives, Grads, Samples
-from backpack.utils.errors import MixedSamplesError
+from backpack.core.derivatives.records import call_arguments, inputs_of
+from backpack.utils.errors import MixedSamplesError, UnsupportedError
 
 
 class FlatDerivatives(BaseDerivatives):
@@ -53,12 +54,19 @@ class LinearMapDerivatives(ConstantJacobianDerivatives):
         return True
 
     def _map(self, module: Module, batch: Tensor) -> Tensor:
-        """Apply the linear part of the module, its forward pass by default.
+        """Apply the linear part of the module, its forward pass by default, with the other arguments of the call.
 
         Returns:
             ``[N, ...]`` from ``batch`` ``[N, ...]``, for any ``N``.
+
+        Raises:
+            UnsupportedError: If one of these is a tensor that was not kept.
         """
-        return module.forward(batch)
+        others = inputs_of(module, 1)
+        if any(isinstance(value, Tensor) and value.is_meta for value in others):
+            raise UnsupportedError(f"{module} was called with tensors of which {type(self).__name__} keeps nothing. Let `keeps` name the input.")
+        positional, named = call_arguments(module, [batch, *others])
+        return module.forward(*positional, **named)
 
     def _checked_map(self, module: Module, batch: Tensor) -> Tensor:
         result = self._map(module, batch)
