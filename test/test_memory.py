@@ -15,6 +15,7 @@ from test_extensions import close
 from torch import Tensor
 from torch.nn import CrossEntropyLoss, Dropout, Linear, Module, MSELoss, Parameter, ReLU, Sequential, SiLU, Tanh
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.optim import SGD
 
 from backpack import CTX, backpack, clear, disable, extend, leave_out, results, unextend
@@ -458,3 +459,24 @@ def test_modules_and_parameters_die() -> None:
     del problem
     assert all(thing() is None for thing in watched)
     assert len(owners._names) == tracked - count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: parametrizations.weight_norm(Linear(3, 3)),
+        lambda: parametrizations.spectral_norm(Linear(3, 3)),
+        lambda: type("Own", (Linear,), {"forward": lambda self, x, scale: F.linear(scale * x, self.weight)})(3, 3),
+    ],
+    ids=["weight norm", "spectral norm", "class of its own"],
+)
+def test_classes_die_with_their_modules(make: Callable[[], Module]) -> None:
+    """A parametrized module has a class of its own, which holds it: nothing that is known of classes may keep them."""
+    model = extend(make())
+    module, kind, x = ref(model), ref(type(model)), torch.randn(5, 3)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        extend(MSELoss())(model(x, scale=2) if kind().__name__ == "Own" else model(x), torch.zeros(5, 3)).backward()
+    del model
+    gc.collect()
+    assert module() is None
+    assert kind() is None

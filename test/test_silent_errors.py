@@ -885,6 +885,63 @@ def test_mini_batch_statistics() -> None:
     assert results(model) == {}
 
 
+OPTIONS: dict[str, Callable[[float], Any]] = {
+    "array": lambda k: np.full(2, k),
+    "tuple": lambda k: (torch.full((2,), k),),
+    "list": lambda k: [0, [np.full(2, k)]],
+    "dictionary": lambda k: {"k": (torch.full((2,), k), "name")},
+}
+
+
+def only_array(value: Any) -> Any:
+    while isinstance(value, (dict, list, tuple)):
+        value = [*value.values()][0] if isinstance(value, dict) else next(v for v in reversed(value) if not isinstance(v, str))
+    return value
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_options_that_are_changed_in_place_between_calls(kind: str) -> None:
+    """Each call has those that it had, also where arrays and tensors lie in containers."""
+
+    class Frequency(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.option = OPTIONS[kind](2.0)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * float(only_array(self.option)[1])).sin()
+
+    class FrequencyDerivatives(ElementwiseDerivatives):
+        keeps = frozenset({"input"})
+
+        def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+            k, at = float(only_array(module.option)[1]), module.input0 if subsampling is None else module.input0[subsampling]
+            return k * (k * at).cos()
+
+    class Model(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.wave = Linear(3, 4), Frequency()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            for k in (2.0, 0.5, 3.0):
+                only_array(self.wave.option)[1] = k
+                h = self.wave(h)
+            return h
+
+    model, x, y, found = extend(Model().double()), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 4, []
+    for rule in (False, True):
+        if rule:
+            register(Frequency, FrequencyDerivatives)
+        for _ in range(2):
+            with backpack(DiagGGNExact()):
+                extend(CrossEntropyLoss())(model(x), y).backward()
+            found.append(model.first.weight.diag_ggn_exact)
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other)
+
+
 @pytest.mark.parametrize("function", [torch.sin, torch.exp, lambda x: x**3, lambda x: x * x.tanh()], ids=["sin", "exp", "cube", "gate"])
 def test_element_wise_rule_that_does_not_apply(function: Callable[[Tensor], Tensor]) -> None:
     """The graph takes its place, second derivative included; it is not taken for a random mask."""
@@ -902,6 +959,33 @@ def test_element_wise_rule_that_does_not_apply(function: Callable[[Tensor], Tens
 
     register(Wave, WaveDerivatives)
     check(lambda: build(lambda: Sequential(Linear(4, 5), Wave(), Linear(5, 3)), (4,)))
+
+
+def test_rule_is_not_inherited_where_a_class_attribute_that_is_called_differs() -> None:
+    """A function of torch's is no method, and may be what a subclass replaces."""
+
+    class Function(Module):
+        function = torch.sin
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(x)
+
+    class FunctionDerivatives(ElementwiseDerivatives):
+        keeps = frozenset({"input"})
+
+        def df(self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+            return (module.input0 if subsampling is None else module.input0[subsampling]).cos()
+
+        def d2f(self, module: Module, g_inp: Grads, g_out: Grads) -> Tensor:
+            return -module.input0.sin()
+
+        def hessian_is_zero(self, module: Module) -> bool:
+            return False
+
+    register(Function, FunctionDerivatives)
+    for function in (torch.sin, torch.exp):
+        kind = type("Sub", (Function,), {} if function is torch.sin else {"function": function})
+        check(lambda kind=kind: build(lambda: Sequential(Linear(4, 5), kind(), Linear(5, 3)), (4,)))
 
 
 @pytest.mark.parametrize("width", [3, 4])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from inspect import getattr_static
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from backpack.core.graph import operation, saved, shape_of
 from backpack.core.memory import is_sorted, owners_in, place_of
 from backpack.core.samples import Layout, along, label_tensor
 from backpack.core.slots import Slot
+from backpack.utils.class_table import ClassTable
 from backpack.utils.nested import lists_in, opened, tensors_in
 
 _MATRIX, _SEQUENCE = 2, 3
@@ -69,7 +70,7 @@ def sample_axis(call: ModuleCall, index: int) -> int:
     Returns:
         The axis.
     """
-    if index and _least_axes(call.kind) and issubclass(call.kind, nn.RNNBase):
+    if index and _LEAST_AXES[ref(call.kind)] and issubclass(call.kind, nn.RNNBase):
         return 1  # states of all layers
     return 0 if index else _batch_axis(call)
 
@@ -83,7 +84,7 @@ def known_axis(call: ModuleCall) -> int | None:
     Returns:
         The axis, for recurrent layers and attention; ``None`` for all others.
     """
-    return _batch_axis(call) if _least_axes(call.kind) == _SEQUENCE and isinstance(call.inputs[0], Slot) else None
+    return _batch_axis(call) if _LEAST_AXES[ref(call.kind)] == _SEQUENCE and isinstance(call.inputs[0], Slot) else None
 
 
 def lacks_batch(call: ModuleCall) -> bool:
@@ -98,7 +99,7 @@ def lacks_batch(call: ModuleCall) -> bool:
     given = call.inputs[0] if call.inputs else None
     if not isinstance(given, Slot):
         return False
-    least = _least_axes(call.kind)
+    least = _LEAST_AXES[ref(call.kind)]
     if least:
         return len(given.shape) < least
     rule = call.found.rule
@@ -368,12 +369,11 @@ def nested_in(call: ModuleCall) -> list[Tensor]:
 
 
 def _batch_axis(call: ModuleCall) -> int:
-    if _least_axes(call.kind) < _SEQUENCE or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
+    if _LEAST_AXES[ref(call.kind)] < _SEQUENCE or not isinstance(call.inputs[0], Slot):  # packed sequences are no tensor
         return 0
     return 0 if next(part.batch_first for part in call.as_called.modules() if isinstance(part, (nn.RNNBase, nn.MultiheadAttention))) else 1
 
 
-@cache
 def _least_axes(cls: type[nn.Module]) -> int:
     """Count the axes of a mini-batch for a class of torch's to which one axis less is a single sample; 3 where it has an option for their order.
 
@@ -383,3 +383,6 @@ def _least_axes(cls: type[nn.Module]) -> int:
     if getattr_static(cls, "forward") is not next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn.")).forward:
         return 0
     return 3 if issubclass(cls, (nn.RNNBase, *_ATTENTION)) else 2 if issubclass(cls, nn.RNNCellBase) else 0
+
+
+_LEAST_AXES = ClassTable(_least_axes)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
+from math import prod
 from numbers import Number
 from operator import itemgetter
 from types import EllipsisType
@@ -14,12 +15,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack.utils.differentiation import version_of
+
 _TORCH = frozenset(vars(Module())) - {"training"}
 """Attributes that every module has for torch's own purposes."""
 _KINDS = (int, float, str, type(None), torch.dtype, torch.device, slice, EllipsisType, Enum, Number)
 _SEQUENCES = (tuple, list, torch.Size)
 _LONGEST = 1024
 """Number of entries from which on a container is data rather than an option: it would be compared in every forward pass."""
+_LARGEST = 2**16
+"""Number of entries up to which arrays and tensors in containers are copied, as they can be changed in place."""
 
 
 def _is_plain(value: Any) -> bool:
@@ -46,10 +51,26 @@ def _is_constant(value: Any) -> bool:
     return type(value) is Tensor and not value.requires_grad
 
 
-def _fixed(value: Any) -> Any:
+def _fixed(value: Any, replaced: Mapping[int, Any]) -> Any:
+    # containers with other entries for some, by their identity
     if type(value) is dict:
-        return {name: _fixed(entry) for name, entry in value.items()}
-    return type(value)(map(_fixed, value)) if type(value) in (list, tuple) else value
+        return {name: _fixed(entry, replaced) for name, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_fixed(entry, replaced) for entry in value])
+    return replaced.get(id(value), value)
+
+
+def _arrays_in(value: Any) -> Iterator[Tensor | np.ndarray]:
+    # what may be changed in place, and is not too large to be copied
+    if type(value) in (dict, list, tuple):
+        for entry in value.values() if type(value) is dict else value:
+            yield from _arrays_in(entry)
+    elif isinstance(value, (Tensor, np.ndarray)) and prod(value.shape) <= _LARGEST:
+        yield value
+
+
+def _state(array: Tensor | np.ndarray) -> Any:
+    return version_of(array) if isinstance(array, Tensor) else array.tobytes()
 
 
 class Options(dict[str, Any]):
@@ -59,13 +80,17 @@ class Options(dict[str, Any]):
         tensors: Names of attributes that are tensors, and neither parameters nor buffers.
     """
 
-    __slots__ = ("_get", "_size", "_values", "tensors")
+    __slots__ = ("_get", "_size", "_states", "_values", "tensors")
 
     def __init__(self, module: Module) -> None:
         attributes = vars(module)
-        super().__init__({name: _fixed(value) for name, value in attributes.items() if name not in _TORCH and _is_plain(value)})
+        super().__init__({name: _fixed(value, {}) for name, value in attributes.items() if name not in _TORCH and _is_plain(value)})
         self._get, self._size = itemgetter(*self), len(attributes)
         self._values = self._get(self)
+        self._states = [(array, _state(array)) for value in self.values() for array in _arrays_in(value)]
+        if self._states:
+            copies = {id(array): array.clone() if isinstance(array, Tensor) else array.copy() for array, _ in self._states}
+            self.update({name: _fixed(value, copies) for name, value in self.items()})
         self.tensors = [name for name, value in attributes.items() if isinstance(value, Tensor)]
 
     def hold(self, module: Module) -> bool:
@@ -80,6 +105,7 @@ class Options(dict[str, Any]):
         attributes = module.__dict__
         try:
             same = len(attributes) == self._size and self._get(attributes) == self._values
+            same = same and (not self._states or all([_state(array) == state for array, state in self._states]))
             return same and (not self.tensors or all(isinstance(attributes[name], Tensor) for name in self.tensors))
         except (KeyError, RuntimeError, ValueError):  # deleted; or an array by now, which is neither equal nor not
             return False

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.records import number_of
+from backpack.utils.class_table import ClassTable
 
 _RESERVED = frozenset({"as_called", "keywords", "own"})
 """Of a record, for the library's derivatives, from which users derive theirs."""
@@ -87,11 +89,13 @@ def hidden(module: Module, record: Any) -> frozenset[str]:
     Returns:
         The names.
     """
-    names = _names_of(type(module)).union(vars(module), module._parameters, module._buffers, module._modules)
+    names = _NAMES[ref(type(module))].union(vars(module), module._parameters, module._buffers, module._modules)
     used = {name for name in names - _RESERVED if name in vars(record) or hasattr(type(record), name)}
     return frozenset(name for name in used if number_of(name) is None)  # recorded tensors are what these names are for
 
 
-@cache
 def _names_of(cls: type[Module]) -> frozenset[str]:
     return frozenset(name for base in cls.__mro__ if base not in Module.__mro__ for name in vars(base) if not name.startswith("__"))
+
+
+_NAMES = ClassTable(_names_of)

@@ -7,13 +7,16 @@ from functools import cache
 from inspect import signature
 from itertools import count, takewhile
 from typing import Any
+from weakref import ref
 
 from torch import Size
 from torch.nn import Module
 
+from backpack.utils.class_table import ClassTable
 from backpack.utils.errors import NotRecordedError
 
 _ABSENT = object()
+_ARGUMENTS: ClassTable[dict[tuple[int, tuple[str, ...]], dict[str, Any]]] = ClassTable(lambda _: {})
 
 
 def module_of(record: Any) -> Module:
@@ -44,7 +47,6 @@ def number_of(name: str) -> int | None:
     return -1 if name == "output" else int(name[5:]) if name.startswith("input") and name[5:].isdigit() else None
 
 
-@cache
 def named_arguments(cls: type[Module], count: int, given: tuple[str, ...]) -> dict[str, Any]:
     """List the arguments behind the positional ones, in the order of the forward method's signature.
 
@@ -56,6 +58,13 @@ def named_arguments(cls: type[Module], count: int, given: tuple[str, ...]) -> di
     Returns:
         Name to default value, from the first to the last of those that were given; and those of which the signature does not know.
     """
+    known = _ARGUMENTS[ref(cls)]
+    if (count, given) not in known:
+        known[count, given] = _named_arguments(cls, count, given)
+    return known[count, given]
+
+
+def _named_arguments(cls: type[Module], count: int, given: tuple[str, ...]) -> dict[str, Any]:
     arguments = list(signature(cls.forward).parameters.values())[1:]
     by_place = [a for a in arguments if a.kind in (a.POSITIONAL_ONLY, a.POSITIONAL_OR_KEYWORD)]
     behind = [*by_place[count:], *(a for a in arguments if a.kind is a.KEYWORD_ONLY)]

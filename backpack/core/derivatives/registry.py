@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 from inspect import getattr_static
 from operator import attrgetter
 from types import FunctionType
 from typing import Any, NamedTuple, TypeVar, overload
+from weakref import ref
 
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.utils.class_table import ClassTable
 from backpack.utils.errors import ArgumentTypeError
 
 Rule = TypeVar("Rule", bound=type[BaseDerivatives])
@@ -31,7 +33,6 @@ class Found(NamedTuple):
 
 
 _RULES: dict[type[Module], tuple[BaseDerivatives, dict[str, Any]]] = {}
-_FOUND: dict[tuple[type[Module], bool], Found] = {}
 _PLAIN = (FunctionType, classmethod, staticmethod, property)
 _NOT_COMPUTING = frozenset(
     """reset_parameters reset_running_stats from_pretrained convert_sync_batchnorm _check_input_dim _check_non_zero_input_channels
@@ -78,9 +79,10 @@ def register(module_class: type[Module], rule: BaseDerivatives | type[BaseDeriva
     rule = rule() if isinstance(rule, type) and issubclass(rule, BaseDerivatives) else rule
     if not isinstance(rule, BaseDerivatives):
         raise ArgumentTypeError(f"The rule of {module_class.__name__} must be derivatives (backpack.core.derivatives.basederivatives), got {rule!r}.")
-    methods = {name: getattr_static(module_class, name) for name in _methods(module_class)}
+    methods = {name: getattr_static(module_class, name) for name in _METHODS[ref(module_class)]}
     _RULES[module_class] = rule, methods
-    _FOUND.clear()
+    for table in _FOUND:
+        table.clear()
     return None
 
 
@@ -122,10 +124,10 @@ def find(module: Module | type[Module]) -> Found:
         module_class, replaced = module, False
     else:
         module_class = type(module)
-        replaced = not module.__dict__.keys().isdisjoint(_methods(module_class))
-    found = _FOUND.get((module_class, replaced))
-    if found is None or found.read(module_class) != found.methods:
-        found = _FOUND[module_class, replaced] = _search(module_class, replaced)
+        replaced = not module.__dict__.keys().isdisjoint(_METHODS[ref(module_class)])
+    found = _FOUND[replaced][ref(module_class)]
+    if found.read(module_class) != found.methods:
+        found = _FOUND[replaced].put(module_class, _search(module_class, replaced))
     return found
 
 
@@ -139,7 +141,7 @@ def computes_like(module: Module, base: type[Module]) -> bool:
     Returns:
         Whether neither a subclass nor the module brings another ``forward``, or another method that it may call.
     """
-    kind, methods = type(module), _methods(base)
+    kind, methods = type(module), _METHODS[ref(base)]
     if getattr_static(base, "forward") is getattr_static(Module, "forward"):
         return True
     same = kind is base or all(getattr_static(kind, name) is getattr_static(base, name) for name in methods)
@@ -164,7 +166,6 @@ def _is_ours(rule: BaseDerivatives) -> bool:
     return type(rule).__module__.startswith("backpack.")
 
 
-@cache
 def _methods(cls: type[Module]) -> frozenset[str]:
     """Name what may take part in the forward pass of a class.
 
@@ -175,5 +176,9 @@ def _methods(cls: type[Module]) -> frozenset[str]:
         Names of functions and properties that ``torch.nn.Module`` does not have, but for those known not to take part.
     """
     owned = [vars(base) for base in cls.__mro__ if base not in Module.__mro__]
-    names = {name for members in owned for name, value in members.items() if hasattr(type(value), "__get__")}
+    names = {name for members in owned for name, value in members.items() if hasattr(type(value), "__get__") or callable(value)}
     return frozenset({"forward"} | names.difference(dir(Module), _NOT_COMPUTING))
+
+
+_METHODS = ClassTable(_methods)
+_FOUND = [ClassTable(partial(_search, replaced=replaced)) for replaced in (False, True)]
