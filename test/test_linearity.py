@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,9 +13,12 @@ from table import classify, default_dtype
 from test_extensions import QUANTITIES, collect, run
 from torch import Tensor, nn, randn
 from torch.nn import Linear, Module, Parameter, Sequential, Tanh
+from torch.utils.checkpoint import checkpoint
 
-from backpack import check_rule, register
+from backpack import backpack, check_rule, extend, register, results
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.extensions import DiagHessian
 from backpack.utils.subsampling import subsample
 
 
@@ -169,3 +173,42 @@ def test_check_rule_reports_it() -> None:
     assert "not linear in 'f': quantities of the Hessian are refused" in reports[Exponential]
     done = check_rule(nn.Linear(3, 2), randn(4, 3))
     assert {"linear in 'weight'", "linear in 'bias'"} <= set(done)
+
+
+class SameLinear(nn.Linear):
+    """A user's class, though it computes the same."""
+
+
+class Squared(nn.Linear):
+    """Not linear in its weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight**2, self.bias)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, SameLinear, Squared])
+def test_layers_inside_of_checkpoints(layer: type[nn.Linear]) -> None:
+    """What they were given is not at hand before it is computed again."""
+    if layer is Squared:
+        register(Squared, LinearDerivatives)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.layer, self.last = nn.Linear(3, 4), layer(4, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, checkpointed: bool) -> Tensor:
+            def part(h: Tensor) -> Tensor:
+                return self.layer(self.first(h).tanh()).tanh()
+
+            return self.last(checkpoint(part, x, use_reentrant=False) if checkpointed else part(x))
+
+    torch.manual_seed(0)
+    model, x, y, found = extend(Model().double()), torch.randn(5, 3, dtype=torch.float64), torch.arange(5) % 2, []
+    for checkpointed in (False, True):
+        with backpack(DiagHessian()), pytest.raises(NotImplementedError, match="not linear in weight") if layer is Squared else nullcontext():
+            extend(nn.CrossEntropyLoss())(model(x, checkpointed), y).backward()
+        found.append(results(model))
+    for name, values in found[0].items():
+        torch.testing.assert_close(values["diag_h"], found[1][name]["diag_h"])
+    assert len(found[0]) == len(found[1]) == 6 * (layer is not Squared)

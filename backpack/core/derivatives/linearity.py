@@ -47,11 +47,12 @@ def is_linear_in(name: str, execution: Any) -> bool:
 
 
 def _given(execution: Any, number: int) -> Any:
-    """Return an argument of the execution that the module may change in place."""
-    value = getattr(execution, f"input{number}")
-    if not isinstance(value, Tensor):
+    """Return an argument of the execution that the module may change in place; of one that would have to be computed again, what is like it."""
+    deferred = getattr(execution, "part", None) is not None and hasattr(execution.inputs[number], "dtype")
+    value = execution.inputs[number] if deferred else getattr(execution, f"input{number}")
+    if not (deferred or isinstance(value, Tensor)):
         return value
-    if not value.is_meta:
+    if not (deferred or value.is_meta):
         return value.clone()
-    device = next(execution.module.parameters()).device
-    return torch.rand(value.shape, dtype=value.dtype, device=device) if value.is_floating_point() else torch.zeros_like(value, device=device)
+    make, device = torch.rand if value.dtype.is_floating_point else torch.zeros, next(execution.module.parameters()).device
+    return make(value.shape, dtype=value.dtype, device=device)
