@@ -21,12 +21,13 @@ from backpack.core.connect import Connection
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Use, add_in_place, cast, is_apart, reshaped
-from backpack.core.graph import operation, outputs_of, saved, saved_maxima, shape_of, tensor_at
+from backpack.core.graph import operation, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.made import MadeUse
 from backpack.core.node_calls import Composite, Waiting
 from backpack.core.plan import Plan
 from backpack.core.reader import Reader
 from backpack.core.refusals import refuse_released
+from backpack.core.routes import route
 from backpack.core.samples import Layout, add_rows, after_sum, split, sum_to
 from backpack.core.slots import Edge
 from backpack.core.units import Unit
@@ -48,17 +49,15 @@ class Carry:
 
     def run(self) -> None:
         """Carry what has been put somewhere through all nodes upstream, without gradients: what columns become there does not depend on them."""
-        (flow,), plan = self._flows, self._plan
-        visits = [(plan.units, self._at_unit), (plan.shared, self._at_shared), (plan.composites, self._at_composite), (plan.gaps, self._at_gap)]
-        visits.append((plan.waiting, self._at_waiting))
-        for node in plan.walk.order:
-            for group, visit in visits:
-                if node in group:
-                    grads = (None,) * len(outputs_of(node))
-                    if any((node, nr) in store for store in (self._data[flow], self._split[flow]) for nr in range(len(grads))):
-                        visit(node, group[node], grads)
-                    else:
-                        self._leave(group[node])
+        stores = [*self._data.values(), *self._split.values()]
+        visits = self._at_unit, self._at_shared, self._at_composite, self._at_gap, self._at_waiting
+        steps, uses = route(self._plan, frozenset(edge[0] for store in stores for edge in store))
+        self._pending, begun = dict(uses), [*self._leaves]
+        for node, what, group, outputs in steps:
+            here = any((node, nr) in store for store in stores for nr in range(outputs))
+            visits[group](node, what, (None,) * outputs) if here else self._leave(what)
+        for parameter in begun:
+            self._used(parameter)
 
     def _each_flow(self) -> Iterator[Flow]:
         for flow in self._flows:

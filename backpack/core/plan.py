@@ -47,7 +47,7 @@ class Plan(Tracking):
         composites: Node to what it computes inside, for nodes that several rules stand for; ``waiting``: node to what waits there for one.
         gaps: Node to gap, for all gaps from which something needed is reached.
         loose: Parameters that are used outside of all units; ``tables``: what is known of those that are tables, once somebody has asked.
-        concerned: Bit set of the parameters that it is about.
+        concerned: Bit set of the parameters that it is about; ``routes``: what is known of ways of columns.
         whole: Whether autograd's gradients of parameters are those of all samples, and of nothing else; ``complete``: whether every node runs.
     """
 
@@ -63,6 +63,7 @@ class Plan(Tracking):
         self.waiting: dict[Node, Waiting] = {}
         self.gaps: dict[Node, Gap] = {}
         self.loose: list[Parameter] = []
+        self.routes: dict = {}
         self._claimed, self._passed = set[ModuleCall](), set[Node]()
         self.concerned = (1 << len(walk.parameters)) - 1
         if not walk.marks:
