@@ -91,3 +91,18 @@ def test_no_columns() -> None:
     for parameter in model.parameters():
         for product in (parameter.ggnmp, parameter.hmp):
             assert product(torch.zeros(0, *parameter.shape)).shape == (0, *parameter.shape)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.DiagHessian, extensions.BatchDiagHessian])
+def test_losses_of_no_samples_one_by_one(extension: Callable, turned: bool) -> None:
+    """On whichever axis there are none."""
+    model, out = extend(nn.Linear(3, 2)), extension()
+    with backpack(out):
+        made = model(torch.randn(0, 4, 3))
+        made = made.transpose(0, 1) if turned else made
+        (nn.functional.mse_loss(made, torch.zeros(made.shape), reduction="none") * torch.rand(made.shape)).sum().backward()
+    for parameter in model.parameters():
+        value = getattr(parameter, out.savefield)
+        assert value.shape == ((0, *parameter.shape) if extension is extensions.BatchDiagHessian else parameter.shape)
+        assert not value.any()

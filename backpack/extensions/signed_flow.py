@@ -56,7 +56,7 @@ class SignedSqrtFlow(RootFlow):
         if columns is not None:
             return columns
         mat, signs = loss._least_sqrt_hessian(call, (grad,), signed=True) if self.least else loss._signed_sqrt_hessian(call, None, (grad,))
-        if weights is not None:
+        if weights is not None and mat.numel():
             mat = mat * weights.abs().sqrt()
             # every column lives at a single position of the loss, so that its largest entry has the sign of that position
             shape = *mat.shape[:2], mat.shape[2:].numel()
