@@ -678,3 +678,14 @@ def test_gauss_newton_product_of_many_outputs() -> None:
     torch.testing.assert_close(ggn_vector_product(loss, outputs, model, v), ggn_vector_product(other, whole, model, v))
     with pytest.raises(ArgumentError, match="was computed from output 0"):
         ggn_vector_product(loss + h.sum(), [h, outputs[-1]], model, v)
+
+
+def largest_of_bags(table: Tensor) -> Tensor:
+    return F.embedding_bag(torch.tensor([[0, 1], [2, 1]]), table, mode="max")
+
+
+@pytest.mark.parametrize("function", [lambda x: torch.cdist(x, x + 1), F.pdist, largest_of_bags])
+def test_operations_that_torch_differentiates_once(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    with pytest.raises(UnsupportedError, match=r"torch has no derivative of \w+_backward"):
+        hessian_vector_product(function(x).square().sum(), [x], [torch.ones_like(x)])

@@ -23,7 +23,7 @@ from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Use, add_in_place, cast, is_apart, reshaped
 from backpack.core.graph import operation, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.made import MadeUse
-from backpack.core.node_calls import Composite, Waiting
+from backpack.core.node_calls import Composite, Waiting, unfused
 from backpack.core.plan import Plan
 from backpack.core.reader import Reader
 from backpack.core.refusals import refuse_released
@@ -216,7 +216,7 @@ class Carry:
             if not value:
                 continue
             if self._connection is not None:
-                self._connection.fail(f"{node.name()} is one fused operation")
+                self._connection.fail(f"{node.name()} is one fused operation. {unfused(node)}".removesuffix(". "))
             notes: dict[Hashable, Any] = {}  # the columns are the same for all parts
             for unit in composite.parts:
                 turn = unit.arrangement

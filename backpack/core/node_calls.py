@@ -32,6 +32,19 @@ _COMPLEX = frozenset({"Mm", "Bmm"})  # gradients of products are products of com
 LINEAR = LinearDerivatives()
 
 
+def unfused(node: Node) -> str:
+    """Say how to do without an operation that hides others.
+
+    Args:
+        node: Its node.
+
+    Returns:
+        A sentence; nothing where that is not known.
+    """
+    known = operation(node) == "MkldnnRnnLayer"
+    return "Run the forward pass in double precision, or under torch.backends.mkldnn.flags(enabled=False), where it is not fused" if known else ""
+
+
 class NodeCall:
     """A graph node, read like the record of a module call: tensors come from what the node has saved.
 

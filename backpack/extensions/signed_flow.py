@@ -22,6 +22,7 @@ from backpack.core.derivatives.records import number_of
 from backpack.core.flow import Columns, Use
 from backpack.core.graph import operation, shape_of
 from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, PRODUCTS, is_linear
+from backpack.core.node_calls import unfused
 from backpack.core.node_functions import product
 from backpack.core.plan import Plan
 from backpack.core.residuals import Born, columns_of, has_complex, is_solvable, residual, sizes_of
@@ -142,10 +143,11 @@ class SignedSqrtFlow(RootFlow):
                 raise _hidden(plan.walk, plan.concerned, gap)
             if curved and not _is_cut_off(gap) and not is_solvable(gap):
                 what = "computes with complex numbers" if has_complex(gap) else "is, or may hide, a curved operation"
+                way_out = unfused(gap.node) or "Write it with elementary operations or a module that has a rule"
                 raise UnsupportedError(
                     f"{plan.walk.where(gap.node)} {what} whose second derivative is not known, on the way to "
-                    "{names}: the diagonal of the Hessian has no exact rule for it. Write it with elementary operations or a "
-                    "module that has a rule, use the generalized Gauss-Newton, or Hessian-vector products "
+                    f"{{names}}: the diagonal of the Hessian has no exact rule for it. {way_out}, use the generalized Gauss-Newton, or "
+                    "Hessian-vector products "
                     "(backpack.hessianfree.hvp.hessian_vector_product), or leave these parameters out: {exclude}.",
                     plan.walk.named(curved),
                 )

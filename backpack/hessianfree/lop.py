@@ -73,7 +73,7 @@ def pull_back(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool, 
         with nullcontext() if detach else complete_gradients(ys):
             return torch.autograd.grad(ys, xs, ws, create_graph=not detach, retain_graph=retain_graph, allow_unused=True, materialize_grads=True)
     except RuntimeError as error:
-        missing = re.search(r"derivative for aten::(\w+) is not implemented", str(error))
+        missing = re.search(r"derivative for (?:aten::|'_?)(\w+)'? is not implemented", str(error))
         if missing is None:
             raise
         in_attention, kernel = "attention" in missing[1], "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)"
