@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import chain
 from string import ascii_letters
 from typing import NamedTuple
 
-from torch import Tensor, einsum
+from opt_einsum import contract_path
+from torch import Size, Tensor, einsum
 
 Labels = tuple[int, ...]
+_PAIR = 2
 
 
 class Operand(NamedTuple):
@@ -79,4 +82,16 @@ def contracted(operands: Sequence[tuple[Tensor, Labels]], axes: Labels) -> Tenso
     Returns:
         The product.
     """
-    return einsum(equation([labels for _, labels in operands], axes), *(tensor for tensor, _ in operands))
+    formula, tensors = equation([labels for _, labels in operands], axes), [tensor for tensor, _ in operands]
+    if len(tensors) <= _PAIR:
+        return einsum(formula, *tensors)
+    for places, pair in _steps(formula, tuple(tensor.shape for tensor in tensors)):
+        tensors.append(einsum(pair, *[tensors.pop(place) for place in places]))
+    return tensors[0]
+
+
+@lru_cache(maxsize=1024)
+def _steps(formula: str, shapes: tuple[Size, ...]) -> list[tuple[tuple[int, ...], str]]:
+    # in which order tensors are multiplied, which takes longer to find out than small products do: places from the last one on, and their product
+    _, path = contract_path(formula, *shapes, shapes=True)
+    return [(places, pair) for places, _, pair, *_ in path.contraction_list]
