@@ -621,6 +621,9 @@ def test_third_derivatives_through_normalizations(name: str) -> None:
         else:
             with pytest.raises(UnsupportedError, match="third derivatives"):
                 hessian_vector_product(loss(norm), params, v)
+    weight = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)  # behind them, they are constants
+    expected = hessian_vector_product((forces(composed_norm) @ weight).cosh().sum(), weight, torch.ones_like(weight))
+    torch.testing.assert_close(hessian_vector_product((forces(norm) @ weight).cosh().sum(), weight, torch.ones_like(weight)), expected)
     outputs = forces(composed_norm), forces(norm)
     expected = ggn_vector_product_from_plist(outputs[0].square().sum(), outputs[0], params, v)
     torch.testing.assert_close(ggn_vector_product_from_plist(outputs[1].square().sum(), outputs[1], params, v), expected)
@@ -689,3 +692,19 @@ def test_operations_that_torch_differentiates_once(function: Callable[[Tensor], 
     x = torch.randn(4, 3, requires_grad=True)
     with pytest.raises(UnsupportedError, match=r"torch has no derivative of \w+_backward"):
         hessian_vector_product(function(x).square().sum(), [x], [torch.ones_like(x)])
+
+
+def test_wrong_derivatives_between_parameters() -> None:
+    """Where one is computed from another one, what lies between them is differentiated, too; what lies in front of both is not."""
+    torch.manual_seed(0)
+    first, second = weight_norm(Linear(3, 3)).double(), weight_norm(Linear(3, 2)).double()
+    x = first(torch.randn(4, 3, dtype=torch.float64))
+    y = second(x)
+    loss = y.tanh().square().sum()
+    v = torch.ones_like(x)
+    expected = torch.autograd.functional.hvp(lambda z: second(z).tanh().square().sum(), x.detach(), v)[1]
+    torch.testing.assert_close(hessian_vector_product(loss, x, v)[0], expected)
+    parameter = second.parametrizations.weight.original1
+    for params in ([parameter], [x, parameter], [y, parameter]):
+        with pytest.raises(UnsupportedError, match="weight_norm"):
+            hessian_vector_product(loss, params, [torch.ones_like(p) for p in params])

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_missing_terms
-from backpack.utils.differentiation import guarded, nodes_below, refuse_wrong_second_derivatives, refuse_wrong_third_derivatives
+from backpack.utils.differentiation import guarded, nodes_below, nodes_between, refuse_wrong_second_derivatives, refuse_wrong_third_derivatives
 from backpack.utils.errors import ArgumentError
 
 
@@ -49,8 +49,8 @@ def hessian_vector_product(
         # an incoming gradient that takes part in the graph, so that no function marked as once_differentiable goes unnoticed
         grad_params = pull_back(f, params, torch.ones_like(f, requires_grad=True), retain_graph=True, detach=False)
     refuse_missing_terms([*grad_params, f])
-    refuse_wrong_second_derivatives(nodes_below([*grad_params, f], stop=params))
-    refuse_wrong_third_derivatives(nodes_below([f], stop=params))
+    refuse_wrong_second_derivatives(nodes_between([*grad_params, f], params))
+    refuse_wrong_third_derivatives(nodes_between([f], params))
     # a gradient without graph is that of a parameter that f does not depend on
     pairs = [(gradient, vector) for gradient, vector in zip(grad_params, v, strict=True) if gradient.requires_grad]
     if not pairs:

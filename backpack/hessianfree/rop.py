@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backpack.hessianfree.lop import Tensors, as_list, check_shapes, pull_back, refuse_inference_mode, refuse_missing_terms
-from backpack.utils.differentiation import guarded, nodes_below, refuse_biased_norms, refuse_wrong_third_derivatives
+from backpack.utils.differentiation import guarded, nodes_between, refuse_biased_norms, refuse_wrong_third_derivatives
 
 
 def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detach: bool = True) -> tuple[Tensor, ...]:
@@ -36,7 +36,7 @@ def R_op(ys: Tensors, xs: Tensors, vs: Tensors, retain_graph: bool = True, detac
     outputs, xs, vs = as_list(ys), as_list(xs), as_list(vs)
     check_shapes("vs", vs, "xs", xs)
     refuse_inference_mode()
-    refuse_wrong_third_derivatives(nodes_below(outputs, stop=xs))
+    refuse_wrong_third_derivatives(nodes_between(outputs, xs))
     return push_forward(outputs, xs, vs, retain_graph, detach)
 
 
@@ -58,7 +58,7 @@ def push_forward(ys: Sequence[Tensor], xs: Sequence[Tensor], vs: Sequence[Tensor
     ws = [torch.rand(y.shape, generator=generator).to(y).requires_grad_() for y in floats]
     gs = pull_back(ys, xs, ws, retain_graph=retain_graph, detach=False)
     refuse_missing_terms([*gs, *ys])
-    refuse_biased_norms(nodes_below([*gs, *ys], stop=xs))
+    refuse_biased_norms(nodes_between([*gs, *ys], xs))
     products = pull_back(gs, ws, vs, retain_graph=True, detach=detach)
     return products if detach else guarded(products, gs, xs[0], "A Jacobian-vector product")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -82,18 +83,34 @@ def search(starts: Iterable[Node], follow: Callable[[Node], Iterable[Node | None
             waiting += [upstream for upstream, _ in node.next_functions] if follow is None else follow(node)
 
 
-def nodes_below(tensors: Iterable[Tensor | GradientEdge], stop: Iterable[Tensor] = ()) -> Iterator[Node]:
+def nodes_below(tensors: Iterable[Tensor | GradientEdge]) -> Iterator[Node]:
     """Go through the graph of tensors.
 
     Args:
         tensors: Any tensors, or their graph edges.
-        stop: Tensors that are not passed.
 
     Returns:
         Each node once.
     """
-    edges = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, (tensor for tensor in stop if tensor.requires_grad))}
-    return search(nodes_of(tensors), (lambda node: [edge[0] for edge in node.next_functions if edge not in edges]) if edges else None)
+    return search(nodes_of(tensors))
+
+
+def nodes_between(tensors: Iterable[Tensor], ends: Iterable[Tensor]) -> Iterator[Node]:
+    """Go through what is differentiated where tensors are differentiated with respect to others.
+
+    Args:
+        tensors: Any tensors.
+        ends: The others.
+
+    Returns:
+        Each node once that lies between them.
+    """
+    edges = {(edge.node, edge.output_nr) for edge in map(get_gradient_edge, (tensor for tensor in ends if tensor.requires_grad))}
+    consumers, last = defaultdict[Node, list[Node]](list), []
+    for node in search(nodes_of(tensors)):
+        for edge in node.next_functions:
+            (last if edge in edges else consumers[edge[0]]).append(node)
+    return search(last, lambda node: consumers[node])
 
 
 def lacks_terms(gradients: Iterable[Tensor]) -> bool:
