@@ -16,7 +16,7 @@ from torch.distributions import Independent, Normal
 from torch.nn import functional as F
 
 from backpack import backpack, extend, results
-from backpack.extensions import BatchGrad
+from backpack.extensions import BatchGrad, DiagGGNExact
 from backpack.utils.errors import UnattributedError, UnsupportedError
 
 
@@ -788,3 +788,71 @@ def test_time_in_front_of_samples(layer: str) -> None:
     assert {name for name, parameter in used.items() if hasattr(parameter, "grad_batch")} == expected.keys()
     for name, value in expected.items():
         close(used[name].grad_batch, value)
+
+
+class Members(nn.Module):
+    """``[N, 3]`` to ``[5, N, 2]``: what the members of an ensemble make of all samples."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.heads, self.way = nn.ModuleList(nn.Linear(3, 2) for _ in range(5)), way
+        self.stack, self.shift = nn.Parameter(torch.randn(5, 3, 2)), nn.Parameter(torch.randn(5, 1, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "heads":
+            return torch.stack([head(x) for head in self.heads])
+        if self.way == "matrices":
+            return (x @ self.stack).tanh()
+        if self.way == "stacks":
+            return torch.baddbmm(self.shift, x.expand(5, -1, -1), self.stack)
+        return torch.vmap(lambda weight: x @ weight)(self.stack)
+
+
+@pytest.mark.parametrize("way", ["heads", "matrices", "stacks", "vmap"])
+@pytest.mark.parametrize(
+    "loss",
+    [F.mse_loss, extend(nn.MSELoss()), lambda o, y: F.binary_cross_entropy_with_logits(o, y.sigmoid()), partial(F.huber_loss, reduction="sum")],
+    ids=["squares", "squares, extended", "two classes", "Huber"],
+)
+@pytest.mark.parametrize("quantity", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("N", [2, 3, 4])
+def test_members_of_an_ensemble_are_no_samples(way: str, loss: Callable, quantity: type, N: int) -> None:
+    """A loss that treats entries alone does not tell which axis is that of the samples; one for each member, or members behind samples, do."""
+    torch.manual_seed(0)
+    model, x = extend(Members(way).double()), torch.randn(N, 3, dtype=torch.float64)
+    y = torch.randn(N, 2, dtype=torch.float64)
+    try:
+        with backpack(quantity()):
+            made = model(x)
+            loss(made, y.expand_as(made)).backward()
+    except NotImplementedError:
+        assert results(model) == {}
+    else:  # heads that are called with the samples tell, for first order
+        assert way == "heads" and quantity is BatchGrad
+        assert all(len(p.grad_batch) == N for p in model.heads.parameters())
+
+
+class Behind(nn.Module):
+    """The same, with samples in front."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).transpose(0, 1)
+
+
+@pytest.mark.parametrize("way", ["heads", "matrices", "stacks", "vmap"])
+def test_members_of_an_ensemble_behind_samples(way: str) -> None:
+    """The way out of what is refused otherwise."""
+    torch.manual_seed(0)
+    model, x = Behind(Members(way)).double(), torch.randn(4, 3, dtype=torch.float64)
+    names = {"heads": ("model.heads",), "stacks": ("model.stack", "model.shift")}.get(way, ("model.stack",))
+    used = [parameter for name, parameter in model.named_parameters() if name.startswith(names)]
+    alone = [torch.autograd.grad(F.mse_loss(model(row[None]), torch.ones(1, 5, 2).double()) / 4, used) for row in x]
+    extend(model)
+    with backpack(BatchGrad()):
+        F.mse_loss(model(x), torch.ones(4, 5, 2).double()).backward()
+    for parameter, gradients in zip(used, zip(*alone, strict=True), strict=True):
+        close(parameter.grad_batch, torch.stack(gradients))

@@ -65,7 +65,7 @@ def _arrays_in(value: Any) -> Iterator[Tensor | np.ndarray]:
     if type(value) in (dict, list, tuple):
         for entry in value.values() if type(value) is dict else value:
             yield from _arrays_in(entry)
-    elif isinstance(value, (Tensor, np.ndarray)) and prod(value.shape) <= _LARGEST:
+    elif isinstance(value, (Tensor, np.ndarray)) and not getattr(value, "is_nested", False) and prod(value.shape) <= _LARGEST:
         yield value
 
 

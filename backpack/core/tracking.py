@@ -135,8 +135,8 @@ class Tracking:
         if call.root and known is None and owns and turns(call):
             raise turned(call)
         shape, first = call.outputs[mark.index].shape, batch_of(call) if call.root else None
-        if isinstance(known, Layout) and known.samples == 1 and shape[:1] == (1,) and first not in (None, 1) and first in shape[1:-1]:
-            raise turned(call)  # one row, as a loss has it, of samples on another axis
+        if isinstance(known, Layout) and first and first in shape[1:-1] and shape[:1] == (known.samples,) != (first,) and not known.axis:
+            raise turned(call)  # rows, as a loss has them, of samples on another axis
         start = start_at_output(self.walk, node, mark, known is not None)
         if sure := call.root and rows_of(call, self.walk.marks[node]) is not None:
             self._guessed.pop(node, None)  # its rows are the samples, however many it was given
