@@ -856,3 +856,30 @@ def test_members_of_an_ensemble_behind_samples(way: str) -> None:
         F.mse_loss(model(x), torch.ones(4, 5, 2).double()).backward()
     for parameter, gradients in zip(used, zip(*alone, strict=True), strict=True):
         close(parameter.grad_batch, torch.stack(gradients))
+
+
+OTHERS_FIRST: dict[str, tuple[Callable[[Any, Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "queries": (lambda net, q, x: net.head((net.body(x)[:, None] + net.body(q)[None]).tanh()), (6, 3)),
+    "points": (lambda net, q, x: net.head((net.body(x)[:, None] + q.sum(1)[None, :, None]).tanh()), (6, 3)),
+    "table": (lambda net, q, x: net.scores(x)[:, None] * q[:, :2], (5, 3)),
+    "scale of all": (lambda net, q, x: net.head((net.body(x) * q.sum()).tanh())[:, None], (1, 3)),
+    "row of all": (lambda net, q, x: net.head((net.body(x) + net.body(q)).tanh())[:, None], (1, 3)),
+}
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, extend(nn.MSELoss())], ids=["function", "extended"])
+@pytest.mark.parametrize("name", OTHERS_FIRST)
+def test_other_arguments_in_front_of_the_samples(name: str, loss: Callable) -> None:
+    """What is as long as one of them may lie on another axis of the output: the rows are those of the samples."""
+    make, shape = OTHERS_FIRST[name]
+    model = type("Asked", (Layers,), {"forward": make})().double()
+    torch.manual_seed(0)
+    q, x, used = torch.randn(shape, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64), list(model.parameters())
+    rows = [model(q, row[None]) for row in x]
+    alone = [torch.autograd.grad(F.mse_loss(row, torch.ones_like(row)) / 4, used) for row in rows]
+    extend(model)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        out = model(q, x)
+        loss(out, torch.ones_like(out)).backward()
+    for parameter, gradients in zip(used, zip(*alone, strict=True), strict=True):
+        close(parameter.grad_batch, torch.stack(gradients))

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from backpack.core.calls import Mark, ModuleCall
-from backpack.core.derivatives.basederivatives import BaseDerivatives
-from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.graph import operation, saved, shape_of
 from backpack.core.memory import is_sorted, owners_in, place_of
 from backpack.core.samples import Layout, along, label_tensor
@@ -109,19 +107,6 @@ def lacks_batch(call: ModuleCall) -> bool:
     return len(given.shape) < rule.least_axes + more
 
 
-def is_vector(rule: BaseDerivatives, layout: Layout) -> bool:
-    """Say whether a tensor of one axis is no mini-batch for a rule, as several of its entries belong to one sample: those may depend on one another.
-
-    Args:
-        rule: The rule.
-        layout: To which samples the entries belong.
-
-    Returns:
-        Whether it is none; a rule that treats entries alone does not care.
-    """
-    return len({*layout.labels}) < len(layout.labels) and not isinstance(rule, ElementwiseDerivatives)
-
-
 def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
     """Count the samples that an outermost module returns: as many as the first of its outputs has rows, of those with a graph, if some have one.
 
@@ -153,6 +138,20 @@ def rows_of(call: ModuleCall, marks: Iterable[Mark] = ()) -> int | None:
     if not first or rows in _others(call):
         return rows if first != 1 and (first not in shape or (len(shape) == _MATRIX and shape != first_shape(call)[::-1])) else None
     return None if first in shape or rows % first == 0 else rows
+
+
+def counts_others(call: ModuleCall, shape: torch.Size, marks: Iterable[Mark]) -> bool:
+    """Say whether the rows of an output are neither the samples that an outermost module was given, nor their positions: members of an ensemble, say.
+
+    Args:
+        call: Its call.
+        shape: Shape of the output, in which another axis is as long as the mini-batch.
+        marks: What calls left on its node.
+
+    Returns:
+        Whether they are not.
+    """
+    return rows_of(call, marks) is None and shape[0] not in {*lengths_of(call), first_shape(call)[:_MATRIX].numel()}
 
 
 def turns(call: ModuleCall) -> bool:

@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack.core.arrangements import Repeated, arrangement
-from backpack.core.batches import batch_of, is_vector, known_axis, lacks_batch
+from backpack.core.batches import batch_of, known_axis, lacks_batch
 from backpack.core.calls import RANDOM, Mark, ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives, is_bilinear
@@ -32,7 +32,7 @@ from backpack.core.samples import Layout, plain_layout, rows_of_one, seen_throug
 from backpack.core.slots import Edge, Slot
 from backpack.core.starts import put_in_order, refuse_curved
 from backpack.core.tracking import Tracking
-from backpack.core.units import Unit
+from backpack.core.units import Unit, is_vector
 from backpack.core.walk import GENERIC, LEFT_OUT, Need, Walk
 from backpack.core.ways import SPLIT, State, Way
 from backpack.utils.errors import BackpackError, merge

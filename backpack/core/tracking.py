@@ -12,7 +12,7 @@ from torch import Size
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import agrees_with_data, batch_of, known_axis, lists_samples, rows_of, turns
+from backpack.core.batches import agrees_with_data, batch_of, counts_others, known_axis, lists_samples, rows_of, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import lies_elsewhere
 from backpack.core.graph import operation, shape_of
@@ -135,7 +135,8 @@ class Tracking:
         if call.root and known is None and owns and turns(call):
             raise turned(call)
         shape, first = call.outputs[mark.index].shape, batch_of(call) if call.root else None
-        if isinstance(known, Layout) and first and first in shape[1:-1] and shape[:1] == (known.samples,) != (first,) and not known.axis:
+        behind = isinstance(known, Layout) and first and first in shape[1:-1] and shape[:1] == (known.samples,) != (first,) and not known.axis
+        if behind and (known.samples == 1 or counts_others(call, shape, self.walk.marks[node])):
             raise turned(call)  # rows, as a loss has them, of samples on another axis
         start = start_at_output(self.walk, node, mark, known is not None)
         if sure := call.root and rows_of(call, self.walk.marks[node]) is not None:

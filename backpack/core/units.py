@@ -9,6 +9,8 @@ from torch.nn import Parameter
 
 from backpack.core.arrangements import Arrangement, Repeated
 from backpack.core.calls import Mark
+from backpack.core.derivatives.basederivatives import BaseDerivatives
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.graph import call_node, outputs_of, shape_of
 from backpack.core.samples import Layout
 from backpack.core.slots import Edge
@@ -75,3 +77,16 @@ class Unit:
             returned = call_node(edge[0], [columns if nr == edge[1] else None for nr in range(len(outputs_of(edge[0])))])
             edge, columns = next((n, c) for n, c in zip(edge[0].next_functions, returned, strict=True) if n[0] in self.inside or n == self.below)
         return columns.reshape(slot.shape)
+
+
+def is_vector(rule: BaseDerivatives, layout: Layout) -> bool:
+    """Say whether a tensor of one axis is no mini-batch for a rule, as several of its entries belong to one sample: those may depend on one another.
+
+    Args:
+        rule: The rule.
+        layout: To which samples the entries belong.
+
+    Returns:
+        Whether it is none; a rule that treats entries alone does not care.
+    """
+    return len({*layout.labels}) < len(layout.labels) and not isinstance(rule, ElementwiseDerivatives)
