@@ -31,6 +31,58 @@ class LogCosh(Module):
         return (prediction - target).cosh().log().mean()
 
 
+class Focused(Module):
+    """A loss of the user's own with one term a position, convex if what is already right counts as much."""
+
+    def __init__(self, axis: int, gamma: float) -> None:
+        """Store the options.
+
+        Args:
+            axis: Axis of the classes.
+            gamma: How much less it counts.
+        """
+        super().__init__()
+        self.axis, self.gamma = axis, gamma
+
+    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
+        """Evaluate.
+
+        Args:
+            logits: ``[N, *]``.
+            target: ``[N, *]`` without the axis of the classes.
+
+        Returns:
+            The mean over samples and positions.
+        """
+        log_probs = logits.log_softmax(self.axis).gather(self.axis, target.unsqueeze(self.axis)).squeeze(self.axis)
+        return -((1 - log_probs.exp()) ** self.gamma * log_probs).mean()
+
+
+class Smooth(Module):
+    """A loss of the user's own in which neighbours meet, however little."""
+
+    def __init__(self, weight: float) -> None:
+        """Store the weight.
+
+        Args:
+            weight: Of the differences of neighbours.
+        """
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        """Evaluate.
+
+        Args:
+            prediction: ``[N, *]``.
+            target: ``[N, *]``.
+
+        Returns:
+            A scalar.
+        """
+        return ((prediction - target) ** 4).mean() + self.weight * prediction.diff(dim=-1).square().mean()
+
+
 class Ranking(Module):
     """A loss of the user's own without a target: each first entry is to exceed the second one."""
 
@@ -216,6 +268,17 @@ add(
 )
 add("own loss without a target", partial(behind, None, (2,), lambda N: (Ranking(),)), "chain")
 add("own loss, not convex", partial(behind, None, (3,), lambda N: (Cauchy(), 5 + randn(N, 3))), "chain", "not convex")
+add("own loss of entries", partial(behind, None, (3, 3), lambda N: (LogCosh(), randn(N, 3, 3))), "chain")
+add("own loss of entries, not convex", partial(behind, None, (8,), lambda N: (Cauchy(), 5 + randn(N, 8))), "chain", "not convex")
+add("own loss of positions", partial(behind, None, (2, 2, 4), lambda N: (Focused(1, 0), randint(2, (N, 2, 4)))), "chain")
+add("own loss of positions, not convex", partial(behind, None, (2, 8), lambda N: (Focused(1, 2), randint(2, (N, 8)))), "chain", "maybe not convex")
+add(
+    "own loss of positions, classes last, weighted",
+    partial(behind, None, (8, 2), lambda N: (Focused(-1, 0), randint(2, (N, 8))), scale=-0.7),
+    "chain",
+    "not convex",
+)
+add("own loss of neighbours", partial(behind, None, (8,), lambda N: (Smooth(0.3), randn(N, 8))), "chain")
 add("CosineEmbeddingLoss", partial(behind, None, (3,), lambda N: (nn.CosineEmbeddingLoss(), randn(N, 3), torch.ones(N))), "chain", "not convex")
 add(
     "TripletMarginLoss",

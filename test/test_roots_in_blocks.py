@@ -144,7 +144,8 @@ LOSSES = [
     *("two losses on one output", "two losses on two heads", "samples second", "samples folded", "log_softmax, classes last"),
     *("NLLLoss of LogSoftmax, 3-d, mean", "folded F.cross_entropy, mean", "folded F.mse_loss", "F.mse_loss of softmax", "curved: samples folded"),
     *("weighted sum of F.cross_entropy, weights, 3-d", "matrix on positions", "samples of different size", "residual", "derived loss, mean"),
-    *("F.mse_loss, broadcast", "NLLLoss, 3-d, ignored, mean"),
+    *("F.mse_loss, broadcast", "NLLLoss, 3-d, ignored, mean", "own loss of entries", "own loss of entries, not convex", "own loss of positions"),
+    *("own loss of positions, not convex", "own loss of positions, classes last, weighted", "own loss of neighbours", "own loss, registered"),
 ]
 READERS = {name: QUANTITIES[name] for name in ("DiagGGNExact", "BatchDiagGGNExact", "KFLR", "DiagHessian", "BatchDiagHessian", "DiagGGNMC")}
 

@@ -177,8 +177,8 @@ class RootFlow(ColumnFlow):
             return None
         if not (isinstance(loss, BlockLossDerivatives) and type(loss).__module__.startswith(_KNOWN)):
             return None
-        values, signs = loss.root_of_blocks(call, signed)
-        axis, (count, _, size) = loss.axis_of_blocks(call), values.shape
+        values, signs, axis = loss.root_of_blocks(call, signed)
+        count, _, size = values.shape
         factors = scale(torch.ones(1, *shape, dtype=values.dtype, device=values.device)).movedim(axis, -1).reshape(count, 1, size)
         signs = factors[..., 0].sign().expand(values.shape[:2]) if signs is None else signs * factors[..., 0].sign()
         values = values * factors.abs()

@@ -18,6 +18,8 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Eigenvalues ``[B, M]``, not a number where the matrix is not finite, and eigenvectors ``[B, M, M]``.
     """
+    if matrices.shape[1] == 1:
+        return matrices.squeeze(2), torch.ones_like(matrices)
     broken = ~matrices.isfinite().all(2).all(1).unsqueeze(1)
     values, vectors = torch.linalg.eigh(matrices.masked_fill(broken.unsqueeze(2), 0.0))
     return values.masked_fill(broken, nan), vectors
@@ -54,14 +56,14 @@ def eigh_in_units(matrices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return *eigh(matrices / units.unsqueeze(1) / units.unsqueeze(2)), units
 
 
-def square_root(matrices: Tensor, non_negative: Callable[[Tensor], Tensor]) -> Tensor:
+def square_root(matrices: Tensor, non_negative: Callable[[Tensor], None]) -> Tensor:
     """Factorize positive semidefinite matrices, in the units of ``eigh_in_units``.
 
     Negative eigenvalues that are rounding errors beside the largest one may be none in other units: such matrices keep theirs.
 
     Args:
         matrices: ``[B, M, M]``.
-        non_negative: Refuses eigenvalues of the matrices themselves that are no rounding errors, and sets others to zero.
+        non_negative: Refuses eigenvalues ``[B, M]`` of the matrices themselves that are negative, and no rounding errors.
 
     Returns:
         ``s [B, M, M]`` so that a matrix is ``s s^T``, the symmetric root if all numbers on the diagonal are the same.
@@ -70,7 +72,7 @@ def square_root(matrices: Tensor, non_negative: Callable[[Tensor], Tensor]) -> T
     indefinite = (values < -rounding(values)).any(1, keepdim=True)
     if indefinite.any():
         plain, basis = eigh(matrices)
-        non_negative(plain[indefinite.squeeze(1)])
+        non_negative(plain)
         values, units = torch.where(indefinite, plain, values), torch.where(indefinite, 1.0, units)
         vectors = torch.where(indefinite.unsqueeze(2), basis, vectors)
     root = values.masked_fill(values <= rounding(values), 0).sqrt()

@@ -51,7 +51,7 @@ class BlockLossDerivatives(BaseLossDerivatives):
     """The Hessian of a sample consists of blocks along one axis of the prediction."""
 
     @abstractmethod
-    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor | Entries, Tensor | None]:
+    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor | Entries, Tensor | None, int]:
         """Factorize the Hessian block by block, with few columns, as ``_least_sqrt_hessian`` does whole.
 
         Args:
@@ -59,18 +59,11 @@ class BlockLossDerivatives(BaseLossDerivatives):
             signed: Whether it may have negative eigenvalues.
 
         Returns:
-            ``E`` columns of each of ``B`` blocks ``[B, E, M]``, and their signs ``[B, E]``, ``None`` if all count positive. Blocks are in the order
-                of the prediction ``[N, *, M]``, where the axis of the blocks was moved to the end. Columns may be formed where they are needed: what
-                stands for them has ``dtype`` and ``device``, and is multiplied by a factor for each block, ``[B, 1, M]``.
+            ``E`` columns of each of ``B`` blocks ``[B, E, M]``; their signs ``[B, E]``, ``None`` if all count positive; and the negative axis
+                of the prediction along which they lie. Blocks are in the order of the prediction ``[N, *, M]``, where that axis was moved to
+                the end. Columns may be formed where they are needed: what stands for them has ``dtype`` and ``device``, and is multiplied by
+                a factor for each block, ``[B, 1, M]``.
         """
-
-    def axis_of_blocks(self, module: Module) -> int:
-        """Axis of the prediction along which the blocks lie.
-
-        Returns:
-            The axis, negative.
-        """
-        return -1
 
 
 def has_root(rule: BaseDerivatives) -> bool:

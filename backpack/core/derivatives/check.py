@@ -17,7 +17,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.linearity import is_linear_in
-from backpack.core.derivatives.loss_generic import sample_hessians
+from backpack.core.derivatives.loss_hessian import sample_hessians
 from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.derivatives.records import number_of
 from backpack.core.derivatives.registry import derivatives_for

@@ -18,7 +18,6 @@ from torch.distributions import Categorical
 from torch.nn import CrossEntropyLoss, Module
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
-from backpack.core.derivatives.blocks import BlockLossDerivatives
 from backpack.core.derivatives.loss_generic import signs_of
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.core.derivatives.records import module_of
@@ -123,7 +122,7 @@ class _Differences:
 
 
 @register(CrossEntropyLoss)
-class CrossEntropyLossDerivatives(NLLLossDerivatives, BlockLossDerivatives):
+class CrossEntropyLossDerivatives(NLLLossDerivatives):
     """Cross-entropy of logits ``[N, C, *]`` with class indices ``[N, *]`` or class probabilities ``[N, C, *]``.
 
     All options are exact: class weights, ignored targets, label smoothing, target probabilities that do not add up to one. If all
@@ -266,22 +265,19 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives, BlockLossDerivatives):
         samples, _, positions = log_probs.shape
         return make(log_probs, weight.reshape(samples, 1, positions) if isinstance(weight, Tensor) else weight).to(module.input0.dtype)
 
-    def axis_of_blocks(self, module: Module) -> int:
-        return 1 - module.input0.dim()
-
-    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor | Entries, Tensor | None]:
+    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor | Entries, Tensor | None, int]:
         self._verify_support(module)
-        shape = module.input0.shape
+        shape, axis = module.input0.shape, 1 - module.input0.dim()
         few = self.least_columns(shape) < shape[1:].numel()
         columns, positions = shape[1] - few, prod(shape[2:])
         weight, signs = self._signed_weight(module, columns) if signed else (self._sqrt_weight(module, None), None)
         if signs is not None:  # [V, N], the positions of a class side by side
             signs = signs.reshape(columns, positions, shape[0]).permute(2, 1, 0).flatten(0, 1)
         if not few:
-            return self._of_positions(module, weight, None, _usual_columns).permute(1, 3, 0, 2).flatten(0, 1), signs
+            return self._of_positions(module, weight, None, _usual_columns).permute(1, 3, 0, 2).flatten(0, 1), signs, axis
         weight = weight.reshape(-1, 1, positions) if isinstance(weight, Tensor) else weight
         parts = (part.movedim(1, 2).flatten(0, 1) for part in _reflection(self._log_probs(module), weight))
-        return _Differences(*parts, module.input0.dtype), signs
+        return _Differences(*parts, module.input0.dtype), signs, axis
 
     def _log_probs(self, module: Module, subsampling: Samples = None) -> Tensor:
         """Compute the logarithm of the probabilities, all positions in one axis.

@@ -28,8 +28,8 @@ from torch.nn import (
 )
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
-from backpack.core.derivatives.blocks import BlockLossDerivatives
-from backpack.core.derivatives.loss_generic import GenericLossDerivatives, hessian_products, non_negative, signs_of
+from backpack.core.derivatives.loss_generic import GenericLossDerivatives, non_negative, signs_of
+from backpack.core.derivatives.loss_hessian import hessian_products
 from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import square_root
 from backpack.utils.errors import UnsupportedError
@@ -38,7 +38,7 @@ from backpack.utils.subsampling import subsample
 
 
 @register(BCELoss)
-class ElementwiseLossDerivatives(GenericLossDerivatives, BlockLossDerivatives):
+class ElementwiseLossDerivatives(GenericLossDerivatives):
     """A loss each of whose terms depends on one entry of its input.
 
     The exact factor has one column an entry of a sample; the sampled one has random signs.
@@ -105,12 +105,12 @@ class ElementwiseLossDerivatives(GenericLossDerivatives, BlockLossDerivatives):
         diagonal = self._hessian_diagonal(module)
         return _spread(diagonal.abs().sqrt().to(module.input0.dtype)), signs_of(diagonal.reshape(len(diagonal), prod(diagonal.shape[1:])))
 
-    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor, Tensor | None]:
+    def root_of_blocks(self, module: Module, signed: bool) -> tuple[Tensor, Tensor | None, int]:
         self._verify_support(module)
         if not signed:
-            return self._root(module).reshape(-1, 1, 1), None
+            return self._root(module).reshape(-1, 1, 1), None, -1
         diagonal = self._hessian_diagonal(module).reshape(-1, 1)
-        return diagonal.abs().sqrt().to(module.input0.dtype).unsqueeze(2), diagonal.sign()
+        return diagonal.abs().sqrt().to(module.input0.dtype).unsqueeze(2), diagonal.sign(), -1
 
     def _root_mat_prod(self, module: Module, mat: Tensor, subsampling: Samples = None) -> Tensor:
         self._verify_support(module)

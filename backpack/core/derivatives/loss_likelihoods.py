@@ -9,7 +9,7 @@ from torch.nn import GaussianNLLLoss, Module, MultiLabelSoftMarginLoss, PoissonN
 
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.loss_elementwise import diagonal_of
-from backpack.core.derivatives.loss_generic import hessian_products
+from backpack.core.derivatives.loss_hessian import hessian_products
 from backpack.core.derivatives.nll_base import ElementwiseLikelihoodDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.utils.precision import wide

@@ -1,0 +1,354 @@
+"""Hessians of any loss whose value is a sum (or mean) of one term per sample, by automatic differentiation: block by block, as few as there are.
+
+The loss is evaluated again on its recorded inputs and differentiated twice, so that its own reduction, weights and options enter as they
+are. Entries that do not meet in the loss (those of an image in a distance, or positions in a cross-entropy) share a Hessian-vector product, as
+samples do: ``M`` products with unit vectors give all blocks of ``M`` entries, and one more with a fixed pseudo-random vector proves that nothing
+lies outside of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Size, Tensor
+from torch.autograd import grad
+from torch.autograd.function import BackwardCFunction
+from torch.nn import Module
+
+from backpack.core.derivatives.records import call_arguments, inputs_of, module_of
+from backpack.utils.differentiation import lacks_terms, nodes_below, undifferentiable
+from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
+from backpack.utils.module_state import kept_state
+from backpack.utils.nested import tensors_in
+from backpack.utils.precision import largest, tolerance, tolerances
+from backpack.utils.random_state import random_state_kept
+
+_FEW = 8
+"""Blocks are looked for where they have at most one entry in so many of a sample."""
+_ROUNDING = 32
+"""Machine epsilons, relative to a sample's numbers, up to which a number outside of the blocks is rounding: else larger blocks are taken."""
+
+
+class Blocks(NamedTuple):
+    """Matrices along one axis of each sample of the prediction ``[N, *]``: groups of consecutive entries if it is the last one.
+
+    Attributes:
+        matrices: ``P`` matrices of each sample ``[N, P, M, M]``.
+        axis: Axis of the prediction, negative.
+        features: Shape of a sample.
+    """
+
+    matrices: Tensor
+    axis: int
+    features: Size
+
+    def cut(self, mat: Tensor) -> Tensor:
+        """Cut columns.
+
+        Args:
+            mat: ``[V, N, *]``.
+
+        Returns:
+            ``[V, N, P, M]``.
+        """
+        return mat.movedim(self.axis, -1).reshape(*mat.shape[:2], *self.matrices.shape[1:3])
+
+    def joined(self, mat: Tensor) -> Tensor:
+        """Put columns together again.
+
+        Args:
+            mat: ``[V, N, P, M]``.
+
+        Returns:
+            ``[V, N, *]``.
+        """
+        moved = [*mat.shape[:2], *self.features]
+        moved.append(moved.pop(self.axis))
+        return mat.reshape(moved).movedim(-1, self.axis)
+
+    def times(self, mat: Tensor) -> Tensor:
+        """Multiply by the matrices.
+
+        Args:
+            mat: Columns ``[V, N, *]``.
+
+        Returns:
+            ``[V, N, *]``, in the type of the columns.
+        """
+        return self.joined(torch.einsum("npij,vnpj->vnpi", self.matrices, self.cut(mat).to(self.matrices.dtype))).to(mat.dtype)
+
+    def spread(self, roots: Tensor) -> Tensor:
+        """Give each column of each block a column of its own.
+
+        Args:
+            roots: ``[N, P, M, E]``.
+
+        Returns:
+            ``[P * E, N, *]``, those of one block side by side.
+        """
+        return self.joined(roots.permute(3, 0, 2, 1).diag_embed(dim1=0, dim2=3).flatten(0, 1))
+
+    def in_order(self, columns: Tensor) -> Tensor:
+        """Bring what belongs to the entries of the blocks into the order of the entries of a sample.
+
+        Args:
+            columns: ``[D, *]``.
+
+        Returns:
+            ``[D, *]``.
+        """
+        if self.axis == -1:
+            return columns
+        places = torch.arange(len(columns), device=columns.device).reshape(1, 1, *self.features)
+        return columns[self.cut(places).flatten().argsort()]
+
+
+class _Measured(NamedTuple):
+    """Blocks of a Hessian, and its product with a pseudo-random vector, all cut into blocks."""
+
+    blocks: Blocks
+    vector: Tensor
+    product: Tensor
+
+    def outside(self) -> Tensor:
+        """Say how much of the product the blocks do not make.
+
+        Returns:
+            ``[N, P, M]``.
+        """
+        return (self.product - torch.einsum("npij,npj->npi", self.blocks.matrices, self.vector)).abs()
+
+    def rounding(self) -> Tensor:
+        """Bound the rounding errors of the product.
+
+        Returns:
+            ``[N, P, M]``.
+        """
+        sizes = torch.einsum("npij,npj->npi", self.blocks.matrices.abs(), self.vector.abs())
+        return _ROUNDING * torch.finfo(sizes.dtype).eps * (sizes + sizes.amax((1, 2), keepdim=True))
+
+    def symmetric(self) -> Blocks:
+        """Make the blocks symmetric, as they are up to rounding.
+
+        Returns:
+            The blocks.
+        """
+        return self.blocks._replace(matrices=(self.blocks.matrices + self.blocks.matrices.mT) / 2)
+
+
+def hessian_blocks(module: Module) -> Blocks:
+    """Compute the Hessian of (the sum over the entries of) a loss with respect to each sample's slice of its first input, without most of its zeros.
+
+    Args:
+        module: A loss with recorded inputs and output.
+
+    Returns:
+        Numbers, if each entry has a term of its own, matrices along the first or the last axis of a sample, or whole ones.
+
+    Raises:
+        MixedSamplesError: If the Hessian couples different samples.
+    """
+    shape = module.input0.shape
+    sizes = {(1, -1)} | {(shape[axis], axis) for axis in (1 - len(shape), -1) if len(shape) > 2}
+    for size, axis in sorted(pair for pair in sizes if 0 < pair[0] * _FEW <= shape[1:].numel()):
+        measured = _in_blocks(module.input0, lambda vectors: hessian_products(module, vectors), axis, size)
+        if (measured.outside() <= measured.rounding()).all():
+            return measured.symmetric()
+    return Blocks(sample_hessians(module).unsqueeze(1), -1, shape[1:])
+
+
+def sample_hessians(module: Module) -> Tensor:
+    """Compute the Hessian of (the sum over the entries of) a loss with respect to each sample's slice of its first input.
+
+    Args:
+        module: A loss with recorded inputs and output.
+
+    Returns:
+        Symmetric matrices ``[N, D, D]``, where ``D`` is the number of input entries per sample.
+
+    Raises:
+        MixedSamplesError: If the Hessian couples different samples.
+    """
+    recorded = module.input0
+    entries = recorded.shape[1:].numel()
+    measured = _in_blocks(recorded, lambda vectors: hessian_products(module, vectors), -1, entries)
+    deviation, allowed = measured.outside(), tolerances(measured.product, recorded.dtype)
+    differs = len(recorded) > 1 and (deviation > allowed).any()
+    if differs and (exceeds(deviation, allowed, module) or _couples_elsewhere(module)):
+        raise MixedSamplesError(
+            f"The Hessian of {module} with respect to its input {tuple(recorded.shape)} couples entries with different indices on axis 0, "
+            "so that no second-order quantity of a sample exists. The loss must be a sum, or a mean, of one term per sample. First-order quantities, "
+            "those of the rows of its input, take any loss."
+        )
+    return measured.symmetric().matrices.reshape(len(recorded), entries, entries)
+
+
+def _in_blocks(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]], axis: int, size: int) -> _Measured:
+    # blocks of so many entries along an axis, those of all places and samples from the same products
+    places = point.shape[1:].numel() // size if size else 1
+    frame = Blocks(point.new_zeros(()).expand(len(point), places, size, size), axis, point.shape[1:])
+    units = torch.eye(size, dtype=point.dtype, device=point.device).reshape(size, 1, 1, size).expand(size, len(point), places, size)
+    *columns, product = multiply([*frame.joined(units), probe(point)])
+    vector, product = frame.cut(torch.stack([probe(point), product]))
+    matrices = frame.cut(torch.stack(columns)).permute(1, 2, 3, 0) if columns else frame.matrices
+    return _Measured(frame._replace(matrices=matrices), vector, product)
+
+
+def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: float = 1.0) -> bool:
+    """Say whether differences are more than rounding errors.
+
+    Args:
+        errors: The differences.
+        allowed: How large they may be, from the numbers that are compared.
+        module: The loss with recorded inputs, of whose Hessian these are.
+        scale: Factor of the Hessian.
+
+    Returns:
+        Whether one is. Where a model is certain of all samples, the Hessian is a difference of much larger numbers: errors of its size elsewhere.
+    """
+    if not (errors > allowed).any():
+        return False
+    recorded = module.input0
+    sizes = [largest(multiply([probe(recorded)])[0]) for multiply in elsewhere(module)]
+    rounding = 8 * prod(recorded.shape[1:]) * torch.finfo(recorded.dtype).eps * scale * max(sizes, default=0.0)
+    return bool((errors > allowed + rounding).any())
+
+
+def _couples_elsewhere(module: Module) -> bool:
+    point = module.input0.detach()
+    found = [_in_blocks(point, multiply, -1, point.shape[1:].numel()) for multiply in elsewhere(module)]
+    return any((measured.outside() > tolerances(measured.product, point.dtype)).any() for measured in found)
+
+
+def elsewhere(module: Module) -> list[Callable[[list[Tensor]], list[Tensor]]]:
+    """Return products with the Hessian where predictions are neither certain nor at a margin.
+
+    Args:
+        module: The loss with recorded inputs.
+
+    Returns:
+        Functions of vectors; none where the loss cannot be evaluated.
+    """
+    vector, found = probe(module.input0.detach()), []
+    for point in (vector.sigmoid(), 2 * vector):
+        with suppress(Exception), torch.enable_grad():  # losses of one's own may raise anything for what they take for bad predictions
+            product = _hessian_product(_call(module, point.requires_grad_())[0][0].sum(), point)
+            product(vector)
+            found.append(lambda vectors, product=product: [product(vector) for vector in vectors])
+    return found
+
+
+def probe(inputs: Tensor) -> Tensor:
+    """Return a vector that is always the same, and of which no entry is special.
+
+    Args:
+        inputs: Have shape and type.
+
+    Returns:
+        The vector.
+    """
+    return torch.randn(inputs.shape, generator=Generator().manual_seed(0)).to(inputs)
+
+
+def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor | float = 1.0) -> list[Tensor]:
+    """Multiply by the Hessian of (the sum over the entries of) a loss with respect to its first input.
+
+    Args:
+        module: A loss with recorded inputs and output.
+        vectors: Tensors that have as many entries as the input.
+        weights: Weights of the entries.
+
+    Returns:
+        Products, in the shapes of the vectors.
+
+    Raises:
+        UnsupportedError: If the loss cannot be differentiated twice.
+    """
+    recorded = module.input0
+    if recorded.dim() == 0 or not recorded.is_floating_point():
+        raise UnsupportedError(
+            f"{module} got an input of shape {tuple(recorded.shape)} and type {recorded.dtype}. Second-order quantities need a real "
+            "input with the samples on axis 0."
+        )
+    with torch.enable_grad():
+        point = recorded.detach().requires_grad_()
+        try:
+            output = _evaluate(module, point)
+            product = _hessian_product((output * weights).sum(), point)
+            products = [product(vector) for vector in vectors]
+        except RuntimeError as error:
+            known = isinstance(error, UnsupportedError)
+            raise (
+                error
+                if known
+                else UnsupportedError(
+                    f"{module} cannot be differentiated twice: {error}. Use first-order quantities, which take any loss, or write it in another way."
+                )
+            ) from error
+        functions = [node.name().removesuffix("Backward") for node in nodes_below([output]) if isinstance(node, BackwardCFunction)]
+        if functions and not _is_complete(
+            product, lambda at: grad((_call(module, at)[0][0] * weights).sum(), at, materialize_grads=True)[0], recorded
+        ):
+            raise UnsupportedError(
+                f"{module} cannot be differentiated twice: it uses the torch.autograd.Function {functions[0]}, and what torch computes is not what "
+                "differences of gradients tell. Let the backward method of that function compute everything from the inputs and outputs that it "
+                "has saved, with differentiable operations."
+            )
+    if recorded.requires_grad:
+        return undifferentiable(products, recorded, f"The Hessian of {module}", "it comes from automatic differentiation itself")
+    return products
+
+
+def _is_complete(product: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor], point: Tensor) -> bool:
+    # whether products with the Hessian are differences of gradients, for most samples: some may lie at a kink
+    direction, precision = probe(point), torch.finfo(point.dtype).eps
+    step = precision ** (1 / 3) * max(1.0, largest(point))
+    ahead, behind = (gradient((point.detach() + sign * step * direction).requires_grad_()) for sign in (1, -1))
+    expected, found = (ahead - behind) / (2 * step), product(direction)
+    noise = 10 * precision * largest(ahead) / step
+    size = max(largest(expected), largest(found))
+    curved = (expected.abs().maximum(found.abs()) > noise + 0.01 * size).unsqueeze(-1).flatten(1).any(1)
+    off = ((expected - found).abs() > noise + max(1e-3, precision**0.25) * size).unsqueeze(-1).flatten(1).any(1)
+    return not 2 * off.sum() > curved.sum()
+
+
+def _call(module: Module, point: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    # what a loss returns, and what it returns with other random numbers, if it draws some
+    args, named = call_arguments(module, [point, *inputs_of(module, first=1)])
+    loss = module_of(module)
+    with kept_state(loss), random_state_kept([point]) as drawn:
+        # The forward method, not the call: the hooks that record a forward pass are not for this one.
+        return tensors_in(loss.forward(*args, **named)), tensors_in(loss.forward(*args, **named)) if drawn() else []
+
+
+def _evaluate(module: Module, point: Tensor) -> Tensor:
+    returned, again = _call(module, point)
+    if len(returned) > 1 and [i for i, tensor in enumerate(returned) if tensor.requires_grad] != [0]:
+        raise UnsupportedError(
+            f"{module} returns {len(returned)} tensors, and which of them is the loss is not known: it must be the first one, and the only one that "
+            "depends on the prediction. Detach the others, or return the loss alone."
+        )
+    output, recorded = returned[0], tensors_in(module.output)[0].detach()
+    value = output.detach()
+    coarse = max(value.dtype, recorded.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+    same = value.shape == recorded.shape
+    if same and output.requires_grad and again:  # with other random numbers, the same value may have another derivative
+        first, second = (grad(output.sum(), point, retain_graph=True, materialize_grads=True)[0] for output in (output, again[0]))
+        same = torch.allclose(first, second, rtol=0.0, atol=tolerance(first, first.dtype), equal_nan=True)
+    if not (same and torch.allclose(value, recorded.to(value.dtype), rtol=0.0, atol=tolerance(recorded, coarse), equal_nan=True)):
+        raise LossValueError(
+            f"{module} gives another value when it is evaluated again on the same input, so that its Hessian is not the one of the "
+            "recorded value. Remove what is random or changes with each call."
+        )
+    return output
+
+
+def _hessian_product(value: Tensor, point: Tensor) -> Callable[[Tensor], Tensor]:
+    (gradient,) = grad(value, point, torch.ones_like(value, requires_grad=True), create_graph=True)
+    if lacks_terms([gradient]):
+        raise RuntimeError("the backward pass of one of its functions is marked as once_differentiable")
+    return lambda vector: grad(gradient, point, vector.reshape(point.shape), retain_graph=True, materialize_grads=True)[0].reshape(vector.shape)
