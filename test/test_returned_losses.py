@@ -1443,3 +1443,52 @@ def test_batch_normalization_as_a_function_of_the_last_layer(distance: Callable,
         extend(model)(x, t).backward()
     for parameter, gradients in zip(model.parameters(), expected, strict=True):
         close(parameter.grad_batch, gradients)
+
+
+class Queries(Model):
+    """``[N, K]``: the samples are given as they are, and a layer is given what they are compared with, or looked up in."""
+
+    def __init__(self, way: str, order: str) -> None:
+        super().__init__()
+        self.way, self.order = way, order
+
+    def forward(self, *given: Tensor) -> Tensor:
+        named = dict(zip(self.order, given, strict=True))
+        x, y, queries = named["x"], named["y"], self.body(named["q"])
+        if self.way == "lookup":
+            return F.mse_loss((x[:, :3] * queries[x[:, 3].long() % len(queries)]).sum(1), y[:, 0])
+        if self.way == "distances":
+            return F.mse_loss((x[:, None, :3] - queries).square().sum(-1), y)
+        scores = x[:, :3] @ queries.T
+        return F.mse_loss(scores, y) if self.way == "product" else (scores - y).square().mean()
+
+
+@pytest.mark.parametrize("extensions", [(BatchGrad, Variance), (BatchDiagGGNExact,)])
+@pytest.mark.parametrize("order", ["xqy", "qxy", "xyq"])
+@pytest.mark.parametrize(("samples", "number"), [(5, 4), (3, 6), (8, 2)])
+@pytest.mark.parametrize("way", ["product", "product by hand", "distances", "lookup"])
+def test_what_a_layer_is_given_need_not_be_the_samples(way: str, samples: int, number: int, order: str, extensions: tuple[type, ...]) -> None:
+    """Other arguments, labels among them, have another length."""
+    model = extend(Queries(way, order).double())
+    given = {"x": torch.rand(samples, 4).double(), "q": torch.rand(number, 4).double(), "y": torch.rand(samples, number).double()}
+    with pytest.raises(UnsupportedError), backpack(*(extension() for extension in extensions)):
+        model(*(given[name] for name in order)).backward()
+    assert not any(results(model).values())
+
+
+class BesideTables(Model):
+    """Layers are given the samples; tables of other lengths take part."""
+
+    def forward(self, x: Tensor, y: Tensor, *tables: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x) + sum(table.mean() for table in tables), y)
+
+
+@pytest.mark.parametrize("tables", [(7,), (7, 7), (7, 3)])
+def test_samples_beside_tables(tables: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model, x, y = extend(BesideTables().double()), torch.rand(5, 4).double(), torch.randint(4, (5,))
+    others = [torch.rand(length, 3).double() for length in tables]
+    with backpack(BatchGrad()):
+        model(x, y, *others).backward()
+    rows = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1], *others) / 5, model.body.weight)[0] for n in range(5)]
+    close(model.body.weight.grad_batch, torch.stack(rows))

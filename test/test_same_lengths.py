@@ -470,3 +470,78 @@ def test_copies_of_samples_with_parameters_in_them_are_refused(made: Callable[[A
     x = torch.randn(4, 4, dtype=torch.float64)
     with pytest.raises(MixedSamplesError, match="influence"):
         run(Problem(Assembled(made, True).double(), x, [Term(MSELoss(), torch.randn_like(x))]))
+
+
+# --- rows of parameters that look like samples ------------------------------------------------------------------------------------------------
+
+MEMBERS = 4
+
+
+class Members(Module):
+    """Experts, classes or positions on axis 0 of the output, samples on another axis."""
+
+    def __init__(self, make: Callable[[Members, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.make, self.w, self.W, self.head = make, Parameter(torch.randn(MEMBERS, 2)), Parameter(torch.randn(MEMBERS, 2, 2)), Linear(2, 2)
+        self.table = Parameter(torch.randn(MEMBERS, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.make(self, x)
+
+
+ROWS_OF_PARAMETERS: dict[str, Callable[[Members, Tensor], Tensor]] = {
+    "product from the left": lambda net, x: net.w @ x.t(),
+    "product from the left of a multiple": lambda net, x: net.w @ (2 * x).t(),
+    "function of a layer": lambda net, x: F.linear(net.w, x),
+    "einsum": lambda net, x: torch.einsum("cd,nd->cn", net.w, x),
+    "copies, matrices": lambda net, x: torch.bmm(x.unsqueeze(0).repeat(MEMBERS, 1, 1), net.W),
+    "multiples, matrices": lambda net, x: torch.bmm(2 * x.expand(MEMBERS, -1, -1), net.W),
+    "stacked, matrices, layer": lambda net, x: net.head(torch.stack([x] * MEMBERS) @ net.W),
+    "sum": lambda net, x: net.head(x + net.w[:, None]),
+    "difference": lambda net, x: net.head(x[None] - net.w[:, None]),
+    "quotient": lambda net, x: net.head(x / net.w[:, None]),
+    "maximum": lambda net, x: net.head(torch.maximum(x[None], net.w[:, None])),
+    "squared distances": lambda net, x: torch.cdist(net.w, x),
+    "columns of a table": lambda net, x: net.table[:, (x[:, 0] > 0).long()],
+    "chosen columns of a table": lambda net, x: net.table.index_select(1, (x[:, 0] > 0).long()),
+}
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, DiagGGNExact])
+@pytest.mark.parametrize("way", ROWS_OF_PARAMETERS)
+def test_rows_of_parameters_are_no_samples(way: str, extension: type) -> None:
+    """With another number of samples, the model is refused, or its samples are found on the other axis."""
+    model, lossfunc = extend(Members(ROWS_OF_PARAMETERS[way])).double(), extend(MSELoss())
+    with pytest.raises((UnsupportedError, MixedSamplesError)), backpack(extension()):
+        out = model(torch.randn(MEMBERS, 2).double())
+        lossfunc(out, torch.zeros_like(out)).backward()
+    assert not any(results(model).values())
+
+
+def test_message_of_rows_of_parameters() -> None:
+    model = extend(Members(ROWS_OF_PARAMETERS["sum"])).double()
+    said = r"w: of shape \[4, 2\], would have a row on axis 0 for each of the 4 samples, and the model returns another axis(.|\n)*\"w\""
+    with pytest.raises(UnsupportedError, match=said), backpack(BatchGrad()):
+        model(torch.randn(MEMBERS, 2).double()).square().sum().backward()
+
+
+@pytest.mark.parametrize("samples", [2, 5])
+@pytest.mark.parametrize("way", ["product from the left", "einsum", "function of a layer"])
+def test_classes_first_with_another_number_of_samples(way: str, samples: int) -> None:
+    torch.manual_seed(0)
+    model, x, y = extend(Members(ROWS_OF_PARAMETERS[way])).double(), torch.randn(samples, 2).double(), torch.randint(MEMBERS, (samples,))
+    with backpack(BatchGrad()):
+        F.cross_entropy(model(x).t(), y, reduction="sum").backward()
+    rows = [torch.autograd.grad(F.cross_entropy(model(x[n : n + 1]).t(), y[n : n + 1]), model.w)[0] for n in range(samples)]
+    close(model.w.grad_batch, torch.stack(rows))
+
+
+def test_a_parameter_with_a_row_for_each_sample() -> None:
+    """Codes of samples that are always all there: nothing else is as long."""
+    torch.manual_seed(0)
+    model = extend(Members(lambda net, x: net.head(x + net.w))).double()
+    x = torch.randn(MEMBERS, 2).double()
+    with backpack(BatchGrad()):
+        model(x).square().sum().backward()
+    rows = [torch.autograd.grad(model(x)[n].square().sum(), model.w)[0] for n in range(MEMBERS)]
+    close(model.w.grad_batch, torch.stack(rows))

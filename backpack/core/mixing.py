@@ -75,10 +75,22 @@ def is_given_data(walk: Walk, node: Node, layout: Layout) -> bool:
     Returns:
         Whether they were; not if these are constants, or positions, unless others may use them for other samples, as in a loop.
     """
-    if node not in walk.has_data or layout.of_one:
-        return node in walk.has_data
-    calls, brings = _data_of(walk, layout.samples, node)
-    return brings or not _are_given_constants(walk, calls, layout.samples)
+    return node in walk.has_data and (layout.of_one or comes_from_data(walk, node, layout.samples))
+
+
+def comes_from_data(walk: Walk, node: Node, samples: int) -> bool:
+    """Say whether a node was computed from data, neither constants nor positions, with which modules were called, or functions with some of samples.
+
+    Args:
+        walk: The graph.
+        node: The node.
+        samples: Number of samples.
+
+    Returns:
+        Whether they were.
+    """
+    calls, brings = _data_of(walk, samples, node)
+    return brings or not _are_given_constants(walk, calls, samples)
 
 
 def multiplies_data(walk: Walk, node: Node, samples: int) -> bool:

@@ -22,7 +22,7 @@ from backpack.core.graph import operation, sequence_number, shape_of
 from backpack.core.joining import refuse_joined
 from backpack.core.linear import is_linear
 from backpack.core.losses import refuse_as_loss
-from backpack.core.misplacing import refuse_misplaced
+from backpack.core.misplacing import refuse_misplaced, refuse_own_rows
 from backpack.core.mixing import OfData, mixed_by, mixes, refuse_above, refuse_summed
 from backpack.core.node_calls import Composite, Waiting, read
 from backpack.core.node_functions import is_known
@@ -62,8 +62,7 @@ class Plan(Tracking):
         self.composites: dict[Node, Composite] = {}
         self.waiting: dict[Node, Waiting] = {}
         self.gaps: dict[Node, Gap] = {}
-        self.loose: list[Parameter] = []
-        self.routes: dict = {}
+        self.loose, self.routes = list[Parameter](), {}
         self._claimed, self._passed = set[ModuleCall](), set[Node]()
         self.concerned = (1 << len(walk.parameters)) - 1
         if not walk.marks:
@@ -395,6 +394,7 @@ class Plan(Tracking):
         elif node in self._bare:
             self._note(nowhere(self.walk, node))
         elif loose:
+            refuse_own_rows(self.walk, node, self.states[node][0])
             self._refuse_uncovered(node)
             self.loose.append(self.walk.leaves[node])
             self._count(node.variable, loose, self._samples_at[node])

@@ -21,16 +21,17 @@ from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, is_linear
 from backpack.core.loss_nodes import LossNode
 from backpack.core.losses import refuse_without_loss
 from backpack.core.memory import are_cut
-from backpack.core.misplacing import factors_agree, refuse_misplaced
+from backpack.core.misplacing import factors_agree, is_likely, refuse_misplaced
 from backpack.core.mixing import is_same_for_all
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
+from backpack.core.returned import Returned, refuse_other_axes, unlike
 from backpack.core.samples import Layout, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output, start_at_time, start_beside
 from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, State, axis_kept, united
-from backpack.utils.errors import BackpackError, LossValueError, UnsupportedError
+from backpack.utils.errors import BackpackError, LossValueError
 
 
 class Tracking:
@@ -61,6 +62,7 @@ class Tracking:
         self._guessed: dict[Node, frozenset[Node]] = {}
         self._covered, self._told = set[Node](), set[Node]()
         self._doubts: dict[Node, BackpackError] = {}
+        self._returned: list[Returned | None] = []
         self._of_one: ModuleCall | None = None  # a model that was given one sample, and returns several
         self._refused, self._refusals = 0, []
 
@@ -126,6 +128,8 @@ class Tracking:
             UnsupportedError: If a loss below counts samples in another way, for second-order quantities.
         """
         call, known = mark.call, self.states.get(node, {}).get(mark.nr)
+        if known is not None and len(self.walk.outermost) > 1:
+            self._returned.append(Returned.of(self.walk, node, mark, known, self._samples_at[node]))
         told = known is not None or (node in self.states and mark.nr not in self._bare.get(node, ()))  # by what uses it, or other outputs alone
         if told and not call.root:  # only a model has a say then
             if self._of_one is not None and isinstance(known, Layout) and known.samples > 1:
@@ -153,7 +157,7 @@ class Tracking:
                 refuse_prediction(call, call.outputs[mark.index].shape, start.samples, start.axis)
             elsewhere = known is not SPLIT and start.samples == self._samples_at[node] and known.axis != start.axis  # time first, as long
             if not elsewhere and any(other is not node for other in self._outputs_of(call)):
-                self._note(self._unlike(call, node, start.samples, self._samples_at[node]))
+                self._note(unlike(self.walk, call, node, start.samples, self._samples_at[node]))
                 return
             if known is not SPLIT:
                 return
@@ -179,22 +183,15 @@ class Tracking:
         marks = self.walk.marks if len(call.outputs) > 1 else {}
         return [node for node in marks if node in self.states and any(mark.call is call and not mark.base for mark in marks[node])]
 
-    def _unlike(self, call: ModuleCall, node: Node, one: int, other: int) -> UnsupportedError:
-        rows = f"of {one} and of {other} samples" if one != other else "that have samples in another order, or sums over them"
-        return UnsupportedError(
-            f"{call} returns outputs {rows}, as far as modules and losses tell: which rows of {{names}} belong together is not known. Return a row "
-            "for each sample, in the order of the first output, and let a mask or weights in the loss choose some; call backward for each output "
-            "(backpack(..., accumulate=True) unites the results); or leave these parameters out: {exclude}.",
-            self.walk.named(self.walk.reach[node]),
-        )
-
     def _compare_outputs(self) -> None:
-        """Refuse outputs of one model that have other numbers of samples than the first one of which it is known, where both are in the loss."""
+        """Refuse outputs that tell other numbers of samples than the first one of their model of which it is known, or than what is made of them."""
+        for error in refuse_other_axes(self.walk, [one for one in self._returned if one is not None]) if self._returned else ():
+            self._note(error)
         for call in self.walk.outermost:
             first, *others = self._outputs_of(call) or [None]
             for node in others:
                 if self._samples_at[node] != self._samples_at[first]:
-                    self._note(self._unlike(call, node, self._samples_at[first], self._samples_at[node]))
+                    self._note(unlike(self.walk, call, node, self._samples_at[first], self._samples_at[node]))
 
     def _complete(self, node: Node, marks: Iterable[Mark]) -> None:
         """Know all rows where gradients arrive from places without samples, too: they are those of the model's output, or lie in the usual order.
@@ -252,12 +249,15 @@ class Tracking:
         if (samples := self._samples_at[node]) > 1 and shape.count(samples) > 1:
             self._doubt(node, shape, samples)
 
+    def _confirm(self, node: Node) -> None:
+        self._told |= self._guessed[node] if not self._is_open or is_likely(self.walk, self._samples_at[node]) else set()
+
     def _compare_factors(self, node: Node) -> None:
         # with what a function was given
         refuse_misplaced(self.walk, node, self.states[node])
         agrees = factors_agree(self.walk, node, self.states[node]) if node in self._guessed else None
         if agrees:
-            self._told |= self._guessed[node]
+            self._confirm(node)
         elif agrees is False:
             self._doubt(node, shape_of((node, min(self.states[node]))), self._samples_at[node])
 
@@ -274,7 +274,7 @@ class Tracking:
         if self.walk.is_data(given):
             agrees = agrees_with_data([outer for outer in self.walk.outermost if outer.module._modules], given.tensor, layout)
             if agrees:
-                self._told |= self._guessed[node]
+                self._confirm(node)
             elif agrees is False:
                 self._note(other_rows(self.walk, node, f"{call} with a tensor of shape {list(given.shape)}", layout.samples, layout.axis))
         chosen = -1 in layout.labels and len(layout.labels) != layout.samples  # by a mask, which may have chosen any

@@ -1,0 +1,122 @@
+"""What outermost modules have returned, and where that disagrees: outputs of one of them, or modules that are given what others have returned."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from torch.autograd.graph import Node
+
+from backpack.core.batches import known_axis, rows_of, sample_axis
+from backpack.core.calls import Mark, ModuleCall
+from backpack.core.mixing import comes_from_data
+from backpack.core.slots import Slot
+from backpack.core.walk import Walk
+from backpack.core.ways import SPLIT, State
+from backpack.utils.errors import UnsupportedError
+
+_MATRIX = 2
+
+
+class Returned(NamedTuple):
+    """What an outermost module has returned, and where the samples lie in it, seen from a later one or a loss.
+
+    Attributes:
+        node: Node that made it.
+        mark: Mark of the call.
+        rows: Number of samples, as the module tells.
+        samples: Their number, seen from there.
+        state: Where they lie, seen from there.
+    """
+
+    node: Node
+    mark: Mark
+    rows: int
+    samples: int
+    state: State
+
+    @classmethod
+    def of(cls, walk: Walk, node: Node, mark: Mark, state: State, samples: int) -> Returned | None:
+        """Take note of an output.
+
+        Args:
+            walk: The graph.
+            node: Node that made it.
+            mark: What a call has left there.
+            state: Where the samples lie.
+            samples: Number of samples.
+
+        Returns:
+            The note; ``None`` if the call has no say.
+        """
+        rows = None if mark.base or mark.call.is_loss or not mark.call.root else rows_of(mark.call, walk.marks[node])
+        return None if rows is None else cls(node, mark, rows, samples, state)
+
+
+def refuse_other_axes(walk: Walk, returned: Collection[Returned]) -> Iterator[UnsupportedError]:
+    """Refuse modules of which the rows are no samples for a later one, which returns them on another axis.
+
+    An encoder returns ``[N, D]``; a decoder that is given ``K`` draws for each of them, ``[K, N, D]``, has ``K`` rows. One module that does both is
+    refused, as it was given ``N`` rows and has returned ``K``.
+
+    Args:
+        walk: The graph.
+        returned: What all outermost modules have returned.
+
+    Yields:
+        The errors.
+    """
+    agree = {one.samples for one in returned if one.rows == one.samples and walk.was_given_data(one.mark.call)}
+    refused = 0
+    outputs = [(call, rows_of(call), call.outputs[0].shape if call.outputs else ()) for call in walk.outermost]
+    for one in returned:
+        if one.samples in agree or _is_followed(walk, one) or not walk.reach[one.node] & ~refused:
+            continue
+        kept = [(call, shape) for call, rows, shape in outputs if call is not one.mark.call and rows == one.samples and _keeps(shape, one)]
+        if kept and comes_from_data(walk, one.node, one.samples):
+            (later, shape), refused = kept[0], refused | walk.reach[one.node]
+            given, shape = list(one.mark.call.outputs[one.mark.index].shape), list(shape)
+            yield UnsupportedError(
+                f"{one.mark.call} returns {given}, and {later}, which comes later, {shape}: samples lie on axis 0 of what each of them returns, "
+                f"but these are {one.rows} for the one and {one.samples} for the other, which has the {one.rows} on another axis. Let both have "
+                "samples on axis 0 (draws, views, steps on axis 1), or extend one module that calls both and returns them there; or leave these "
+                "parameters out of all extensions: {exclude}.",
+                walk.named(walk.reach[one.node]),
+            )
+
+
+def _is_followed(walk: Walk, one: Returned) -> bool:
+    # whether rows are samples, or parts of samples, also for what comes later; or recurrent layers say where they lie
+    if one.state is SPLIT:
+        return False
+    if one.state.axis != sample_axis(one.mark.call, one.mark.index):
+        return any(known_axis(call) == one.state.axis for call in walk.calls if call.inputs and isinstance(call.inputs[0], Slot))
+    return one.rows == 1 or len({*one.state.labels} - {-1}) > 1
+
+
+def _keeps(shape: Sequence[int], one: Returned) -> bool:
+    # whether a tensor has the rows on another axis than the first; the last one is rather that of features
+    features = one.state is not SPLIT or len(shape) > _MATRIX or one.samples % one.rows == 0
+    return one.rows in (shape[1:-1] if features else shape[1:])
+
+
+def unlike(walk: Walk, call: ModuleCall, node: Node, one: int, other: int) -> UnsupportedError:
+    """Refuse outputs of one model that tell different samples.
+
+    Args:
+        walk: The graph.
+        call: Call of the model.
+        node: Node of one output.
+        one: Number of samples of one output.
+        other: Of the other.
+
+    Returns:
+        The error.
+    """
+    rows = f"of {one} and of {other} samples" if one != other else "that have samples in another order, or sums over them"
+    return UnsupportedError(
+        f"{call} returns outputs {rows}, as far as modules and losses tell: which rows of {{names}} belong together is not known. Return a row "
+        "for each sample, in the order of the first output, and let a mask or weights in the loss choose some; call backward for each output "
+        "(backpack(..., accumulate=True) unites the results); or leave these parameters out: {exclude}.",
+        walk.named(walk.reach[node]),
+    )
