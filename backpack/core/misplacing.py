@@ -168,7 +168,10 @@ def _by_groups(node: Node, tensor: Tensor, layout: Layout) -> tuple[Tensor, Layo
 
 def _repeats(walk: Walk, samples: int) -> bool:
     # whether another axis of what an outermost module returns is as long as the mini-batch
-    return any([slot.shape.count(samples) > 1 for call in walk.outermost for slot in call.outputs])
+    if "repeated" not in walk.memo:
+        shapes = [slot.shape for call in walk.outermost for slot in call.outputs]
+        walk.memo["repeated"] = {size for shape in shapes for size in shape if shape.count(size) > 1}
+    return samples in walk.memo["repeated"]
 
 
 def _input_of(walk: Walk, call: ModuleCall, layout: Layout, elsewhere: bool) -> tuple[Tensor | None, bool]:

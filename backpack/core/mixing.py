@@ -127,8 +127,10 @@ def stands_beside(walk: Walk, node: Node, call: ModuleCall, samples: int) -> boo
 
 def _has_data(walk: Walk) -> bool:
     # whether an outermost module was given data, or an object that may hold some
-    others = [value for call in walk.outermost for value in call.inputs if not (value is None or isinstance(value, Slot | Number | str))]
-    return any(map(walk.was_given_data, walk.outermost)) or not all(map(tensors_in, others))
+    if "data" not in walk.memo:
+        others = (value for call in walk.outermost for value in call.inputs if not (value is None or isinstance(value, Slot | Number | str)))
+        walk.memo["data"] = any(map(walk.was_given_data, walk.outermost)) or not all(map(tensors_in, others))
+    return walk.memo["data"]
 
 
 def _is_bare(walk: Walk, node: Node, samples: int, copies: bool = True) -> bool:

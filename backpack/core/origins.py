@@ -53,28 +53,40 @@ def is_of_parameter(walk: Walk, node: Node, samples: int | None = None) -> bool:
     Returns:
         Whether it does.
     """
-    stack, pure, few = [node], True, samples is not None
-    given: dict[Node | None, bool] = {None: False}  # whether something else takes part that is not known to be constant
-    while stack and (pure or few):
+    known = walk.memo.setdefault(samples, {None: (False, True, samples is not None)})
+    first, stack, waiting = node, [node], set[Node]()
+    while stack:
         node = stack[-1]
         upstream = [n if walk.is_tracked(n) else None for n, _ in node.next_functions]
-        waits = [n for n in upstream if n not in given]
-        stack += waits
-        if waits:
-            continue
-        stack.pop()
-        if node in walk.leaves:
-            given[node] = False
-        elif operation(node) == "Embedding":
-            given[node] = samples is None or ((numbers := looked_up(walk, node)) is not None and samples in numbers.shape[:2])
-            pure, few = pure and not given[node], few and not given[node]
+        found = [known[n] for n in upstream if n in known]
+        if node in known or not all(pure or few for _, pure, few in found):
+            known.setdefault(node, (True, False, False))
+            stack.pop()
+            while stack and stack[-1] not in waiting and not any(known[node][1:]):  # what lies beside it does not matter any more
+                stack.pop()
+        elif len(found) < len(upstream):
+            waiting.add(node)
+            stack += [n for n in upstream if n not in known]
         else:
-            data = None in upstream or operation(node) not in _OF_INPUTS
-            pure = pure and (not data or (operation(node) in _OF_INPUTS and _reads_constants(walk, node)))
-            data = data and few and not _uses_constants(walk, node) and not _multiplies_by_fewer(walk, node, samples)
-            given[node] = data or any(given[n] for n in upstream if n is not None)
-            few = few and not (data and operation(node) not in _ENTRYWISE) and not (given[node] and any(r % samples == 0 for r in rows_made(node)))
-    return pure or few
+            known[stack.pop()] = _origin(walk, node, samples, upstream, found)
+    return any(known[first][1:])
+
+
+def _origin(
+    walk: Walk, node: Node, samples: int | None, upstream: list[Node | None], found: list[tuple[bool, bool, bool]]
+) -> tuple[bool, bool, bool]:
+    # whether something takes part that is not known to be constant; whether all is made of parameters, and without as many rows as samples
+    given, pure, few = (any(one[0] for one in found), *(all(one[i] for one in found) for i in (1, 2)))
+    if node in walk.leaves:
+        return False, True, samples is not None
+    if operation(node) == "Embedding":
+        given = samples is None or ((numbers := looked_up(walk, node)) is not None and samples in numbers.shape[:2])
+        return given, pure and not given, few and not given
+    data = None in upstream or operation(node) not in _OF_INPUTS
+    pure = pure and (not data or (operation(node) in _OF_INPUTS and _reads_constants(walk, node)))
+    data = data and few and not _uses_constants(walk, node) and not _multiplies_by_fewer(walk, node, samples)
+    given = data or given
+    return given, pure, few and not (data and operation(node) not in _ENTRYWISE) and not (given and any(r % samples == 0 for r in rows_made(node)))
 
 
 def _uses_constants(walk: Walk, node: Node) -> bool:

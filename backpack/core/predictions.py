@@ -90,7 +90,10 @@ def _owners_of(walk: Walk, edge: Edge) -> _Owners | None:
     """
     known = not (walk.second_order or walk.returns_loss)  # samples begin at the output then, whatever becomes of it
     steps: list[tuple[Edge, int | None, list[tuple[int, Edge]]]] = []
-    while (found := _samples_at(walk, edge)) is None:
+    before: dict[Edge, _Owners] = walk.memo.setdefault("owners", {})
+    owners: _Owners | None
+    found = None
+    while edge not in before and (found := _samples_at(walk, edge)) is None:
         node, name, axis = edge[0], operation(edge[0]), None
         ways = [(i, upstream) for i, upstream in enumerate(node.next_functions) if walk.reach.get(upstream[0])]
         if name in _JOINS and ways:
@@ -107,17 +110,22 @@ def _owners_of(walk: Walk, edge: Edge) -> _Owners | None:
             return None
         if len(ways) != 1 or (known and shape_of(edge).numel() > shape_of(ways[0][1]).numel()):
             return None
-        steps += [] if same else [(edge, axis, ways)]
+        steps.append((edge, axis, [] if same else ways))
         edge = ways[0][1]
-    if found is not None:
-        owners: _Owners | None = (found[0], plain_layout(*found) if found[0] >= 0 else None, None)
+    if edge in before:
+        owners = before[edge]
+    elif found is not None:
+        owners = (found[0], plain_layout(*found) if found[0] >= 0 else None, None)
     else:
         parts = [_owners_of(walk, upstream) for _, upstream in ways]
         if None in parts or len({samples for samples, *_ in parts}) > 1 or (len(parts) > 1 and walk.apart):
             return None
         owners = _moved(edge, ways, parts)
     for edge, axis, ways in reversed(steps):
-        owners = owners and (_moved(edge, ways, [owners]) if axis is None else _multiplied(edge, ways[0][1], axis, owners))
+        if ways:
+            owners = owners and (_moved(edge, ways, [owners]) if axis is None else _multiplied(edge, ways[0][1], axis, owners))
+        if owners is not None and owners[1] is not None:  # what numbers say takes memory
+            before[edge] = owners
     return owners
 
 

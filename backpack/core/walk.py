@@ -74,7 +74,7 @@ class Walk:
         derived: Nodes at or downstream of derivatives of derivatives, up to what outermost modules return; ``double``: whether a root is one.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
         leaves_out: Whether a term is left out of all quantities; ``connected``: whether results shall have a graph, so that every node is crossed.
-        recurrent: The layers of RNNs and GRUs; ``ends``: where parts of leaves begin and end; both found when one of them is read.
+        recurrent: The layers of RNNs and GRUs; ``ends``: where parts of leaves begin and end; both found when one is read, as what is in ``memo``.
     """
 
     def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset()) -> None:
@@ -86,7 +86,7 @@ class Walk:
         self.marks: dict[Node, list[Mark]] = {}
         self.calls: dict[ModuleCall, None] = {}
         self.has_data, self.to_loss, self.to_function, self.passed, self.derived = (set[Node]() for _ in range(5))
-        self.hidden, self.foreign, self.connected, self.recurrent, self.ends = False, 0, False, None, None
+        self.hidden, self.foreign, self.connected, self.recurrent, self.ends, self.memo = False, 0, False, None, None, {}
         self.consumers: dict[Node, int] = {}
         self.order = self._visit(roots)
         self.double = not self.derived.isdisjoint(roots)
