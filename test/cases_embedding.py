@@ -74,6 +74,39 @@ def tied(N: int) -> Problem:
     return classify(model, randint(4, (N,)))
 
 
+class Recommender(Module):
+    """Words of a sequence are looked up, and what is made of them is compared with all words."""
+
+    def __init__(self, make: Callable[[Recommender, Tensor], Tensor], padding: int | None = None) -> None:
+        """Make the parts.
+
+        Args:
+            make: Makes vectors ``[N, *, 3]`` of the words.
+            padding: Number of a word that is constant.
+        """
+        super().__init__()
+        self.make, self.table, self.a = make, nn.Embedding(5, 3, padding), Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Evaluate.
+
+        Args:
+            x: Words ``[N, T]``.
+
+        Returns:
+            ``[N, 5]``, or ``[N, 5, *]``.
+        """
+        vectors = self.make(self, x)
+        return (vectors @ self.table.weight.T).movedim(-1, 1)
+
+
+def recommend(N: int, make: Callable[[Recommender, Tensor], Tensor], padding: int | None = None) -> Problem:
+    """Recommend a word, of sequences in which words come repeatedly."""  # noqa: DOC201
+    model, x = Recommender(make, padding), randint(5, (N, 6))
+    out = model(x)
+    return Problem(model, x, [Term(CrossEntropyLoss(), randint(5, (N, *out.shape[2:])))])
+
+
 def bag(mode: str, **options: object) -> dict:
     """Make the parts of a net with a bag."""  # noqa: DOC201
     return {"bag": nn.EmbeddingBag(5, 3, mode=mode, **options), "b": Linear(3, 4)}
@@ -110,6 +143,17 @@ graph(
     (2,),
     "other parameters",
 )
+RECOMMENDERS: dict[str, Callable[[Recommender, Tensor], Tensor]] = {
+    "last word": lambda net, x: net.a(net.table(x[:, -1]).tanh()),
+    "mean": lambda net, x: net.a(net.table(x).tanh()).tanh().mean(1),
+    "two last words": lambda net, x: net.a(net.table(x).tanh()).tanh()[:, -2:],
+    "each word": lambda net, x: net.a(net.table(x).tanh()),
+    "two lookups": lambda net, x: net.a(net.table(x[:, :3]).mean(1)).tanh() + net.table(x[:, 3]),
+    "two products": lambda net, x: net.a(net.table(x).mean(1)) + (net.table(x[:, 2]).tanh() @ net.table.weight.T).softmax(1) @ net.table.weight,
+}
+for _name, _make in RECOMMENDERS.items():
+    add(f"tied table, {_name}", partial(recommend, make=_make), "reused", "other parameters")
+add("tied table, padding", partial(recommend, make=RECOMMENDERS["mean"], padding=2), "reused", "other parameters")
 add("tied tables", tied, "reused", "nested", "two orientations", "other parameters")
 graph("EmbeddingBag of lists", bag_of_list, lambda: bag("mean", include_last_offset=True), (3,), "other parameters", "chain")
 graph(

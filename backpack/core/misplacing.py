@@ -82,8 +82,8 @@ def refuse_own_rows(walk: Walk, node: Node, state: State) -> None:
     Raises:
         UnsupportedError: If its rows are rather no samples.
     """
-    if state is SPLIT or len({*state.labels} - {-1}) < 2 or not _repeats(walk, state.samples):
-        return
+    if state is SPLIT or state.of_one or -1 in state.labels or not _repeats(walk, state.samples):
+        return  # of a table of which a mini-batch takes the first rows, they are samples
     raise UnsupportedError(
         f"{{names}}: of shape {list(shape_of((node, 0)))}, would have a row on axis {state.axis} for each of the {state.samples} samples, and the "
         "model returns another axis of this length: rather, these are experts, classes or positions, and samples lie on that one. Let the model "

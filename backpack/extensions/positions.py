@@ -4,8 +4,8 @@ Where uses see some of the samples each, as in a loop over samples, they are one
 parts of a weight are one use of all of it, in groups.
 
 Lookups in the weight of an affine layer are uses of it, too: their gradient ``sum_e onehot_e d_e^T`` is that of a layer with the gradients ``d_e`` in
-place of its inputs, and one-hot vectors in place of the gradients of its outputs. Likewise products with the transposed weight, as in derivatives of
-networks with respect to their inputs.
+place of its inputs, and one-hot vectors, formed if need be, in place of the gradients of its outputs. Likewise products with the transposed weight,
+as in derivatives of networks with respect to their inputs.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.derivatives.given import GivenDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
+from backpack.core.derivatives.tied import Tied
 from backpack.core.derivatives.weight_parts import PartDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.plan import Plan
@@ -46,6 +47,7 @@ class Contribution(NamedTuple):
         rows: View of the columns at the output ``{source: [V, N, G, O, L]}``.
         weight: The weight as the layer sees it; ``None`` for a bias.
         own: The groups of which there are views, ``None`` for all.
+        indices: What was looked up ``[N, L]``, where one-hot vectors stand for rows; these are zeros as long as nobody needs them.
     """
 
     use: Use
@@ -55,6 +57,7 @@ class Contribution(NamedTuple):
     rows: Columns
     weight: Tensor | None
     own: slice | None = None
+    indices: Tensor | None = None
 
     @classmethod
     def of(cls, use: Use, name: str, plan: Plan) -> Contribution:
@@ -79,9 +82,10 @@ class Contribution(NamedTuple):
             lookups, samples, size = rule.lookups(call), use.layout.samples, call.weight.shape[0]
             (mat,) = use.value.values()
             grads = lookups.weighted(rule.rows(call, mat, lookups))[0]
-            places = grads.new_zeros(len(grads), size).scatter_(1, lookups.indices[:, None], 1)
-            columns, rows = (part.reshape(samples, 1, len(grads) // max(samples, 1), part.shape[1]).mT for part in (grads, places))
-            return cls(use, name, _LINEAR, columns, dict.fromkeys(use.value, rows[None]), call.weight)
+            indices = lookups.indices.reshape(samples, len(grads) // max(samples, 1))
+            rows = grads.new_zeros(()).expand(1, samples, 1, size, indices.shape[1])
+            columns = grads.reshape(*indices.shape, grads.shape[1]).mT.unsqueeze(1)
+            return cls(use, name, _LINEAR, columns, dict.fromkeys(use.value, rows), call.weight, None, indices)
         values = use.value
         if isinstance(rule, ConvTransposeNDDerivatives) and name == "weight" and values.keys() == {0}:  # the gradient: factors have their own sides
             rule, call, mat = rule.turned(call, values[0]) or (rule, call, values[0])
@@ -125,6 +129,19 @@ class Contribution(NamedTuple):
             return self
         rows = {source: self.columns[None] for source in self.rows}
         return self._replace(rule=other.rule, weight=other.weight, columns=self.some[0], rows=rows)
+
+    def as_layer(self) -> Contribution:
+        """Make one-hot vectors of lookups.
+
+        Returns:
+            The contribution.
+        """
+        indices = self.indices
+        return (
+            self
+            if indices is None
+            else self._replace(rows={source: torch.zeros_like(row).scatter_(3, indices[None, :, None, None], 1) for source, row in self.rows.items()})
+        )
 
     def as_rows(self) -> Contribution:
         """Take each position for a row of its own.
@@ -256,11 +273,22 @@ def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
         if not group[0].use.layout.plain:
             joint.append((_below_each_other(group), len(group)))
             continue
-        side_by_side = _along_positions if all(part.own is None for part in group) else partial(_in_groups, parts=group)
-        columns = None if group[0].columns is None else side_by_side([part.columns for part in group])
-        rows = {source: side_by_side(_of_source(group, source)) for source in _sources(group)}
-        joint.append((group[0].joined(columns, rows, group[0].use.layout), len(group)))
+        tables, layers = ([part for part in group if (part.indices is None) == of_layers] for of_layers in (False, True))
+        if not layers or len(_sources(layers)) > 1 or any(part.own is not None for part in layers):
+            tables, layers = [], [part.as_layer() for part in group]
+        joint.append((_beside_each_other(layers, tables), len(group)))
     return joint
+
+
+def _beside_each_other(parts: list[Contribution], tables: list[Contribution]) -> Use:
+    # joins uses that see all samples, with lookups in their weight
+    side_by_side = _along_positions if all(part.own is None for part in parts) else partial(_in_groups, parts=parts)
+    columns = None if parts[0].columns is None else side_by_side([part.columns for part in parts])
+    use = parts[0].joined(columns, {source: side_by_side(_of_source(parts, source)) for source in _sources(parts)}, parts[0].use.layout)
+    if tables:
+        indices, grads = torch.cat([part.indices for part in tables], 1), torch.cat([part.columns.squeeze(1).mT for part in tables], 1)
+        return Use(Tied(use.call, indices, grads), use.parameters, use.value, use.grad, use.layout)
+    return use
 
 
 def _below_each_other(parts: list[Contribution]) -> Use:

@@ -20,6 +20,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_at_output, sum_of_squares
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import add_at, place_at
+from backpack.core.derivatives.tied import TiedDerivatives
 from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.plan import Plan
 from backpack.core.samples import add_rows
@@ -302,7 +303,11 @@ def affine_squares_at_once(extension: type) -> None:
         rule, call, mat, signs = affine_arguments(use)
         return finish_at_once(extension, use, name) if rule.vectors(call) is None else squares_at_output(mat, signs, use.notes).sum(0)
 
+    def tied(extension: Any, use: Use, name: str) -> Tensor:
+        return squares_of_tied(use)
+
     faster(extension, AffineDerivatives, "weight")(weight)
+    faster(extension, TiedDerivatives, "weight")(tied)
     faster(extension, AffineDerivatives, "bias")(bias)
 
 
@@ -331,6 +336,23 @@ def sum_at_rows(use: Use) -> Tensor:
     """
     squares, _, rows = squares_of_lookups(use)
     return add_at(squares[None], rows, use.call.weight.shape[0])[0]
+
+
+def squares_of_tied(use: Use, scale: float = 1.0) -> Tensor:
+    """Sum the squares of a table that is the weight of a layer, too, over columns and samples.
+
+    Args:
+        use: A use by both.
+        scale: Factor of the squares.
+
+    Returns:
+        ``[K, D]``.
+    """
+    rule, call, mat, signs = affine_arguments(use)
+    squares, _, rows = rule.squares_of_lookups(call, mat, signs)
+    whole = sum_of_squares(call.layer.derivatives, call.layer, mat, signs, scale=scale, notes=use.notes)
+    whole = whole + add_at(squares[None] * scale, rows, len(whole))[0]
+    return whole.clamp(min=0) if signs is None else whole  # rounding may take it below zero
 
 
 def place_at_rows(use: Use) -> Tensor:

@@ -9,6 +9,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.affine import LARGE, AffineDerivatives
 from backpack.core.derivatives.affine_squares import by_gram_matrices, norms_at_output, squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
+from backpack.core.derivatives.tied import TiedDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.networks import Network
 from backpack.core.terms import Term
@@ -72,3 +73,11 @@ def _weight(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
 def _lookup(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
     sums, samples, _ = use.call.derivatives.sums_per_sample(use.call, use.value[0])
     return sums.new_zeros(use.layout.samples).index_add_(0, samples, torch.linalg.vector_norm(sums[0], dim=1).square())
+
+
+@faster(BatchL2Grad, TiedDerivatives, "weight")
+def _tied(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
+    call, mat = use.call, use.value[0]
+    squares, samples, _ = call.derivatives.squares_of_lookups(call, mat, None)
+    norms = squared_norms(call.layer.derivatives, call.layer, mat, notes=use.notes)
+    return norms.index_add(0, samples, squares.sum(1)).clamp(min=0)  # rounding may take it below zero

@@ -11,12 +11,13 @@ from torch.nn import Parameter
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import sum_of_squares
 from backpack.core.derivatives.embedding import LookupDerivatives, add_at, place_at
+from backpack.core.derivatives.tied import TiedDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.extensions.backprop_extension import SubsamplingExtension
 from backpack.extensions.combining import CentredSquares, Noted
 from backpack.extensions.firstorder.base import GradientExtension
 from backpack.extensions.made import OfSquares
-from backpack.extensions.rules import FromGradient, faster, finish_at_once
+from backpack.extensions.rules import FromGradient, faster, finish_at_once, squares_of_tied
 from backpack.utils.precision import wide
 
 
@@ -57,6 +58,16 @@ def _weight(extension: Variance, use: Use, name: str) -> FromGradient | Noted:
     if not rounded:
         return FromGradient(lambda grad: Noted(_variance(squares, grad, samples), lambda: wide(grad)))
     total = wide(sums["weight"]) if "weight" in sums else layer.sum_of_products(call, mat)
+    return Noted(_variance(squares, total, samples), lambda: total)
+
+
+@faster(Variance, TiedDerivatives, "weight")
+def _tied(extension: Variance, use: Use, name: str) -> FromGradient | Noted:
+    mat, samples = use.value[0], max(use.layout.samples, 1)
+    squares = squares_of_tied(use, 1 / samples)
+    if not _rounds_gradient(mat, use.parameters[name]):
+        return FromGradient(lambda grad: Noted(_variance(squares, grad, samples), lambda: wide(grad)))
+    total = use.call.derivatives.sum_of_products(use.call, mat)
     return Noted(_variance(squares, total, samples), lambda: total)
 
 
