@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack.core.batches import agrees_with_data, batch_of, given_to, known_axis, mini_batches
+from backpack.core.batches import agrees_with_data, known_axis, mini_batches
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.downstream import is_looked_up
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.loss_nodes import title
 from backpack.core.memory import owners_in
-from backpack.core.origins import FACTORS, are_positions, is_constant, is_made, is_relative
+from backpack.core.origins import FACTORS, is_constant, is_made, is_relative
 from backpack.core.samples import Layout
 from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, State
@@ -82,8 +82,8 @@ def refuse_own_rows(walk: Walk, node: Node, state: State) -> None:
     Raises:
         UnsupportedError: If its rows are rather no samples.
     """
-    if state is SPLIT or state.of_one or -1 in state.labels or not _repeats(walk, state.samples):
-        return  # of a table of which a mini-batch takes the first rows, they are samples
+    if state is SPLIT or state.samples == 1 or not state.plain or not _repeats(walk, state.samples) or is_looked_up(walk, node, state.axis):
+        return
     raise UnsupportedError(
         f"{{names}}: of shape {list(shape_of((node, 0)))}, would have a row on axis {state.axis} for each of the {state.samples} samples, and the "
         "model returns another axis of this length: rather, these are experts, classes or positions, and samples lie on that one. Let the model "
@@ -108,24 +108,6 @@ def factors_agree(walk: Walk, node: Node, states: Mapping[int, State]) -> bool |
         if layout is not SPLIT and layout.samples > 1:
             found += [agrees_with_data(walk.outermost, tensor, layout) for tensor, apart in _factors_of(walk, node, layout, True) if not apart]
     return None if set(found) <= {None} else False not in found
-
-
-def is_likely(walk: Walk, samples: int) -> bool:
-    """Say whether a model that returns its loss was rather given so many samples than another number, as its arguments tell.
-
-    What is as long as one argument may be samples, or classes, queries or items of all of them, when others, labels among them, have other lengths.
-
-    Args:
-        walk: The graph.
-        samples: Number of samples.
-
-    Returns:
-        Whether no other number of rows is that of more arguments, constants and positions apart; of as many, whether the first one has these.
-    """
-    given = [(call, tensor) for call in walk.outermost for tensor in given_to(call) if tensor.dim() and not tensor.is_nested]
-    lengths = Counter(len(t) for _, t in given if len(t) in walk.batches and not (is_constant(walk, t) or are_positions(t, samples)))
-    most = max((count for length, count in lengths.items() if length != samples), default=0)
-    return lengths[samples] > most or (lengths[samples] == most and any(batch_of(call) == samples for call, _ in given))
 
 
 def _lies_elsewhere(tensor: Tensor, layout: Layout, calls: Iterable[ModuleCall], apart: bool = False) -> bool | None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
+from torch import Size
 from torch.autograd.graph import Node
 
 from backpack.core.batches import known_axis, rows_of, sample_axis
 from backpack.core.calls import Mark, ModuleCall
+from backpack.core.downstream import is_reshaped
 from backpack.core.mixing import comes_from_data
 from backpack.core.slots import Slot
 from backpack.core.walk import Walk
@@ -35,8 +37,13 @@ class Returned(NamedTuple):
     samples: int
     state: State
 
+    @property
+    def shape(self) -> Size:
+        """Shape of the output."""
+        return self.mark.call.outputs[self.mark.index].shape
+
     @classmethod
-    def of(cls, walk: Walk, node: Node, mark: Mark, state: State, samples: int) -> Returned | None:
+    def of(cls, walk: Walk, node: Node, mark: Mark, state: State, samples: int) -> list[Returned]:
         """Take note of an output.
 
         Args:
@@ -47,10 +54,10 @@ class Returned(NamedTuple):
             samples: Number of samples.
 
         Returns:
-            The note; ``None`` if the call has no say.
+            The note; none if the call has no say.
         """
         rows = None if mark.base or mark.call.is_loss or not mark.call.root else rows_of(mark.call, walk.marks[node])
-        return None if rows is None else cls(node, mark, rows, samples, state)
+        return [] if rows is None else [cls(node, mark, rows, samples, state)]
 
 
 def refuse_other_axes(walk: Walk, returned: Collection[Returned]) -> Iterator[UnsupportedError]:
@@ -66,21 +73,23 @@ def refuse_other_axes(walk: Walk, returned: Collection[Returned]) -> Iterator[Un
     Yields:
         The errors.
     """
-    agree = {one.samples for one in returned if one.rows == one.samples and walk.was_given_data(one.mark.call)}
+    if not returned:
+        return
+    agree = [one for one in returned if one.rows == one.samples and one.state is not SPLIT and walk.was_given_data(one.mark.call)]
     refused = 0
-    outputs = [(call, rows_of(call), call.outputs[0].shape if call.outputs else ()) for call in walk.outermost]
+    outputs = [(call, rows_of(call), call.outputs[0].shape) for call in walk.outermost if call.outputs]
     for one in returned:
-        if one.samples in agree or _is_followed(walk, one) or not walk.reach[one.node] & ~refused:
+        told = any(other.samples == one.samples and (one.rows == 1 or one.rows not in other.shape[1:-1]) for other in agree)
+        if told or _is_followed(walk, one) or not walk.reach[one.node] & ~refused:
             continue
-        kept = [(call, shape) for call, rows, shape in outputs if call is not one.mark.call and rows == one.samples and _keeps(shape, one)]
+        kept = [(call, shape) for call, rows, shape in outputs if call.order > one.mark.call.order and rows == one.samples and _keeps(shape, one)]
         if kept and comes_from_data(walk, one.node, one.samples):
             (later, shape), refused = kept[0], refused | walk.reach[one.node]
-            given, shape = list(one.mark.call.outputs[one.mark.index].shape), list(shape)
             yield UnsupportedError(
-                f"{one.mark.call} returns {given}, and {later}, which comes later, {shape}: samples lie on axis 0 of what each of them returns, "
-                f"but these are {one.rows} for the one and {one.samples} for the other, which has the {one.rows} on another axis. Let both have "
-                "samples on axis 0 (draws, views, steps on axis 1), or extend one module that calls both and returns them there; or leave these "
-                "parameters out of all extensions: {exclude}.",
+                f"{one.mark.call} returns {list(one.shape)}, and {later}, which comes later, {list(shape)}: samples lie on axis 0 of what each of "
+                f"them returns, but these are {one.rows} for the one and {one.samples} for the other, which has the {one.rows} on another axis. Let "
+                "both have samples on axis 0 (draws, views, steps on axis 1), or extend one module that calls both and returns them there; or leave "
+                "these parameters out of all extensions: {exclude}.",
                 walk.named(walk.reach[one.node]),
             )
 
@@ -88,10 +97,10 @@ def refuse_other_axes(walk: Walk, returned: Collection[Returned]) -> Iterator[Un
 def _is_followed(walk: Walk, one: Returned) -> bool:
     # whether rows are samples, or parts of samples, also for what comes later; or recurrent layers say where they lie
     if one.state is SPLIT:
-        return False
+        return one.rows == one.samples == 1
     if one.state.axis != sample_axis(one.mark.call, one.mark.index):
         return any(known_axis(call) == one.state.axis for call in walk.calls if call.inputs and isinstance(call.inputs[0], Slot))
-    return one.rows == 1 or len({*one.state.labels} - {-1}) > 1
+    return one.rows == 1 or len({*one.state.labels} - {-1}) > 1 or (one.samples == 1 and is_reshaped(walk, one.node, one.rows))
 
 
 def _keeps(shape: Sequence[int], one: Returned) -> bool:

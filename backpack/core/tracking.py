@@ -15,13 +15,14 @@ from torch.nn import Parameter
 from backpack.core.batches import agrees_with_data, batch_of, counts_others, known_axis, lists_samples, rows_of, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.crossings import lies_elsewhere
+from backpack.core.downstream import leave_the_rows
 from backpack.core.graph import operation, shape_of
 from backpack.core.joining import moves_rows
 from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, is_linear
 from backpack.core.loss_nodes import LossNode
 from backpack.core.losses import refuse_without_loss
 from backpack.core.memory import are_cut
-from backpack.core.misplacing import factors_agree, is_likely, refuse_misplaced
+from backpack.core.misplacing import factors_agree, refuse_misplaced
 from backpack.core.mixing import is_same_for_all
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
@@ -60,9 +61,8 @@ class Tracking:
         self._curved: dict[Node, Node] = {}
         self._unsure: set[Node] = set()
         self._guessed: dict[Node, frozenset[Node]] = {}
-        self._covered, self._told = set[Node](), set[Node]()
-        self._doubts: dict[Node, BackpackError] = {}
-        self._returned: list[Returned | None] = []
+        self._covered, self._told, self._doubts = set[Node](), set[Node](), dict[Node, BackpackError]()
+        self._returned: list[Returned] = []
         self._of_one: ModuleCall | None = None  # a model that was given one sample, and returns several
         self._refused, self._refusals = 0, []
 
@@ -129,7 +129,7 @@ class Tracking:
         """
         call, known = mark.call, self.states.get(node, {}).get(mark.nr)
         if known is not None and len(self.walk.outermost) > 1:
-            self._returned.append(Returned.of(self.walk, node, mark, known, self._samples_at[node]))
+            self._returned += Returned.of(self.walk, node, mark, known, self._samples_at[node])
         told = known is not None or (node in self.states and mark.nr not in self._bare.get(node, ()))  # by what uses it, or other outputs alone
         if told and not call.root:  # only a model has a say then
             if self._of_one is not None and isinstance(known, Layout) and known.samples > 1:
@@ -185,7 +185,7 @@ class Tracking:
 
     def _compare_outputs(self) -> None:
         """Refuse outputs that tell other numbers of samples than the first one of their model of which it is known, or than what is made of them."""
-        for error in refuse_other_axes(self.walk, [one for one in self._returned if one is not None]) if self._returned else ():
+        for error in refuse_other_axes(self.walk, self._returned):
             self._note(error)
         for call in self.walk.outermost:
             first, *others = self._outputs_of(call) or [None]
@@ -250,7 +250,7 @@ class Tracking:
             self._doubt(node, shape, samples)
 
     def _confirm(self, node: Node) -> None:
-        self._told |= self._guessed[node] if not self._is_open or is_likely(self.walk, self._samples_at[node]) else set()
+        self._told |= {start for start in self._guessed[node] if not (self._is_open and leave_the_rows(self.walk, start, self.states[start]))}
 
     def _compare_factors(self, node: Node) -> None:
         # with what a function was given
