@@ -77,15 +77,14 @@ def tied(N: int) -> Problem:
 class Recommender(Module):
     """Words of a sequence are looked up, and what is made of them is compared with all words."""
 
-    def __init__(self, make: Callable[[Recommender, Tensor], Tensor], padding: int | None = None) -> None:
+    def __init__(self, make: Callable[[Recommender, Tensor], Tensor]) -> None:
         """Make the parts.
 
         Args:
             make: Makes vectors ``[N, *, 3]`` of the words.
-            padding: Number of a word that is constant.
         """
         super().__init__()
-        self.make, self.table, self.a = make, nn.Embedding(5, 3, padding), Linear(3, 3)
+        self.make, self.table, self.a = make, nn.Embedding(5, 3), Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         """Evaluate.
@@ -100,9 +99,9 @@ class Recommender(Module):
         return (vectors @ self.table.weight.T).movedim(-1, 1)
 
 
-def recommend(N: int, make: Callable[[Recommender, Tensor], Tensor], padding: int | None = None) -> Problem:
+def recommend(N: int, make: Callable[[Recommender, Tensor], Tensor]) -> Problem:
     """Recommend a word, of sequences in which words come repeatedly."""  # noqa: DOC201
-    model, x = Recommender(make, padding), randint(5, (N, 6))
+    model, x = Recommender(make), randint(5, (N, 6))
     out = model(x)
     return Problem(model, x, [Term(CrossEntropyLoss(), randint(5, (N, *out.shape[2:])))])
 
@@ -153,7 +152,6 @@ RECOMMENDERS: dict[str, Callable[[Recommender, Tensor], Tensor]] = {
 }
 for _name, _make in RECOMMENDERS.items():
     add(f"tied table, {_name}", partial(recommend, make=_make), "reused", "other parameters")
-add("tied table, padding", partial(recommend, make=RECOMMENDERS["mean"], padding=2), "reused", "other parameters")
 add("tied tables", tied, "reused", "nested", "two orientations", "other parameters")
 graph("EmbeddingBag of lists", bag_of_list, lambda: bag("mean", include_last_offset=True), (3,), "other parameters", "chain")
 graph(

@@ -461,14 +461,39 @@ def test_modules_and_parameters_die() -> None:
     assert len(owners._names) == tracked - count
 
 
+def own_weight(module: Module) -> None:
+    module.weight = Parameter(torch.rand(3, 3))
+
+
+def own_layer(base: type[Module], prepare: Callable[[Module], object] | None = None) -> type[Module]:
+    """Make a class of which methods hold it, and something else."""
+    large = torch.zeros(1000)
+
+    class Layer(base):
+        def __init__(self, *args: int) -> None:
+            super().__init__(*args)
+            if prepare is not None:
+                prepare(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert super() is not None
+            return F.linear(x, self.weight) + large[0]
+
+    return Layer
+
+
 @pytest.mark.parametrize(
     "make",
     [
         lambda: parametrizations.weight_norm(Linear(3, 3)),
         lambda: parametrizations.spectral_norm(Linear(3, 3)),
+        lambda: parametrizations.weight_norm(own_layer(Module, own_weight)()),
+        lambda: parametrizations.spectral_norm(own_layer(Linear)(3, 3)),
         lambda: type("Own", (Linear,), {"forward": lambda self, x, scale: F.linear(scale * x, self.weight)})(3, 3),
+        lambda: own_layer(Linear)(3, 3),
+        lambda: own_layer(Module, own_weight)(),
     ],
-    ids=["weight norm", "spectral norm", "class of its own"],
+    ids=["weight norm", "spectral norm", "weight norm, own", "spectral norm, own", "class of its own", "class that is derived", "class without rule"],
 )
 def test_classes_die_with_their_modules(make: Callable[[], Module]) -> None:
     """A parametrized module has a class of its own, which holds it: nothing that is known of classes may keep them."""

@@ -21,8 +21,12 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     if matrices.shape[1] == 1:
         return matrices.squeeze(2), torch.ones_like(matrices)
     broken = ~matrices.isfinite().all(2).all(1).unsqueeze(1)
-    values, vectors = torch.linalg.eigh(matrices.masked_fill(broken.unsqueeze(2), 0.0))
-    return values.masked_fill(broken, nan), vectors
+    scales = matrices.masked_fill(broken.unsqueeze(2), 0.0).abs().amax((1, 2), keepdim=True) if matrices.numel() else matrices
+    scales = scales.where(scales > 0, 1.0)
+    scaled = matrices.masked_fill(broken.unsqueeze(2), 0.0) / scales
+    # LAPACK fails, or returns no numbers, where some of a matrix are too small to be normal
+    values, vectors = torch.linalg.eigh(scaled.masked_fill(scaled.abs() < torch.finfo(scaled.dtype).tiny, 0.0))
+    return (values * scales.squeeze(2)).masked_fill(broken, nan), vectors
 
 
 def signed_root(matrices: Tensor) -> tuple[Tensor, Tensor]:

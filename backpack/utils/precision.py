@@ -64,9 +64,10 @@ def tolerances(values: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: The type in which they were computed.
 
     Returns:
-        The differences ``[N, 1, ...]``, relative to the sum of a sample's numbers, without those that are not finite.
+        The differences ``[N, 1, ...]``, relative to the largest of a sample's numbers that are finite.
     """
-    sizes = values.nan_to_num(0.0, 0.0, 0.0).abs().unsqueeze(-1).flatten(1).sum(1)
+    sizes = values.nan_to_num(0.0, 0.0, 0.0).abs().unsqueeze(-1).flatten(1)
+    sizes = sizes.amax(1) if sizes.numel() else sizes.sum(1)
     return sqrt(torch.finfo(dtype).eps) * sizes.view(-1, *[1] * (values.dim() - 1))
 
 

@@ -57,7 +57,7 @@ class GenericLossDerivatives(BlockLossDerivatives):
         if self.hessian_is_psd():
             return True
         matrices = wide(self._blocks(module).matrices)
-        values = eigh(matrices.flatten(0, 1))[0].reshape(len(matrices), -1)
+        values = eigh(matrices.flatten(0, 1))[0].reshape(matrices.shape[:-1]).flatten(1)
         return not exceeds(-values, tolerances(values, module.input0.dtype), module)
 
     def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
@@ -99,7 +99,7 @@ class GenericLossDerivatives(BlockLossDerivatives):
         matrices = wide(subsample(blocks.matrices, subsampling=subsampling))
 
         def refuse(values: Tensor) -> None:
-            non_negative(values.reshape(len(matrices), -1), module, "eigenvalues")
+            non_negative(values.reshape(matrices.shape[:-1]).flatten(1), module, "eigenvalues")
 
         return blocks._replace(matrices=square_root(matrices.flatten(0, 1), refuse).reshape(matrices.shape))
 

@@ -2,15 +2,14 @@
 
 The loss is evaluated again on its recorded inputs and differentiated twice, so that its own reduction, weights and options enter as they
 are. Entries that do not meet in the loss (those of an image in a distance, or positions in a cross-entropy) share a Hessian-vector product, as
-samples do: ``M`` products with unit vectors give all blocks of ``M`` entries, and one more with a fixed pseudo-random vector proves that nothing
-lies outside of them.
+samples do: ``M`` products with unit vectors give all blocks of ``M`` entries. What does not meet has a zero in the product, no rounding error, where
+the vector has zeros: a few pseudo-random vectors that are zero in half of the blocks each, in another half in each pair of blocks, prove it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -27,10 +26,10 @@ from backpack.utils.nested import tensors_in
 from backpack.utils.precision import largest, tolerance, tolerances
 from backpack.utils.random_state import random_state_kept
 
-_FEW = 8
+_MATRIX, _FEW = 2, 8
 """Blocks are looked for where they have at most one entry in so many of a sample."""
-_ROUNDING = 32
-"""Machine epsilons, relative to a sample's numbers, up to which a number outside of the blocks is rounding: else larger blocks are taken."""
+_ROUNDING = 4
+"""Rounding errors of second derivatives, in machine epsilons, relative to what they are where predictions are neither certain nor far away."""
 
 
 class Blocks(NamedTuple):
@@ -107,39 +106,6 @@ class Blocks(NamedTuple):
         return columns[self.cut(places).flatten().argsort()]
 
 
-class _Measured(NamedTuple):
-    """Blocks of a Hessian, and its product with a pseudo-random vector, all cut into blocks."""
-
-    blocks: Blocks
-    vector: Tensor
-    product: Tensor
-
-    def outside(self) -> Tensor:
-        """Say how much of the product the blocks do not make.
-
-        Returns:
-            ``[N, P, M]``.
-        """
-        return (self.product - torch.einsum("npij,npj->npi", self.blocks.matrices, self.vector)).abs()
-
-    def rounding(self) -> Tensor:
-        """Bound the rounding errors of the product.
-
-        Returns:
-            ``[N, P, M]``.
-        """
-        sizes = torch.einsum("npij,npj->npi", self.blocks.matrices.abs(), self.vector.abs())
-        return _ROUNDING * torch.finfo(sizes.dtype).eps * (sizes + sizes.amax((1, 2), keepdim=True))
-
-    def symmetric(self) -> Blocks:
-        """Make the blocks symmetric, as they are up to rounding.
-
-        Returns:
-            The blocks.
-        """
-        return self.blocks._replace(matrices=(self.blocks.matrices + self.blocks.matrices.mT) / 2)
-
-
 def hessian_blocks(module: Module) -> Blocks:
     """Compute the Hessian of (the sum over the entries of) a loss with respect to each sample's slice of its first input, without most of its zeros.
 
@@ -147,17 +113,17 @@ def hessian_blocks(module: Module) -> Blocks:
         module: A loss with recorded inputs and output.
 
     Returns:
-        Numbers, if each entry has a term of its own, matrices along the first or the last axis of a sample, or whole ones.
+        Symmetric matrices: numbers, if each entry has a term of its own, matrices along the first or the last axis of a sample, or whole ones.
 
     Raises:
         MixedSamplesError: If the Hessian couples different samples.
     """
-    shape = module.input0.shape
-    sizes = {(1, -1)} | {(shape[axis], axis) for axis in (1 - len(shape), -1) if len(shape) > 2}
+    point, shape = module.input0, module.input0.shape
+    sizes = {(1, -1)} | {(shape[axis], axis) for axis in (1 - len(shape), -1) if len(shape) > _MATRIX}
     for size, axis in sorted(pair for pair in sizes if 0 < pair[0] * _FEW <= shape[1:].numel()):
-        measured = _in_blocks(module.input0, lambda vectors: hessian_products(module, vectors), axis, size)
-        if (measured.outside() <= measured.rounding()).all():
-            return measured.symmetric()
+        frame = _frame(point, axis, size)
+        if _lie_apart(point, lambda vectors: hessian_products(module, vectors), frame):
+            return _in_blocks(hessian_products(module, _units(frame, point)), frame)
     return Blocks(sample_hessians(module).unsqueeze(1), -1, shape[1:])
 
 
@@ -174,28 +140,51 @@ def sample_hessians(module: Module) -> Tensor:
         MixedSamplesError: If the Hessian couples different samples.
     """
     recorded = module.input0
-    entries = recorded.shape[1:].numel()
-    measured = _in_blocks(recorded, lambda vectors: hessian_products(module, vectors), -1, entries)
-    deviation, allowed = measured.outside(), tolerances(measured.product, recorded.dtype)
-    differs = len(recorded) > 1 and (deviation > allowed).any()
-    if differs and (exceeds(deviation, allowed, module) or _couples_elsewhere(module)):
+    frame = _frame(recorded, -1, recorded.shape[1:].numel())
+    apart = _lie_apart(recorded, lambda vectors: hessian_products(module, vectors), frame)
+    *columns, product = hessian_products(module, [*_units(frame, recorded), probe(recorded)])
+    blocks = _in_blocks(columns, frame)
+    if not apart and (exceeds(_outside(blocks, product), tolerances(product, recorded.dtype), module) or _couple_elsewhere(module, frame)):
         raise MixedSamplesError(
             f"The Hessian of {module} with respect to its input {tuple(recorded.shape)} couples entries with different indices on axis 0, "
             "so that no second-order quantity of a sample exists. The loss must be a sum, or a mean, of one term per sample. First-order quantities, "
             "those of the rows of its input, take any loss."
         )
-    return measured.symmetric().matrices.reshape(len(recorded), entries, entries)
+    return blocks.matrices.squeeze(1)
 
 
-def _in_blocks(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]], axis: int, size: int) -> _Measured:
-    # blocks of so many entries along an axis, those of all places and samples from the same products
+def _frame(point: Tensor, axis: int, size: int) -> Blocks:
+    # blocks of so many entries along an axis, without numbers
     places = point.shape[1:].numel() // size if size else 1
-    frame = Blocks(point.new_zeros(()).expand(len(point), places, size, size), axis, point.shape[1:])
-    units = torch.eye(size, dtype=point.dtype, device=point.device).reshape(size, 1, 1, size).expand(size, len(point), places, size)
-    *columns, product = multiply([*frame.joined(units), probe(point)])
-    vector, product = frame.cut(torch.stack([probe(point), product]))
-    matrices = frame.cut(torch.stack(columns)).permute(1, 2, 3, 0) if columns else frame.matrices
-    return _Measured(frame._replace(matrices=matrices), vector, product)
+    return Blocks(point.new_zeros(()).expand(len(point), places, size, size), axis, point.shape[1:])
+
+
+def _units(frame: Blocks, point: Tensor) -> Tensor:
+    # the unit vectors of the entries of a block, for all blocks at once ``[M, N, *]``
+    size = frame.matrices.shape[2]
+    units = torch.eye(size, dtype=point.dtype, device=point.device).reshape(size, 1, 1, size)
+    return frame.joined(units.expand(size, *frame.matrices.shape[:3]))
+
+
+def _in_blocks(columns: Sequence[Tensor], frame: Blocks) -> Blocks:
+    # made of products with these
+    matrices = frame.cut(torch.stack([*columns])).permute(1, 2, 3, 0) if len(columns) else frame.matrices
+    return frame._replace(matrices=(matrices + matrices.mT) / 2)
+
+
+def _lie_apart(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]], frame: Blocks) -> bool:
+    # whether nothing lies outside of blocks
+    samples, places = frame.matrices.shape[:2]
+    numbers = torch.arange(samples * places, device=point.device).reshape(samples, places, 1)
+    halves = [(numbers >> bit) % 2 for bit in range((numbers.numel() - 1).bit_length() if numbers.numel() else 0)]
+    vector = frame.cut(probe(point).unsqueeze(0))
+    products = multiply([frame.joined(vector * half).squeeze(0) for half in halves])
+    return not any(frame.cut(product.unsqueeze(0)).masked_fill(half.bool(), 0).any() for product, half in zip(products, halves, strict=True))
+
+
+def _outside(blocks: Blocks, product: Tensor) -> Tensor:
+    # how much of the product with the probe blocks do not make ``[N, *]``
+    return (product - blocks.times(probe(product).unsqueeze(0)).squeeze(0)).abs()
 
 
 def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: float = 1.0) -> bool:
@@ -213,15 +202,18 @@ def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: floa
     if not (errors > allowed).any():
         return False
     recorded = module.input0
-    sizes = [largest(multiply([probe(recorded)])[0]) for multiply in elsewhere(module)]
-    rounding = 8 * prod(recorded.shape[1:]) * torch.finfo(recorded.dtype).eps * scale * max(sizes, default=0.0)
-    return bool((errors > allowed + rounding).any())
+    size = next((largest(multiply([probe(recorded)])[0]) for multiply in elsewhere(module)), 0.0)
+    return bool((errors > allowed + _ROUNDING * torch.finfo(recorded.dtype).eps * scale * size).any())
 
 
-def _couples_elsewhere(module: Module) -> bool:
+def _couple_elsewhere(module: Module, frame: Blocks) -> bool:
+    # whether samples meet where rounding does not tell that they do not
     point = module.input0.detach()
-    found = [_in_blocks(point, multiply, -1, point.shape[1:].numel()) for multiply in elsewhere(module)]
-    return any((measured.outside() > tolerances(measured.product, point.dtype)).any() for measured in found)
+    for multiply in elsewhere(module):
+        *columns, product = multiply([*_units(frame, point), probe(point)])
+        if (_outside(_in_blocks(columns, frame), product) > tolerances(product, point.dtype)).any():
+            return True
+    return False
 
 
 def elsewhere(module: Module) -> list[Callable[[list[Tensor]], list[Tensor]]]:

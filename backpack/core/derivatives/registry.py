@@ -152,14 +152,22 @@ def _search(module_class: type[Module], replaced: bool) -> Found:
     candidates = [(base, *_RULES[base]) for base in module_class.__mro__ if base in _RULES]
     # a descriptor of another kind may give something new each time, or nothing, when the class is asked
     plain = {name for _, _, methods in candidates for name, method in methods.items() if isinstance(method, _PLAIN)}
-    read = attrgetter(*plain | {"forward"} if candidates else ["__mro__"])  # a traced module has a forward that its class does not
+    read = attrgetter(*plain | {"forward"} if candidates else ["__bases__"])  # a traced module has a forward that its class does not
     now = read(module_class)
+    if candidates and not all(getattr(method, "__module__", "").startswith("torch.") for method in (now if isinstance(now, tuple) else (now,))):
+        read = partial(_identities, read)  # methods of a class may hold it, as those that call super() do
+        now = read(module_class)
     for base, rule, methods in candidates:
         if not replaced and all(getattr_static(module_class, name) is method for name, method in methods.items()):
             return Found(read, now, rule, base, _is_ours(rule))
         if rule.any_forward:
             return Found(read, now, rule, None, _is_ours(rule))
     return Found(read, now, None, None, ours=True)
+
+
+def _identities(read: Callable[[type[Module]], Any], module_class: type[Module]) -> tuple[int, ...]:
+    found = read(module_class)
+    return tuple(map(id, found if isinstance(found, tuple) else (found,)))
 
 
 def _is_ours(rule: BaseDerivatives) -> bool:
