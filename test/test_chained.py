@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from backpack import backpack, extend
 from backpack.extensions import KFLR, BatchGrad, BatchL2Grad, DiagGGNExact, Variance
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import MixedSamplesError, UnsupportedError
 
 
 def mlp(*sizes: int) -> Sequential:
@@ -26,7 +26,8 @@ class Parts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.b, self.rnn, self.positions, self.tokens = mlp(4, 3), mlp(3, 2), nn.GRU(3, 3), nn.Embedding(6, 3), nn.Embedding(9, 3)
+        self.a, self.b, self.rnn, self.positions, self.draws = mlp(4, 3), mlp(3, 2), nn.GRU(3, 3), nn.Embedding(6, 3), mlp(3, 3)
+        self.forward_first = nn.GRU(3, 3, batch_first=True)
         self.double()
 
 
@@ -40,17 +41,18 @@ OTHER_AXES: dict[str, Callable[[Parts, Tensor], Tensor]] = {
     "draws first, averaged": lambda net, x: net.b(net.a(x[:, 0])[None] + noise(x.shape[1], len(x), 3)).mean(0),
     "views stacked": lambda net, x: net.b(torch.stack([net.a(x[:, i]) for i in range(x.shape[1])])).mean(0),
     "axes exchanged": lambda net, x: net.b(net.a(x).transpose(0, 1)).transpose(0, 1).mean(1),
+    "draws of a network": lambda net, x: net.b(net.a(x[:, 0])[None] + net.draws(noise(x.shape[1], len(x), 3))),
     "leaf modules": lambda net, x: net.b[2](net.a[0](x[:, 0])[None] + noise(x.shape[1], len(x), 5)),
 }
 
 
 @pytest.mark.parametrize("extensions", [(BatchGrad, Variance), (BatchL2Grad,), (DiagGGNExact, KFLR)])
-@pytest.mark.parametrize(("samples", "others"), [(4, 1), (4, 2), (3, 4)])
+@pytest.mark.parametrize(("samples", "others"), [(4, 1), (4, 2), (3, 4), (3, 3)])
 @pytest.mark.parametrize("way", OTHER_AXES)
 def test_samples_on_another_axis_of_a_later_part(way: str, samples: int, others: int, extensions: tuple[type, ...]) -> None:
     net, lossfunc = extend(Parts()), extend(nn.MSELoss())
     out = OTHER_AXES[way](net, torch.rand(samples, others, 4).double())
-    with backpack(*(extension() for extension in extensions)), pytest.raises(UnsupportedError):
+    with backpack(*(extension() for extension in extensions)), pytest.raises((UnsupportedError, MixedSamplesError)):
         lossfunc(out, torch.zeros_like(out)).backward()
     assert results(net) == {}
 
@@ -69,6 +71,8 @@ AGREE: dict[str, Callable[[Parts, Tensor], Tensor]] = {
     "rows of a sample": lambda net, x: net.b(net.a(x.flatten(0, 1)).unflatten(0, x.shape[:2]).sum(1)),
     "time first": lambda net, x: net.b(net.a(x.transpose(0, 1)).mean(0)),
     "time first, recurrent": lambda net, x: net.b(net.rnn(net.a(x.transpose(0, 1)))[0].mean(0)),
+    "flattened for one part": lambda net, x: net.b(net.a(x.flatten(0, 1)).view(*x.shape[:2], 3)).mean(1),
+    "flattened in front of a recurrent layer": lambda net, x: net.b(net.forward_first(net.a(x.flatten(0, 1)).view(*x.shape[:2], 3))[0][:, -1]),
     "positions": lambda net, x: net.b(net.a(x) + net.positions(torch.arange(x.shape[1]))).mean(1),
     "positions beside what is no part": lambda net, x: net.b(x[..., :3] + net.positions(torch.arange(x.shape[1]))).mean(1),
     "pieces": lambda net, x: net.b(torch.cat([net.a(part) for part in x[:, 0].split(1)])),

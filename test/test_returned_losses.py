@@ -1492,3 +1492,47 @@ def test_samples_beside_tables(tables: tuple[int, ...]) -> None:
         model(x, y, *others).backward()
     rows = [torch.autograd.grad(model(x[n : n + 1], y[n : n + 1], *others) / 5, model.body.weight)[0] for n in range(5)]
     close(model.body.weight.grad_batch, torch.stack(rows))
+
+
+class OfImages(Model):
+    """Images of different sizes in a list, taken one by one as mini-batches of one."""
+
+    def forward(self, images: list[Tensor], labels: list[Tensor]) -> Tensor:
+        losses = [F.cross_entropy(self.scores(image.mean((1, 2))[None].expand(1, 4)), y) for image, y in zip(images, labels, strict=True)]
+        return sum(losses) / len(images)
+
+
+@pytest.mark.parametrize("extensions", [(BatchGrad, Variance), (BatchDiagGGNExact,)])
+@pytest.mark.parametrize("samples", [2, 5])
+def test_a_list_of_single_images(samples: int, extensions: tuple[type, ...]) -> None:
+    """All would be one sample, as each has one channel, which looks like a mini-batch of one."""
+    model = extend(OfImages().double())
+    images = [torch.rand(1, 3 + n, 4).double() for n in range(samples)]
+    with pytest.raises(UnsupportedError, match="given a list of"), backpack(*(extension() for extension in extensions)):
+        model(images, [torch.randint(4, (1,)) for _ in range(samples)]).backward()
+    assert not any(results(model).values())
+
+
+def test_a_list_of_one_image() -> None:
+    model = extend(OfImages().double())
+    with backpack(BatchGrad()):
+        model([torch.rand(1, 3, 4).double()], [torch.tensor([2])]).backward()
+    close(model.head.weight.grad_batch[0], model.head.weight.grad)
+
+
+class TablesFirst(Model):
+    """Weights of classes, and other tables, come before what the samples are."""
+
+    def forward(self, weights: Tensor, smoothing: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.scores(x) @ smoothing, y, weights, reduction="sum")
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_tables_in_front_of_the_samples(samples: int) -> None:
+    torch.manual_seed(0)
+    model, x, y = extend(TablesFirst().double()), torch.rand(samples, 4).double(), torch.randint(4, (samples,))
+    tables = torch.rand(4).double(), torch.rand(4, 4).double()
+    with backpack(BatchGrad()):
+        model(*tables, x, y).backward()
+    rows = [torch.autograd.grad(model(*tables, x[n : n + 1], y[n : n + 1]), model.body.weight)[0] for n in range(samples)]
+    close(model.body.weight.grad_batch, torch.stack(rows))

@@ -520,7 +520,7 @@ def test_rows_of_parameters_are_no_samples(way: str, extension: type) -> None:
 
 def test_message_of_rows_of_parameters() -> None:
     model = extend(Members(ROWS_OF_PARAMETERS["sum"])).double()
-    said = r"w: of shape \[4, 2\], would have a row on axis 0 for each of the 4 samples, and the model returns another axis(.|\n)*\"w\""
+    said = r"w: of shape \[4, 2\], would have a row on axis 0 for each of the 4 samples, and what is made of it has(.|\n)*\"w\""
     with pytest.raises(UnsupportedError, match=said), backpack(BatchGrad()):
         model(torch.randn(MEMBERS, 2).double()).square().sum().backward()
 
@@ -536,10 +536,11 @@ def test_classes_first_with_another_number_of_samples(way: str, samples: int) ->
     close(model.w.grad_batch, torch.stack(rows))
 
 
-def test_a_parameter_with_a_row_for_each_sample() -> None:
-    """Codes of samples that are always all there: nothing else is as long."""
+@pytest.mark.parametrize("make", [lambda net, x: net.head(x + net.w), lambda net, x: F.linear(x * net.w.tanh(), net.W[0].repeat(2, 1))])
+def test_a_parameter_with_a_row_for_each_sample(make: Callable[[Members, Tensor], Tensor]) -> None:
+    """Codes of samples that are always all there: nothing that they meet is as long, though the output may be."""
     torch.manual_seed(0)
-    model = extend(Members(lambda net, x: net.head(x + net.w))).double()
+    model = extend(Members(make)).double()
     x = torch.randn(MEMBERS, 2).double()
     with backpack(BatchGrad()):
         model(x).square().sum().backward()

@@ -55,6 +55,30 @@ def is_looked_up(walk: Walk, node: Node, axis: int) -> bool:
     return any(axis in {a % axes for a in _LOOKUPS[operation(user)](user)} for user, _, _ in users(walk, node) if operation(user) in _LOOKUPS)
 
 
+def meets(walk: Walk, node: Node, length: int) -> bool:
+    """Say whether something that is made of a parameter has several axes of a length: not if these are features, which another parameter brings.
+
+    Args:
+        walk: The graph.
+        node: Leaf of the parameter.
+        length: The length.
+
+    Returns:
+        Whether it does.
+    """
+    stack, seen = [node], set[Node]()
+    while stack:
+        for user, place, _ in users(walk, stack.pop()):
+            several = shape_of((user, 0)).count(length) > 1
+            others = [n for i, (n, _) in enumerate(user.next_functions) if i != place]
+            if several and not (operation(user) in FACTORS.keys() | {"Convolution"} and any(map(walk.is_tracked, others))):
+                return True
+            if not several and user not in seen:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
 def leave_the_rows(walk: Walk, node: Node, states: Mapping[int, State]) -> bool:
     """Say whether samples come to lie beside rows that could be samples rather than they, as far as what the model was given tells.
 

@@ -12,7 +12,7 @@ from backpack.core.batches import agrees_with_data, known_axis, mini_batches
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
-from backpack.core.downstream import is_looked_up
+from backpack.core.downstream import is_looked_up, meets
 from backpack.core.graph import operation, saved, saved_tensors, shape_of
 from backpack.core.loss_nodes import title
 from backpack.core.memory import owners_in
@@ -70,7 +70,7 @@ def refuse_misplaced(walk: Walk, node: Node, states: Mapping[int, State]) -> Non
 
 
 def refuse_own_rows(walk: Walk, node: Node, state: State) -> None:
-    """Refuse a parameter that would have a row for each sample, where the output has as many samples on another axis.
+    """Refuse a parameter that would have a row for each sample, where what it meets first has an axis that is as long.
 
     The output ``[E, N, C]`` of ``E`` experts ``[E, D, C]`` looks like that if ``E`` is ``N``, whatever they are given.
 
@@ -82,11 +82,11 @@ def refuse_own_rows(walk: Walk, node: Node, state: State) -> None:
     Raises:
         UnsupportedError: If its rows are rather no samples.
     """
-    if state is SPLIT or state.samples == 1 or not state.plain or not _repeats(walk, state.samples) or is_looked_up(walk, node, state.axis):
+    if state is SPLIT or state.samples == 1 or not state.plain or is_looked_up(walk, node, state.axis) or not meets(walk, node, state.samples):
         return
     raise UnsupportedError(
-        f"{{names}}: of shape {list(shape_of((node, 0)))}, would have a row on axis {state.axis} for each of the {state.samples} samples, and the "
-        "model returns another axis of this length: rather, these are experts, classes or positions, and samples lie on that one. Let the model "
+        f"{{names}}: of shape {list(shape_of((node, 0)))}, would have a row on axis {state.axis} for each of the {state.samples} samples, and what "
+        "is made of it has another axis of this length: rather, these are experts, classes or positions, and samples lie on that one. Let the model "
         "return its samples on axis 0 ([N, E, C], not [E, N, C]), use a mini-batch of another size, or leave it out of all extensions: {exclude}.",
         walk.named(walk.reach[node]),
     )

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import reduce
+from operator import or_
 from typing import NamedTuple
 
 from torch import Size
 from torch.autograd.graph import Node
 
-from backpack.core.batches import known_axis, rows_of, sample_axis
+from backpack.core.batches import known_axis, lists_samples, rows_of, sample_axis
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.downstream import is_reshaped
 from backpack.core.mixing import comes_from_data
-from backpack.core.slots import Slot
 from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, State
 from backpack.utils.errors import UnsupportedError
+from backpack.utils.nested import lists_in, opened
 
 _MATRIX = 2
 
@@ -99,7 +102,7 @@ def _is_followed(walk: Walk, one: Returned) -> bool:
     if one.state is SPLIT:
         return one.rows == one.samples == 1
     if one.state.axis != sample_axis(one.mark.call, one.mark.index):
-        return any(known_axis(call) == one.state.axis for call in walk.calls if call.inputs and isinstance(call.inputs[0], Slot))
+        return any(call.order > one.mark.call.order and call.inputs and known_axis(call) is not None for call in walk.calls)
     return one.rows == 1 or len({*one.state.labels} - {-1}) > 1 or (one.samples == 1 and is_reshaped(walk, one.node, one.rows))
 
 
@@ -107,6 +110,32 @@ def _keeps(shape: Sequence[int], one: Returned) -> bool:
     # whether a tensor has the rows on another axis than the first; the last one is rather that of features
     features = one.state is not SPLIT or len(shape) > _MATRIX or one.samples % one.rows == 0
     return one.rows in (shape[1:-1] if features else shape[1:])
+
+
+def refuse_lists_of_one(walk: Walk, numbers: Iterable[int]) -> Iterator[UnsupportedError]:
+    """Refuse a model that returns its loss and calls a layer for each entry of a list, as a mini-batch of one: all of them would be one sample.
+
+    Args:
+        walk: The graph.
+        numbers: Numbers of samples that were found.
+
+    Yields:
+        The error.
+    """
+    if not walk.returns_loss or {*numbers} != {1}:
+        return
+    lists = [(call, len(value)) for call in walk.outermost if lists_samples(call) for given in call.inputs for value in lists_in(opened(given))]
+    times = Counter(call.recorder for call in walk.calls if not call.root and walk.was_given_data(call))
+    for call, length in lists:
+        if length > 1 and length in times.values():
+            bits = reduce(or_, (walk.reach[root] for root in walk.roots))
+            yield UnsupportedError(
+                f"{call} returns its loss, and was given a list of {length}, for each entry of which a layer was called with a single row: these "
+                f"may be {length} samples, or all be of one. Let the model return its predictions, with the samples on axis 0, and compute the loss "
+                "of them; or call it, and backward, for each of them (backpack(..., accumulate=True)).",
+                walk.named(bits),
+            )
+            return
 
 
 def unlike(walk: Walk, call: ModuleCall, node: Node, one: int, other: int) -> UnsupportedError:

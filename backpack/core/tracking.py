@@ -26,7 +26,7 @@ from backpack.core.misplacing import factors_agree, refuse_misplaced
 from backpack.core.mixing import is_same_for_all
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
-from backpack.core.returned import Returned, refuse_other_axes, unlike
+from backpack.core.returned import Returned, refuse_lists_of_one, refuse_other_axes, unlike
 from backpack.core.samples import Layout, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output, start_at_time, start_beside
@@ -185,7 +185,7 @@ class Tracking:
 
     def _compare_outputs(self) -> None:
         """Refuse outputs that tell other numbers of samples than the first one of their model of which it is known, or than what is made of them."""
-        for error in refuse_other_axes(self.walk, self._returned):
+        for error in (*refuse_other_axes(self.walk, self._returned), *refuse_lists_of_one(self.walk, self._samples_at.values())):
             self._note(error)
         for call in self.walk.outermost:
             first, *others = self._outputs_of(call) or [None]
