@@ -58,21 +58,27 @@ def walk_from(roots: list[Any], extensions: tuple[BackpropExtension, ...], only:
         )
     nodes = nodes_of(roots)
     second_order = any(ext.expects_backpropagation_quantities() for ext in extensions)
+    modules = bool(_modular(extensions))
 
     def walk() -> Walk:
         excluded = excluded_by(extensions)
-        return Walk(nodes, second_order, excluded if only is None else excluded | (owners.ids() - only))
+        return Walk(nodes, second_order, excluded if only is None else excluded | (owners.ids() - only), modules)
 
     try:
         found, unnamed = walk(), False
     except ArgumentError:  # the name may be that of a newcomer
-        found, unnamed = Walk(nodes, second_order), True
+        found, unnamed = Walk(nodes, second_order, modules=modules), True
     if is_distributed():
         refuse_sharded(found)
     if not found.double and (unnamed or has_newcomers(found)) and (adopt(found) or unnamed):
         found = walk()
     find_inner(found)
     return found
+
+
+def _modular(extensions: tuple[BackpropExtension, ...]) -> list[BackpropExtension]:
+    # those that read modules alone, and no functions
+    return [extension for extension in extensions if extension.flow is not None and extension.flow.needs is Need.MODULES]
 
 
 def refuse_sharded(walk: Walk) -> None:
@@ -288,7 +294,7 @@ def all_refused(
         except BackpackError as error:
             errors.append(error)
     whole = first if len(errors) == 1 else merge(errors)
-    modular = [extension for extension in extensions if extension.flow is not None and extension.flow.needs is Need.MODULES]
+    modular = _modular(extensions)
     others = tuple(extension for extension in extensions if extension not in modular)
     if modular and others and _is_accepted(roots, others, only, returns):
         names = " and ".join(type(extension).__name__ for extension in modular)

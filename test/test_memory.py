@@ -491,7 +491,7 @@ def own_layer(base: type[Module], prepare: Callable[[Module], object] | None = N
         lambda: parametrizations.spectral_norm(own_layer(Linear)(3, 3)),
         lambda: type("Own", (Linear,), {"forward": lambda self, x, scale: F.linear(scale * x, self.weight)})(3, 3),
         lambda: own_layer(Linear)(3, 3),
-        own_layer(Module, own_weight),
+        lambda: own_layer(Module, own_weight)(*()),
     ],
     ids=["weight norm", "spectral norm", "weight norm, own", "spectral norm, own", "class of its own", "class that is derived", "class without rule"],
 )

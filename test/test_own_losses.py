@@ -729,3 +729,80 @@ def test_functional_layers_at_the_output_are_layers_under_any_loss(name: str, sa
         loss = net(sample[None]).square().flatten(1).logsumexp(1).sum() / samples
         for p, expected in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             torch.testing.assert_close(p.grad_batch[row], expected)
+
+
+class Made(nn.Module):
+    """A loss of the user's own, made of a function."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        return self.function(prediction, target)
+
+
+def smoothed(out: Tensor, y: Tensor) -> Tensor:
+    log_probs = out.log_softmax(1)
+    return -(0.7 * log_probs.gather(1, y.unsqueeze(1)).squeeze(1) + 0.3 * log_probs.mean(1)).mean()
+
+
+# a cross-entropy by hand, shape of a prediction, the same
+CROSS_ENTROPIES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], Callable[[Tensor, Tensor], Tensor]]] = {
+    "the function": (F.cross_entropy, (4,), F.cross_entropy),
+    "gathered": (lambda out, y: -out.log_softmax(1).gather(1, y.unsqueeze(1)).mean(), (4,), F.cross_entropy),
+    "gathered, positions": (lambda out, y: -out.log_softmax(1).gather(1, y.unsqueeze(1)).mean(), (4, 2, 3), F.cross_entropy),
+    "indices": (lambda out, y: -out.log_softmax(1)[torch.arange(len(y)), y].sum() / len(y), (4,), F.cross_entropy),
+    "smoothed": (smoothed, (4, 3), lambda out, y: F.cross_entropy(out, y, label_smoothing=0.3)),
+    "classes last": (lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), (3, 4), lambda out, y: F.cross_entropy(out.transpose(1, 2), y)),
+    "classes last, gathered": (
+        lambda out, y: -out.float().double().log_softmax(-1).gather(-1, y.unsqueeze(-1)).mean(),
+        (3, 4),
+        lambda out, y: F.cross_entropy(out.transpose(1, 2), y),
+    ),
+    "shifted": (
+        lambda out, y: F.cross_entropy(out[:, :-1].reshape(-1, 4), y[:, 1:].reshape(-1)),
+        (3, 4),
+        lambda out, y: F.cross_entropy(out[:, :-1].transpose(1, 2), y[:, 1:]),
+    ),
+}
+
+
+def quantities_of(lossfunc: Callable[[Tensor, Tensor], Tensor], shape: tuple[int, ...], samples: int, active: list) -> dict[str, Any]:
+    torch.manual_seed(0)
+    size = torch.Size(shape).numel()
+    model = extend(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, size), nn.Unflatten(1, shape)).double())
+    x = torch.rand(samples, 3).double()
+    classes_last = shape[0] == 3
+    y = torch.randint(4, (samples, *(shape[:-1] if classes_last else shape[1:])))
+    torch.manual_seed(1)
+    with backpack(*active):
+        lossfunc(model(x), y).backward()
+    return {f"{name} {e.savefield}": getattr(p, e.savefield) for name, p in model.named_parameters() for e in active if hasattr(p, e.savefield)}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", CROSS_ENTROPIES)
+def test_cross_entropies_of_ones_own_are_known(name: str, samples: int) -> None:
+    """Labels are drawn, as for the function, and not random signs; nothing is differentiated twice."""
+    byhand, shape, function = CROSS_ENTROPIES[name]
+    made, exact = extend(Made(byhand)), (extensions.DiagGGNExact, extensions.DiagHessian, extensions.BatchDiagGGNExact, extensions.KFLR)
+    for kind in (*exact, extensions.DiagGGNMC, extensions.KFAC):
+        found, expected = (quantities_of(loss, shape, samples, [kind()]) for loss in (made, function if kind in exact else byhand))
+        assert found.keys() == expected.keys()
+        assert len(found) == 4
+        for key, value in found.items():
+            for one, other in zip(*((v if isinstance(v, list) else [v]) for v in (value, expected[key])), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-7 if "float" in name or name == "classes last, gathered" else 1e-14)
+
+
+@pytest.mark.parametrize("name", ["the function", "classes last", "shifted"])
+def test_modules_alone_are_read_with_a_cross_entropy_of_ones_own(name: str) -> None:
+    """A flow that reads no functions takes it for a loss of one's own, as before."""
+    byhand, shape, function = CROSS_ENTROPIES[name]
+    made = extend(Made(byhand))
+    found = quantities_of(made, shape, 3, [extensions.KFRA(), extensions.DiagGGNExact()])
+    expected = quantities_of(function, shape, 3, [extensions.DiagGGNExact()])
+    assert sum("kfra" in key for key in found) == 4
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value)

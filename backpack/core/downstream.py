@@ -92,6 +92,13 @@ def leave_the_rows(walk: Walk, node: Node, states: Mapping[int, State]) -> bool:
     Returns:
         Whether there is a tensor, from there to the root, that has as many rows as another argument of the model, and samples elsewhere.
     """
+    known = walk.memo.setdefault("leaves", {})
+    if node not in known:
+        known[node] = _leave_the_rows(walk, node, states)
+    return known[node]
+
+
+def _leave_the_rows(walk: Walk, node: Node, states: Mapping[int, State]) -> bool:
     stack, seen = [(node, nr, state) for nr, state in states.items() if state is not SPLIT and not state.of_one], set[tuple[Node, int]]()
     others = walk.batches - {0, *(layout.samples for _, _, layout in stack)}
     if any(shape_of((node, nr))[0] in others and not _is_first(layout) for node, nr, layout in stack):

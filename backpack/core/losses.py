@@ -13,8 +13,8 @@ from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDerivatives
 from backpack.core.derivatives.loss_generic import GenericLossDerivatives, OwnLossDerivatives, how_to_register
-from backpack.core.graph import shape_of
-from backpack.core.linear import is_linear
+from backpack.core.graph import operation, shape_of
+from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, PIECEWISE_LINEAR, SAME_ENTRIES, is_linear
 from backpack.core.loss_nodes import FUNCTIONS, function_at
 from backpack.core.samples import Layout
 from backpack.core.slots import Edge, Slot
@@ -22,36 +22,66 @@ from backpack.utils.differentiation import search
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
 
 _OWN, _CURVED = OwnLossDerivatives(), GenericLossDerivatives()
+_REARRANGES = SAME_ENTRIES | {"Permute", "Transpose", "T", "Slice", "Clone", "ToCopy"}
 
 
-def take_for_loss(call: ModuleCall, node: Node) -> bool:
+def take_for_loss(call: ModuleCall, node: Node, always: bool = False) -> bool:
     """Take a call for that of a loss, if it looks like one: differentiated automatically from now on.
 
     Args:
         call: A call, upstream of which there is no loss.
         node: Node of what it returned.
+        always: Whether a cross-entropy is taken for a loss of one's own, too, where functions are not read.
 
     Returns:
         Whether a module without rule and parameters, extended on its own, has made one number of a prediction and something else; or of a prediction
-        alone, if that is curved, and the prediction is no loss already.
+        alone, if that is curved, and the prediction is no loss already. Not where it is a cross-entropy: that is known, as of a function.
     """
     if call.derivatives is not None or not call.root or not call.recorder.bare or not _makes_a_number(call):
         return False
     prediction = next(iter(call.inputs), None)
     if not isinstance(prediction, Slot) or prediction.edge is None or not prediction.shape or not prediction.dtype.is_floating_point:
         return False
-    curved = _is_curved(call, node)
+    nodes = _inside(call, node)
+    curved = _is_curved(nodes)
+    if not always and _is_cross_entropy(nodes, prediction.edge):
+        return False
     if len(call.inputs) == 1 and (not curved or any(function_at(inside) for inside in search([prediction.edge[0]]))):
         return False
     call.derivatives = _CURVED if curved else _OWN
     return True
 
 
-def _is_curved(call: ModuleCall, node: Node) -> bool:
-    # whether some operation is: where predictions are far away, or clipped, the curvature of such a loss may still be zero for all samples
+def _inside(call: ModuleCall, node: Node) -> list[Node]:
+    # the nodes of a call, behind what it was given
     given = {slot.edge[0] for slot in call.tensor_inputs if slot.edge is not None}
-    nodes = search([node], lambda inside: [n for n, _ in inside.next_functions if n is not None and n not in given])
+    return [*search([node], lambda inside: [n for n, _ in inside.next_functions if n is not None and n not in given])]
+
+
+def _is_curved(nodes: Iterable[Node]) -> bool:
+    # whether some operation is: where predictions are far away, or clipped, the curvature of such a loss may still be zero for all samples
     return any(not is_linear(inside, lambda _: True) and not isinstance(inside, BackwardCFunction) for inside in nodes)
+
+
+def _is_cross_entropy(nodes: list[Node], prediction: Edge) -> bool:
+    # whether there is one softmax, of the prediction, perhaps rearranged, and all behind it is linear in log-probabilities
+    softmaxes, front = [node for node in nodes if operation(node) == "LogSoftmax"], {prediction[0]}
+    if len(softmaxes) != 1:
+        return False
+    edge = softmaxes[0].next_functions[0]
+    while edge != prediction:
+        if edge[0] is None or operation(edge[0]) not in _REARRANGES:
+            return False
+        front.add(edge[0])
+        edge = edge[0].next_functions[0]
+    behind = [node for node in nodes if node is not softmaxes[0] and node not in front]
+    return all(_is_linear_behind(node) and front.isdisjoint(n for n, _ in node.next_functions) for node in behind)
+
+
+def _is_linear_behind(node: Node) -> bool:
+    if operation(node) in LINEAR_IN_LOG_PROBABILITIES:
+        return True
+    return is_linear(node, lambda _: True) and operation(node) not in PIECEWISE_LINEAR and not isinstance(node, BackwardCFunction)
 
 
 def completes_softmax(call: ModuleCall, reach: Mapping[Node, int], is_linear: Callable[[Node], bool]) -> bool:

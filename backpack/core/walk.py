@@ -57,7 +57,7 @@ class Walk:
 
     Attributes:
         roots: Nodes of the root tensors; ``second_order``: whether second-order quantities are asked for.
-        excluded: Ids of the parameters that are left out of all extensions.
+        excluded: Ids of the parameters that are left out of all extensions. ``modules``: Whether some of these read modules alone.
         order: The nodes, consumers before producers.
         parameters: The tracked parameters that the graph uses.
         bits: Id of a tracked parameter to its bit.
@@ -77,8 +77,8 @@ class Walk:
         recurrent: The layers of RNNs and GRUs; ``ends``: where parts of leaves begin and end; both found when one is read, as what is in ``memo``.
     """
 
-    def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset()) -> None:
-        self.roots, self.second_order, self.excluded = roots, second_order, excluded
+    def __init__(self, roots: list[Node], second_order: bool = False, excluded: frozenset[int] = frozenset(), modules: bool = False) -> None:
+        self.roots, self.second_order, self.excluded, self.modules = roots, second_order, excluded, modules
         self.parameters: list[Parameter] = []
         self.bits: dict[int, int] = {}
         self.leaves: dict[Node, Tensor] = {}
@@ -188,7 +188,7 @@ class Walk:
                 self.passed.add(node)
             if node in self.passed:
                 continue
-            if mark.call.is_loss or (self.second_order and node not in self.to_loss and take_for_loss(mark.call, node)):
+            if mark.call.is_loss or (self.second_order and node not in self.to_loss and take_for_loss(mark.call, node, self.modules)):
                 if not mark.base:  # else it ends further down
                     self.to_loss.add(node)
             elif node not in self.has_data and self.was_given_data(mark.call):

@@ -21,9 +21,9 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     if matrices.shape[1] == 1:
         return matrices.squeeze(2), torch.ones_like(matrices)
     broken = ~matrices.isfinite().all(2).all(1).unsqueeze(1)
-    scales = matrices.masked_fill(broken.unsqueeze(2), 0.0).abs().amax((1, 2), keepdim=True) if matrices.numel() else matrices
-    scales = scales.where(scales > 0, 1.0)
-    scaled = matrices.masked_fill(broken.unsqueeze(2), 0.0) / scales
+    matrices = matrices.masked_fill(broken.unsqueeze(2), 0.0)
+    scales = matrices.detach().abs().amax((1, 2), keepdim=True) if matrices.numel() else matrices.new_ones(len(matrices), 1, 1)
+    scaled = matrices / scales.where(scales > 0, 1.0)
     # LAPACK fails, or returns no numbers, where some of a matrix are too small to be normal
     values, vectors = torch.linalg.eigh(scaled.masked_fill(scaled.abs() < torch.finfo(scaled.dtype).tiny, 0.0))
     return (values * scales.squeeze(2)).masked_fill(broken, nan), vectors
