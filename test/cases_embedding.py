@@ -106,6 +106,16 @@ def recommend(N: int, make: Callable[[Recommender, Tensor], Tensor]) -> Problem:
     return Problem(model, x, [Term(CrossEntropyLoss(), randint(5, (N, *out.shape[2:])))])
 
 
+def two_heads(N: int) -> Problem:
+    """Look words up for one loss, and compare with all words for another one."""  # noqa: DOC201
+    model, x = Recommender(lambda net, x: net.a(x)), 2 * randn(N, 3)
+
+    def output(model: Recommender, x: Tensor) -> tuple[Tensor, Tensor]:
+        return model(x), model.a(model.table(indices(x)).tanh().mean(1))
+
+    return Problem(model, x, [Term(CrossEntropyLoss(), labels(N)), Term(MSELoss(), randn(N, 3), 1)], output)
+
+
 def bag(mode: str, **options: object) -> dict:
     """Make the parts of a net with a bag."""  # noqa: DOC201
     return {"bag": nn.EmbeddingBag(5, 3, mode=mode, **options), "b": Linear(3, 4)}
@@ -152,6 +162,7 @@ RECOMMENDERS: dict[str, Callable[[Recommender, Tensor], Tensor]] = {
 }
 for _name, _make in RECOMMENDERS.items():
     add(f"tied table, {_name}", partial(recommend, make=_make), "reused", "other parameters")
+add("tied table, two losses", two_heads, "reused", "other parameters")
 add("tied tables", tied, "reused", "nested", "two orientations", "other parameters")
 graph("EmbeddingBag of lists", bag_of_list, lambda: bag("mean", include_last_offset=True), (3,), "other parameters", "chain")
 graph(

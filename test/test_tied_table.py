@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_extensions import QUANTITIES
+from cases import CASES
+from oracle import Oracle
+from test_extensions import QUANTITIES, run
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -107,3 +109,15 @@ def test_no_gradient_of_each_sample(quantity: str) -> None:
     expected = {"BatchL2Grad": each.square().sum((1, 2)), "SumGradSquared": each.square().sum(0), "Variance": each.var(0, correction=0)}[quantity]
     actual = getattr(model.table.weight, QUANTITIES[quantity].field)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-6 * float(each.square().max()))
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("case", [name for name in CASES if name.startswith("tied table")])
+def test_one_column_of_a_table(case: str, batch: int) -> None:
+    """Lookups and layer are united where they have the same column: not those of different losses."""
+    problem, oracle = CASES[case].build(batch), Oracle(CASES[case].build(batch))
+    run(problem, DiagGGNMC(), BatchDiagGGNMC())
+    expected = [oracle.diag_ggn_batch(hessian)["table.weight"] for hessian in oracle.sampled_hessians(1)]
+    for found in (problem.model.table.weight.diag_ggn_mc_batch, problem.model.table.weight.diag_ggn_mc):
+        errors = [(found - (truth if found.dim() == truth.dim() else truth.sum(0))).abs().max() / truth.max() for truth in expected]
+        assert min(errors) < 1e-9, "for no order of draws"

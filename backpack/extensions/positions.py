@@ -136,12 +136,10 @@ class Contribution(NamedTuple):
         Returns:
             The contribution.
         """
-        indices = self.indices
-        return (
-            self
-            if indices is None
-            else self._replace(rows={source: torch.zeros_like(row).scatter_(3, indices[None, :, None, None], 1) for source, row in self.rows.items()})
-        )
+        if self.indices is None:
+            return self
+        indices = self.indices[None, :, None, None]
+        return self._replace(rows={source: torch.zeros_like(row).scatter_(3, indices, 1) for source, row in self.rows.items()})
 
     def as_rows(self) -> Contribution:
         """Take each position for a row of its own.
@@ -274,7 +272,7 @@ def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
             joint.append((_below_each_other(group), len(group)))
             continue
         tables, layers = ([part for part in group if (part.indices is None) == of_layers] for of_layers in (False, True))
-        if not layers or len(_sources(layers)) > 1 or any(part.own is not None for part in layers):
+        if not layers or len(_sources(group)) > 1 or any(part.own is not None for part in layers):
             tables, layers = [], [part.as_layer() for part in group]
         joint.append((_beside_each_other(layers, tables), len(group)))
     return joint
