@@ -314,10 +314,10 @@ def _through_inverse(net: Network, node: Node, number: int) -> Network | None:
 
 def _through_laid(net: Network, node: Node, number: int) -> Network | None:
     # blocks of a matrix, or slices of a stack
-    shapes = [None if upstream is None else shape_of((upstream, nr)) for upstream, nr in node.next_functions]
     if operation(node) == "Stack":
         axis = saved(node, "dim") % len(net.shape)
-        return net.along(axis, partial(Tensor.narrow, dim=0, start=number, length=1), True, shapes[number])
+        return net.along(axis, partial(Tensor.narrow, dim=0, start=number, length=1), True, shape_of(node.next_functions[number]))
+    shapes = [None if upstream is None else shape_of((upstream, nr)) for upstream, nr in node.next_functions]
     if None in shapes or len(shapes[number]) != 2:  # noqa: PLR2004
         return None  # a constant one, of which nobody knows the size
     found = net
