@@ -11,6 +11,7 @@ import torch
 from cases_loss import LogCosh
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, check_rule, clear, extend, extensions, register, results
 from backpack.core.crossings import Gap
@@ -806,3 +807,29 @@ def test_modules_alone_are_read_with_a_cross_entropy_of_ones_own(name: str) -> N
     assert sum("kfra" in key for key in found) == 4
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.KFLR, extensions.DiagGGNMC, extensions.DiagHessian])
+def test_a_loss_of_ones_own_of_log_probabilities(extension: type, inside: bool) -> None:
+    """It has no curvature itself: quantities start at the softmax, as for the function."""
+
+    def quantities(lossfunc: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = extend(nn.Sequential(nn.Linear(3, 4), nn.LogSoftmax(1) if inside else nn.Identity()).double())
+        out = model(torch.rand(5, 3).double())
+        with backpack(extension()):
+            lossfunc(out if inside else out.log_softmax(1), torch.tensor([0, 1, 2, 3, 0])).backward()
+        return tree_leaves([getattr(p, extension().savefield) for p in model.parameters()])
+
+    made = extend(Made(F.nll_loss))
+    for found, expected in zip(quantities(made), quantities(F.nll_loss), strict=True):
+        assert expected.any()
+        torch.testing.assert_close(found, expected)
+
+
+def test_modules_alone_do_not_read_a_loss_of_log_probabilities() -> None:
+    model, made = extend(nn.Sequential(nn.Linear(3, 4), nn.LogSoftmax(1))), extend(Made(F.nll_loss))
+    with pytest.raises(NotImplementedError, match="linear"), backpack(extensions.KFRA()):
+        made(model(torch.rand(5, 3)), torch.tensor([0, 1, 2, 3, 0])).backward()
+    assert not any(results(model).values())

@@ -44,7 +44,8 @@ def take_for_loss(call: ModuleCall, node: Node, always: bool = False) -> bool:
         return False
     nodes = _inside(call, node)
     curved = _is_curved(nodes)
-    if not always and _is_cross_entropy(nodes, prediction.edge):
+    of_log_probabilities = not curved and any(operation(inside) in LINEAR_IN_LOG_PROBABILITIES for inside in nodes)
+    if not always and (of_log_probabilities or _is_cross_entropy(nodes, prediction.edge)):
         return False
     if len(call.inputs) == 1 and (not curved or any(function_at(inside) for inside in search([prediction.edge[0]]))):
         return False
@@ -60,7 +61,8 @@ def _inside(call: ModuleCall, node: Node) -> list[Node]:
 
 def _is_curved(nodes: Iterable[Node]) -> bool:
     # whether some operation is: where predictions are far away, or clipped, the curvature of such a loss may still be zero for all samples
-    return any(not is_linear(inside, lambda _: True) and not isinstance(inside, BackwardCFunction) for inside in nodes)
+    linear = (operation(n) in LINEAR_IN_LOG_PROBABILITIES or is_linear(n, lambda _: True) or isinstance(n, BackwardCFunction) for n in nodes)
+    return not all(linear)
 
 
 def _is_cross_entropy(nodes: list[Node], prediction: Edge) -> bool:
