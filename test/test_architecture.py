@@ -39,6 +39,7 @@ LAYERS = {
     "backpack.extensions.hook_queue": 4,
     "backpack.extensions.sides": 4,
     "backpack.extensions.positions": 4,
+    "backpack.extensions.uses": 4,
     "backpack.extensions.spared": 4,
     "backpack.extensions.curvature": 4,
     "backpack.extensions.collector": 4,

@@ -436,3 +436,26 @@ def test_factors_share_no_memory() -> None:
         torch.testing.assert_close(side, layer.weight.kflr[0])
         layer.weight.kflr[0].zero_()
         torch.testing.assert_close(layer.bias.kflr[0], side)
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        torch.diag(torch.arange(1.0, 5.0)),
+        torch.eye(4),
+        torch.block_diag(torch.tensor([[2.0, 1.0], [1.0, 3.0]]), torch.ones(2, 2)),
+        torch.arange(8.0).view(2, 4).T @ torch.arange(8.0).view(2, 4),
+    ],
+    ids=["diagonal", "identity", "blocks", "rank two"],
+)
+def test_inverses_are_differentiable(factor: Tensor) -> None:
+    """Also where entries are zero, and eigenvalues the same."""
+    factor = factor.double().requires_grad_()
+    weights = torch.arange(16.0).view(4, 4).cos().double()
+    (found,) = torch.autograd.grad((kroneckers.inv_kfacs([factor], shift=0.3)[0] * weights).sum(), factor)
+    (expected,) = torch.autograd.grad((torch.linalg.inv(factor + 0.3 * torch.eye(4)) * weights).sum(), factor)
+    torch.testing.assert_close(found, expected)
+
+
+def test_inverse_of_a_complex_number() -> None:
+    torch.testing.assert_close(kroneckers.inv_kfacs([torch.tensor([[2.0 + 0j]])])[0], torch.tensor([[0.5 + 0j]]))

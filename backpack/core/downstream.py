@@ -66,12 +66,13 @@ def meets(walk: Walk, node: Node, length: int) -> bool:
     Returns:
         Whether it does.
     """
-    stack, seen = [node], set[Node]()
+    stack, seen = [node], walk.memo.setdefault(("met", length), set[Node]())  # other parameters come here, too
     while stack:
         for user, place, _ in users(walk, stack.pop()):
-            several = shape_of((user, 0)).count(length) > 1
-            others = [n for i, (n, _) in enumerate(user.next_functions) if i != place]
+            several = user not in seen and shape_of((user, 0)).count(length) > 1
+            others = [n for i, (n, _) in enumerate(user.next_functions) if i != place] if several else []
             if several and not (operation(user) in FACTORS.keys() | {"Convolution"} and any(map(walk.is_tracked, others))):
+                seen.clear()
                 return True
             if not several and user not in seen:
                 seen.add(user)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from functools import cached_property, reduce
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial, reduce
 from operator import or_
 from typing import Any
 
@@ -61,7 +61,7 @@ class Tracking:
         self._curved: dict[Node, Node] = {}
         self._unsure: set[Node] = set()
         self._guessed: dict[Node, frozenset[Node]] = {}
-        self._covered, self._told, self._doubts = set[Node](), set[Node](), dict[Node, BackpackError]()
+        self._covered, self._told, self._doubts = set[Node](), set[Node](), dict[Node, Callable[[], BackpackError]]()
         self._returned: list[Returned] = []
         self._of_one: ModuleCall | None = None  # a model that was given one sample, and returns several
         self._refused, self._refusals = 0, []
@@ -231,7 +231,7 @@ class Tracking:
             samples: Number of samples.
         """
         for start in self._guessed.get(node, ()):
-            self._doubts.setdefault(start, other_rows(self.walk, node, f"a tensor of shape {list(shape)}", samples))
+            self._doubts.setdefault(start, partial(other_rows, self.walk, node, f"a tensor of shape {list(shape)}", samples))
 
     def _open_doubts(self) -> list[BackpackError]:
         # of guesses that nothing confirms; of all, where a model that returns its loss has different numbers of rows inside that could be samples
@@ -241,8 +241,8 @@ class Tracking:
             self._told.clear()
             for start, samples in numbers.items():
                 shape = shape_of((start, min(self.states[start])))
-                self._doubts.setdefault(start, other_rows(self.walk, start, f"a tensor of shape {list(shape)}", samples))
-        return [doubt for start, doubt in self._doubts.items() if start not in self._told]
+                self._doubts.setdefault(start, partial(other_rows, self.walk, start, f"a tensor of shape {list(shape)}", samples))
+        return [doubt() for start, doubt in self._doubts.items() if start not in self._told]
 
     def _doubt_lengths(self, node: Node, shape: Size) -> None:
         # of the output of a module without a rule, where nothing tells which axes are of features

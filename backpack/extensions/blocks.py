@@ -30,10 +30,10 @@ from backpack.extensions.collector import Collector
 from backpack.extensions.costs import begun
 from backpack.extensions.flows import ColumnFlow, SqrtFlow
 from backpack.extensions.made import read_in_blocks
-from backpack.extensions.positions import is_tied
 from backpack.extensions.rules import ColumnRule, Rule, find_faster, finish_at_once
 from backpack.extensions.secondorder import HBP
 from backpack.extensions.sides import edges_below
+from backpack.extensions.uses import is_tied
 from backpack.utils.errors import UnsupportedError
 
 AUTOMATIC = 128 << 20

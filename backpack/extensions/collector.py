@@ -27,9 +27,10 @@ from backpack.extensions.hook_queue import HookQueue
 from backpack.extensions.made import ReadsMade
 from backpack.extensions.mapped import answered, ask
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.extensions.positions import Contribution, join, joins
+from backpack.extensions.positions import Contribution, join
 from backpack.extensions.rules import FromGradient, Rule, find_faster
 from backpack.extensions.spared import Spared, gradient_at, untouched
+from backpack.extensions.uses import joins
 from backpack.utils.differentiation import undifferentiable, version_of
 from backpack.utils.errors import BackpackError, UnattributedError, merge
 from backpack.utils.pages import written

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from backpack.core.arrangements import ragged
 from backpack.core.derivatives.affine import AffineDerivatives
@@ -32,6 +31,7 @@ from backpack.core.derivatives.weight_parts import PartDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout, plain_layout
+from backpack.extensions.uses import is_tied
 
 _LINEAR = LinearDerivatives()
 
@@ -47,7 +47,7 @@ class Contribution(NamedTuple):
         rows: View of the columns at the output ``{source: [V, N, G, O, L]}``.
         weight: The weight as the layer sees it; ``None`` for a bias.
         own: The groups of which there are views, ``None`` for all.
-        indices: What was looked up ``[N, L]``, where one-hot vectors stand for rows; these are zeros as long as nobody needs them.
+        table: The same as lookups, where they were made uses of a layer that has the table as its weight: views are there for their shapes then.
     """
 
     use: Use
@@ -57,7 +57,7 @@ class Contribution(NamedTuple):
     rows: Columns
     weight: Tensor | None
     own: slice | None = None
-    indices: Tensor | None = None
+    table: Contribution | None = None
 
     @classmethod
     def of(cls, use: Use, name: str, plan: Plan) -> Contribution:
@@ -72,20 +72,14 @@ class Contribution(NamedTuple):
             The contribution.
         """
         rule, call = use.call.derivatives, use.call
-        table = isinstance(rule, EmbeddingDerivatives)
-        # what is carried to lookups takes the place of inputs, of which there is one for all columns
-        if table and not (use.layout.plain and sum(map(len, use.value.values())) == 1 and is_tied(plan, use.parameters[name])):
+        if isinstance(rule, EmbeddingDerivatives):
             positions = prod(call.input0.shape[1:])
             rows = {source: mat.reshape(*mat.shape[:2], 1, positions, mat.shape[-1]).mT for source, mat in use.value.items()}
-            return cls(use, name, rule, call.input0.reshape(len(call.input0), 1, 1, positions), rows, call.weight)
-        if table:
-            lookups, samples, size = rule.lookups(call), use.layout.samples, call.weight.shape[0]
-            (mat,) = use.value.values()
-            grads = lookups.weighted(rule.rows(call, mat, lookups))[0]
-            indices = lookups.indices.reshape(samples, len(grads) // max(samples, 1))
-            rows = grads.new_zeros(()).expand(1, samples, 1, size, indices.shape[1])
-            columns = grads.reshape(*indices.shape, grads.shape[1]).mT.unsqueeze(1)
-            return cls(use, name, _LINEAR, columns, dict.fromkeys(use.value, rows), call.weight, None, indices)
+            table = cls(use, name, rule, call.input0.reshape(len(call.input0), 1, 1, positions), rows, call.weight)
+            if not (use.layout.plain and is_tied(plan, use.parameters[name])):
+                return table
+            rows = {s: mat.new_zeros(()).expand(*mat.shape[:3], len(call.weight), positions) for s, mat in rows.items()}
+            return cls(use, name, _LINEAR, table.some[0], rows, call.weight, None, table)
         values = use.value
         if isinstance(rule, ConvTransposeNDDerivatives) and name == "weight" and values.keys() == {0}:  # the gradient: factors have their own sides
             rule, call, mat = rule.turned(call, values[0]) or (rule, call, values[0])
@@ -130,16 +124,24 @@ class Contribution(NamedTuple):
         rows = {source: self.columns[None] for source in self.rows}
         return self._replace(rule=other.rule, weight=other.weight, columns=self.some[0], rows=rows)
 
+    @property
+    def lookups(self) -> tuple[Tensor, Tensor]:
+        """What was looked up in the table ``[N, L]``, and what is carried to it ``[V, N, L, D]``."""
+        indices, padding = self.columns[:, 0, 0], self.use.call.padding_idx
+        grads = self.some.squeeze(2).mT
+        return indices, grads if padding is None else grads * (indices != padding % len(self.weight)).unsqueeze(2).to(grads.dtype)
+
     def as_layer(self) -> Contribution:
-        """Make one-hot vectors of lookups.
+        """Make one-hot vectors of lookups, with a single column, which takes the place of inputs.
 
         Returns:
             The contribution.
         """
-        if self.indices is None:
+        if self.table is None:
             return self
-        indices = self.indices[None, :, None, None]
-        return self._replace(rows={source: torch.zeros_like(row).scatter_(3, indices, 1) for source, row in self.rows.items()})
+        indices, grads = self.table.lookups
+        rows = {s: torch.zeros_like(row).scatter_(3, indices[None, :, None, None].long(), 1) for s, row in self.rows.items()}
+        return self._replace(columns=grads[0].mT.unsqueeze(1), rows=rows, table=None)
 
     def as_rows(self) -> Contribution:
         """Take each position for a row of its own.
@@ -221,38 +223,6 @@ class PositionDerivatives(GivenDerivatives):
         return self._rule.weight_from_matrix(module, matrix)
 
 
-def joins(use: Use, plan: Plan, parameter: Parameter) -> bool:
-    """Say whether a use of a parameter can be joined with others, or is cheaper in this way.
-
-    Args:
-        use: The use.
-        plan: The plan.
-        parameter: The parameter.
-
-    Returns:
-        Whether it can.
-    """
-    rule, several = use.call.derivatives, plan.uses[parameter] > 1
-    if isinstance(rule, EmbeddingDerivatives):
-        return several or not use.layout.plain
-    # others unfold inputs, which are as long as many samples where these do not share a call
-    return several and isinstance(rule, AffineDerivatives) and (use.layout.plain or rule.any_batch_axis)
-
-
-def is_tied(plan: Plan, parameter: Parameter) -> bool:
-    """Say whether a table is the weight of an affine layer, too.
-
-    Args:
-        plan: The plan.
-        parameter: The table.
-
-    Returns:
-        Whether it is.
-    """
-    units = (unit for unit in plan.units.values() if any(p is parameter for p in unit.parameters.values()))
-    return any(isinstance(unit.call.derivatives, AffineDerivatives) for unit in units)
-
-
 def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
     """Join the uses of a parameter that go together.
 
@@ -271,22 +241,35 @@ def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
         if not group[0].use.layout.plain:
             joint.append((_below_each_other(group), len(group)))
             continue
-        tables, layers = ([part for part in group if (part.indices is None) == of_layers] for of_layers in (False, True))
-        if not layers or len(_sources(group)) > 1 or any(part.own is not None for part in layers):
+        tables, layers = [part.table for part in group if part.table is not None], [part for part in group if part.table is None]
+        widths = {sum(map(len, part.rows.values())) for part in group}
+        if tables and widths == {1} and not (layers and _are_alike(group)):
             tables, layers = [], [part.as_layer() for part in group]
-        joint.append((_beside_each_other(layers, tables), len(group)))
+        if tables and layers and _are_alike(group):
+            joint.append((_with_lookups(_beside_each_other(layers), tables), len(group)))
+        else:
+            joint += [(_beside_each_other(parts), len(parts)) for parts in (tables, layers) if parts]  # noqa: PLW2901
     return joint
 
 
-def _beside_each_other(parts: list[Contribution], tables: list[Contribution]) -> Use:
-    # joins uses that see all samples, with lookups in their weight
+def _are_alike(parts: list[Contribution]) -> bool:
+    # whether all have the same columns, of one source
+    widths = {(source, len(mat)) for part in parts for source, mat in part.rows.items()}
+    return len(widths) == 1 and all(part.own is None for part in parts)
+
+
+def _with_lookups(layer: Use, tables: list[Contribution]) -> Use:
+    # a layer, and lookups in its weight
+    indices, grads = ([part.lookups[i] for part in tables] for i in (0, 1))
+    call = Tied(layer.call, torch.cat(indices, 1).long(), torch.cat(grads, 2))
+    return Use(call, layer.parameters, layer.value, layer.grad, layer.layout)
+
+
+def _beside_each_other(parts: list[Contribution]) -> Use:
+    # joins uses that see all samples
     side_by_side = _along_positions if all(part.own is None for part in parts) else partial(_in_groups, parts=parts)
     columns = None if parts[0].columns is None else side_by_side([part.columns for part in parts])
-    use = parts[0].joined(columns, {source: side_by_side(_of_source(parts, source)) for source in _sources(parts)}, parts[0].use.layout)
-    if tables:
-        indices, grads = torch.cat([part.indices for part in tables], 1), torch.cat([part.columns.squeeze(1).mT for part in tables], 1)
-        return Use(Tied(use.call, indices, grads), use.parameters, use.value, use.grad, use.layout)
-    return use
+    return parts[0].joined(columns, {source: side_by_side(_of_source(parts, source)) for source in _sources(parts)}, parts[0].use.layout)
 
 
 def _below_each_other(parts: list[Contribution]) -> Use:

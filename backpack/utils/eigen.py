@@ -19,13 +19,18 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         Eigenvalues ``[B, M]``, not a number where the matrix is not finite, and eigenvectors ``[B, M, M]``.
     """
     if matrices.shape[1] == 1:
-        return matrices.squeeze(2), torch.ones_like(matrices)
+        return (matrices.real if matrices.is_complex() else matrices).squeeze(2), torch.ones_like(matrices)
     broken = ~matrices.isfinite().all(2).all(1).unsqueeze(1)
     matrices = matrices.masked_fill(broken.unsqueeze(2), 0.0)
     scales = matrices.detach().abs().amax((1, 2), keepdim=True) if matrices.numel() else matrices.new_ones(len(matrices), 1, 1)
     scaled = matrices / scales.where(scales > 0, 1.0)
     # LAPACK fails, or returns no numbers, where some of a matrix are too small to be normal
-    values, vectors = torch.linalg.eigh(scaled.masked_fill(scaled.abs() < torch.finfo(scaled.dtype).tiny, 0.0))
+    tiny = (scaled.abs() < torch.finfo(scaled.dtype).tiny) & (scaled != 0)
+    scaled = scaled.masked_fill(tiny, 0.0) if tiny.any() else scaled
+    try:
+        values, vectors = torch.linalg.eigh(scaled)
+    except torch.linalg.LinAlgError:  # in single precision, it may not converge for a matrix that is no problem in double precision
+        values, vectors = (part.to(kind) for part, kind in zip(torch.linalg.eigh(scaled.double()), (scales.dtype, scaled.dtype), strict=True))
     return (values * scales.squeeze(2)).masked_fill(broken, nan), vectors
 
 

@@ -272,6 +272,9 @@ def _invert(factor: Tensor, shift: float) -> Tensor:
     if factor.shape[0] != factor.shape[1]:
         raise ShapeError(f"Only symmetric Kronecker factors can be inverted, got shape {list(factor.shape)}.")
     values, vectors = eigh(factor.unsqueeze(0))
+    if factor.requires_grad and torch.is_grad_enabled() and ((values + shift).abs() * MAX_INVERSE_EIGENVALUE > 1).all():
+        # eigenvectors of equal eigenvalues have no derivative, which the inverse does not need
+        return torch.linalg.inv(factor + shift * torch.eye(len(factor), dtype=factor.dtype, device=factor.device))
     # below zero, rounding errors of a positive semidefinite factor would be large and negative in its inverse
     values = values.masked_fill((values < 0) & (values >= -rounding(values)), 0)
     return ((vectors * _invert(values.squeeze(0), shift)) @ vectors.mH).squeeze(0)

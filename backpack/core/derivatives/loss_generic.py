@@ -58,7 +58,7 @@ class GenericLossDerivatives(BlockLossDerivatives):
             return True
         matrices = wide(self._blocks(module).matrices)
         values = eigh(matrices.flatten(0, 1))[0].reshape(matrices.shape[:-1]).flatten(1)
-        return not exceeds(-values, tolerances(values, module.input0.dtype), module)
+        return not exceeds(-values, tolerances(values, module.input0.dtype), module, size=matrices.shape[3])
 
     def position_weights(self, module: Module, g_out: tuple[Tensor, ...]) -> Tensor:
         weights = super().position_weights(module, g_out)
@@ -99,7 +99,7 @@ class GenericLossDerivatives(BlockLossDerivatives):
         matrices = wide(subsample(blocks.matrices, subsampling=subsampling))
 
         def refuse(values: Tensor) -> None:
-            non_negative(values.reshape(matrices.shape[:-1]).flatten(1), module, "eigenvalues")
+            non_negative(values.reshape(matrices.shape[:-1]).flatten(1), module, "eigenvalues", matrices.shape[3])
 
         return blocks._replace(matrices=square_root(matrices.flatten(0, 1), refuse).reshape(matrices.shape))
 
@@ -212,13 +212,14 @@ def signs_of(values: Tensor) -> Tensor | None:
     return values.sign().T if (values < 0).any() else None
 
 
-def non_negative(values: Tensor, module: Module, what: str) -> Tensor:
+def non_negative(values: Tensor, module: Module, what: str, size: int = 1) -> Tensor:
     """Refuse negative second derivatives, which have no real square root.
 
     Args:
         values: Second derivatives.
         module: The loss with recorded inputs.
         what: What they are.
+        size: Size of the matrices of which they are eigenvalues.
 
     Returns:
         The values, without negative ones that are rounding errors.
@@ -226,7 +227,7 @@ def non_negative(values: Tensor, module: Module, what: str) -> Tensor:
     Raises:
         LossValueError: If some are negative.
     """
-    if exceeds(-values, tolerances(values, module.input0.dtype), module):
+    if exceeds(-values, tolerances(values, module.input0.dtype), module, size=size):
         raise LossValueError(
             f"The Hessian of {module} has negative {what} (smallest {values.min().item():.3g}, largest {values.max().item():.3g}), so "
             "that it has no real square root. Use a quantity that needs none (DiagHessian, HMP, or backpack.hessianfree), a convex loss, "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from math import sqrt
 from typing import NamedTuple
 
 import torch
@@ -183,11 +184,11 @@ def _lie_apart(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]], 
 
 
 def _outside(blocks: Blocks, product: Tensor) -> Tensor:
-    # how much of the product with the probe blocks do not make ``[N, *]``
-    return (product - blocks.times(probe(product).unsqueeze(0)).squeeze(0)).abs()
+    # how much of the product with the probe blocks do not make ``[N, *]``; what is not finite tells nothing
+    return (product - blocks.times(probe(product).unsqueeze(0)).squeeze(0)).abs().nan_to_num(0.0, 0.0)
 
 
-def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: float = 1.0) -> bool:
+def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: float = 1.0, size: int = 1) -> bool:
     """Say whether differences are more than rounding errors.
 
     Args:
@@ -195,15 +196,17 @@ def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: floa
         allowed: How large they may be, from the numbers that are compared.
         module: The loss with recorded inputs, of whose Hessian these are.
         scale: Factor of the Hessian.
+        size: Size of the matrices of which these are eigenvalues, if they are.
 
     Returns:
-        Whether one is. Where a model is certain of all samples, the Hessian is a difference of much larger numbers: errors of its size elsewhere.
+        Whether one is. Where a model is certain of samples, the Hessian is a difference of much larger numbers: errors of its size for others, or
+        elsewhere.
     """
     if not (errors > allowed).any():
         return False
-    recorded = module.input0
-    size = next((largest(multiply([probe(recorded)])[0]) for multiply in elsewhere(module)), 0.0)
-    return bool((errors > allowed + _ROUNDING * torch.finfo(recorded.dtype).eps * scale * size).any())
+    recorded, eps = module.input0, torch.finfo(module.input0.dtype).eps
+    most = max(largest(errors), scale * next((largest(multiply([probe(recorded)])[0]) for multiply in elsewhere(module)), 0.0))
+    return bool((errors > allowed + min(_ROUNDING * eps * sqrt(size), sqrt(eps)) * most).any())
 
 
 def _couple_elsewhere(module: Module, frame: Blocks) -> bool:

@@ -15,16 +15,15 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives, 
 from backpack.core.derivatives.embedding import add_at
 from backpack.core.derivatives.given import GivenDerivatives
 from backpack.utils.precision import wide
-from backpack.utils.subsampling import subsample
 
 
 class Tied:
-    """A call that stands for a layer and for lookups in its weight, with one column.
+    """A call that stands for a layer and for lookups in its weight, with the same columns.
 
     Attributes:
         layer: The call of the layer.
         indices: What was looked up ``[N, T]``.
-        grads: What is carried to the lookups ``[N, T, D]``.
+        grads: What is carried to the lookups ``[V, N, T, D]``.
     """
 
     def __init__(self, layer: Any, indices: Tensor, grads: Tensor) -> None:
@@ -35,47 +34,50 @@ class Tied:
 
 
 class TiedDerivatives(BaseParameterDerivatives):
-    """The rule of ``Tied``; matrices of outputs are those of the layer, views ``[1, N, 1, K, L]``."""
+    """The rule of ``Tied``; matrices of outputs are those of the layer, views ``[V, N, 1, K, L]``."""
 
     def _weight_jac_t_mat_prod(
         self, module: Tied, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
-        layer, (size, features) = module.layer, module.weight.shape
+        layer, (size, features), places, grads = module.layer, module.weight.shape, module.indices, module.grads
         result = layer.derivatives._param_mjp("weight", layer, g_inp, g_out, mat, sum_batch=sum_batch, subsampling=subsampling)
-        places, grads = (subsample(part, subsampling=subsampling) for part in (module.indices, module.grads))
+        if subsampling is not None:
+            places, grads = places[list(subsampling)], grads[:, list(subsampling)]
+        columns = torch.arange(len(grads), device=places.device).view(-1, 1, 1)
         if not sum_batch:
             places = places + size * torch.arange(len(places), device=places.device).unsqueeze(1)
+        places = places + (size if sum_batch else size * len(places)) * columns
         flat = result.reshape(-1, features).index_add(0, places.flatten(), grads.reshape(-1, features).to(result.dtype))
         return flat.reshape(result.shape)
 
     def squares_of_lookups(self, module: Tied, mat: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute what lookups add to the squares of the layer.
+        """Compute what lookups add to the squares of the layer, summed over columns.
 
         Args:
             module: The call.
-            mat: Its column.
-            signs: Sign of the column for each sample ``[1, N]``; ``None``: positive.
+            mat: Its columns.
+            signs: Signs of the columns for each sample ``[V, N]``; ``None``: positive.
 
         Returns:
             ``[U, D]``, and for each of the ``U`` pairs the sample and the row, ``[U]`` both.
         """
         rule: GivenDerivatives = module.layer.derivatives
-        columns, rows = wide(rule.columns(module.layer).squeeze(1)), rule.rows(module.layer, mat)[0].squeeze(1)
-        samples = torch.arange(len(rows), device=rows.device).unsqueeze(1)
+        inputs, rows = wide(rule.columns(module.layer).squeeze(1)), rule.rows(module.layer, mat).squeeze(2)
+        samples = torch.arange(rows.shape[1], device=rows.device).unsqueeze(1)
         grads, size = wide(module.grads), module.weight.shape[0]
-        products = grads * torch.bmm(wide(rows[samples, module.indices]), columns.mT)
+        products = grads * (wide(rows[:, samples, module.indices]) @ inputs.mT)
         pairs, places = torch.unique(samples * size + module.indices, return_inverse=True)
-        sums, crossed = add_at(torch.stack([grads, products]).flatten(1, 2), places.flatten(), len(pairs))
-        squares = sums.square().add_(crossed, alpha=2) if not sums.requires_grad else sums.square() + 2 * crossed
+        sums, crossed = add_at(torch.cat([grads, products]).flatten(1, 2), places.flatten(), len(pairs)).chunk(2)
         samples, rows = pairs // size, pairs % size
-        return squares if signs is None else squares * signs[0, samples].unsqueeze(1), samples, rows
+        squares = sums.square() + 2 * crossed
+        return (squares if signs is None else squares * signs[:, samples].unsqueeze(2)).sum(0), samples, rows
 
     def sum_of_products(self, module: Tied, mat: Tensor) -> Tensor:
         """Sum over samples.
 
         Args:
             module: The call.
-            mat: Its column.
+            mat: Its only column.
 
         Returns:
             ``[K, D]``.
