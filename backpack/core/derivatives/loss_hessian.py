@@ -34,12 +34,9 @@ _ROUNDING = 4
 
 
 class Blocks(NamedTuple):
-    """Matrices along one axis of each sample of the prediction ``[N, *]``: groups of consecutive entries if it is the last one.
+    """``P`` matrices ``[N, P, M, M]`` along one axis, a negative number, of each sample of the prediction ``[N, *features]``.
 
-    Attributes:
-        matrices: ``P`` matrices of each sample ``[N, P, M, M]``.
-        axis: Axis of the prediction, negative.
-        features: Shape of a sample.
+    They are those of groups of consecutive entries if the axis is the last one.
     """
 
     matrices: Tensor
