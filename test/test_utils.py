@@ -22,8 +22,7 @@ from backpack.custom_module.reduce_tuple import ReduceTuple
 from backpack.extensions import KFLR
 from backpack.utils import examples, kroneckers, linear
 from backpack.utils.convert_parameters import vector_to_parameter_list
-from backpack.utils.errors import ArgumentError
-from backpack.utils.hooks import no_op
+from backpack.utils.errors import ArgumentError, DifferentiationError
 from backpack.utils.module_classification import is_loss, is_nll, is_no_op
 from backpack.utils.moment import second_moment, sum_of_squared_columns
 from backpack.utils.subsampling import subsample
@@ -455,6 +454,37 @@ def test_inverses_are_differentiable(factor: Tensor) -> None:
     (found,) = torch.autograd.grad((kroneckers.inv_kfacs([factor], shift=0.3)[0] * weights).sum(), factor)
     (expected,) = torch.autograd.grad((torch.linalg.inv(factor + 0.3 * torch.eye(4)) * weights).sum(), factor)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shift", [None, 1e-9, 0.1])
+def test_inverses_do_not_depend_on_the_graph(shift: float | None, dtype: torch.dtype) -> None:
+    """A factor of fewer samples than features is singular: rounding errors count as zero there, too."""
+    torch.manual_seed(0)
+    for factor in (torch.randn(8, 16), torch.ones(1, 4), torch.zeros(2, 4)):
+        matrix = (factor.T @ factor).to(dtype)
+        attached = matrix.clone().requires_grad_()
+        (found,), (expected,) = kroneckers.inv_kfacs([attached], shift), kroneckers.inv_kfacs([matrix], shift)
+        torch.testing.assert_close(found.detach(), expected, rtol=0, atol=0)
+        (gradient,) = torch.autograd.grad(found.sum(), attached)
+        assert gradient.isfinite().all()
+
+
+def test_derivatives_of_inverses() -> None:
+    torch.manual_seed(0)
+    factor = torch.randn(5, 3, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kroneckers.inv_kfacs([x.T @ x], 0.1)[0], factor.requires_grad_())
+    assert torch.autograd.gradgradcheck(lambda x: kroneckers.inv_kfacs([x.T @ x], 0.1)[0], factor)
+    # where an eigenvalue is clamped, its inverse is constant, and the others are not
+    scales = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64, requires_grad=True)
+    basis = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64))[0]
+    weights = torch.randn(4, 4, dtype=torch.float64)
+    (inverse,) = kroneckers.inv_kfacs([(basis[:, :3] * scales) @ basis[:, :3].T])
+    (found,) = torch.autograd.grad((inverse * weights).sum(), scales, create_graph=False, retain_graph=True)
+    expected = -torch.einsum("ik,ij,jk->k", basis[:, :3], weights, basis[:, :3]) / scales.detach().square()
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    with pytest.raises(DifferentiationError, match="singular"):
+        torch.autograd.grad((inverse * weights).sum(), scales, create_graph=True)
 
 
 def test_inverse_of_a_complex_number() -> None:

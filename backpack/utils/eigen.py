@@ -30,7 +30,8 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
     try:
         values, vectors = torch.linalg.eigh(scaled)
     except torch.linalg.LinAlgError:  # in single precision, it may not converge for a matrix that is no problem in double precision
-        values, vectors = (part.to(kind) for part, kind in zip(torch.linalg.eigh(scaled.double()), (scales.dtype, scaled.dtype), strict=True))
+        found = torch.linalg.eigh(scaled.to(torch.complex128 if scaled.is_complex() else torch.float64))
+        values, vectors = found[0].to(scales.dtype), found[1].to(scaled.dtype)
     return (values * scales.squeeze(2)).masked_fill(broken, nan), vectors
 
 

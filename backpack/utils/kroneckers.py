@@ -12,12 +12,13 @@ from contextlib import suppress
 from functools import reduce
 from math import prod
 from string import ascii_letters
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backpack.utils.eigen import eigh, rounding
-from backpack.utils.errors import ArgumentError, ShapeError
+from backpack.utils.errors import ArgumentError, DifferentiationError, ShapeError
 from backpack.utils.numbers import is_number
 from backpack.utils.precision import wide
 from backpack.utils.unsqueeze import kfacmp_unsqueeze_if_missing_dim
@@ -271,13 +272,35 @@ def _invert(factor: Tensor, shift: float) -> Tensor:
         return (1 / (factor + shift)).clamp(-MAX_INVERSE_EIGENVALUE, MAX_INVERSE_EIGENVALUE)
     if factor.shape[0] != factor.shape[1]:
         raise ShapeError(f"Only symmetric Kronecker factors can be inverted, got shape {list(factor.shape)}.")
-    values, vectors = eigh(factor.unsqueeze(0))
-    if factor.requires_grad and torch.is_grad_enabled() and ((values + shift).abs() * MAX_INVERSE_EIGENVALUE > 1).all():
-        # eigenvectors of equal eigenvalues have no derivative, which the inverse does not need
-        return torch.linalg.inv(factor + shift * torch.eye(len(factor), dtype=factor.dtype, device=factor.device))
+    values, vectors = eigh(factor.detach().unsqueeze(0))
     # below zero, rounding errors of a positive semidefinite factor would be large and negative in its inverse
-    values = values.masked_fill((values < 0) & (values >= -rounding(values)), 0)
-    return ((vectors * _invert(values.squeeze(0), shift)) @ vectors.mH).squeeze(0)
+    values, vectors = values.masked_fill((values < 0) & (values >= -rounding(values)), 0).squeeze(0) + shift, vectors.squeeze(0)
+    inverses = _invert(values, 0.0)
+    inverse = (vectors * inverses) @ vectors.mH
+    return _Inverse.apply(factor, inverse, values, inverses, vectors) if factor.requires_grad else inverse
+
+
+class _Inverse(torch.autograd.Function):
+    """The inverse of a matrix, as it was computed: eigenvectors of equal eigenvalues have no derivative, which that of the inverse does not need."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: Tensor, inverse: Tensor, values: Tensor, inverses: Tensor, vectors: Tensor) -> Tensor:
+        result = inverse.clone()
+        ctx.save_for_backward(result, values, inverses, vectors)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inverse, values, inverses, vectors = ctx.saved_tensors
+        clamped = inverses.abs() >= MAX_INVERSE_EIGENVALUE
+        if not clamped.any():
+            return -inverse.mH @ grad @ inverse.mH, None, None, None, None
+        # differences of inverses over those of eigenvalues (Daleckii and Krein), which are constant where both are clamped
+        slopes = (inverses.unsqueeze(1) - inverses) / (values.unsqueeze(1) - values)
+        slopes = slopes.masked_fill(clamped.unsqueeze(1) & clamped, 0).where(clamped.unsqueeze(1) | clamped, -inverses.unsqueeze(1) * inverses)
+        if torch.is_grad_enabled():
+            raise DifferentiationError("The inverse of a singular Kronecker factor cannot be differentiated twice. Add a shift to its diagonal.")
+        return vectors @ (slopes * (vectors.mH @ grad @ vectors)) @ vectors.mH, None, None, None, None
 
 
 def _listed(factors: Factors) -> list:
