@@ -23,6 +23,7 @@ from backpack.extensions import KFLR
 from backpack.utils import examples, kroneckers, linear
 from backpack.utils.convert_parameters import vector_to_parameter_list
 from backpack.utils.errors import ArgumentError, DifferentiationError
+from backpack.utils.hooks import no_op
 from backpack.utils.module_classification import is_loss, is_nll, is_no_op
 from backpack.utils.moment import second_moment, sum_of_squared_columns
 from backpack.utils.subsampling import subsample
