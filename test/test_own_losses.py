@@ -493,8 +493,12 @@ def test_what_sums_up_is_not_taken_for_the_loss() -> None:
     with backpack(extensions.DiagGGNExact()):
         mean(loss(model(x), y), weights).backward()
     assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: mean(F.cross_entropy(logits, y, reduction="none"), weights)))
-    with backpack(extensions.DiagGGNExact()), pytest.raises(UnsupportedError, match="WeightedMean"):
+    clear(model)
+    with backpack(extensions.DiagGGNExact()):
         mean(F.cross_entropy(model(x), y, reduction="none"), weights).backward()
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda logits: mean(F.cross_entropy(logits, y, reduction="none"), weights)))
+    with backpack(extensions.DiagGGNExact()), pytest.raises(UnsupportedError, match="WeightedMean"):
+        mean(model(x).abs().sum(1), weights).backward()
 
 
 def test_nothing_curved_may_follow_an_own_loss() -> None:
@@ -809,9 +813,18 @@ def test_modules_alone_are_read_with_a_cross_entropy_of_ones_own(name: str) -> N
         torch.testing.assert_close(found[key], value)
 
 
+OF_LOG_PROBABILITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "function": F.nll_loss,
+    "gathered": lambda out, y: -out.gather(1, y[:, None]).mean(),
+    "one-hot": lambda out, y: -(out * F.one_hot(y, 4)).sum(1).mean(),
+    "divergence": lambda out, y: F.kl_div(out, (0.8 * F.one_hot(y, 4) + 0.05).to(out), reduction="batchmean"),
+}
+
+
+@pytest.mark.parametrize("name", OF_LOG_PROBABILITIES)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("extension", [extensions.DiagGGNExact, extensions.KFLR, extensions.DiagGGNMC, extensions.DiagHessian])
-def test_a_loss_of_ones_own_of_log_probabilities(extension: type, inside: bool) -> None:
+def test_a_loss_of_ones_own_of_log_probabilities(extension: type, inside: bool, name: str) -> None:
     """It has no curvature itself: quantities start at the softmax, as for the function."""
 
     def quantities(lossfunc: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
@@ -822,8 +835,9 @@ def test_a_loss_of_ones_own_of_log_probabilities(extension: type, inside: bool) 
             lossfunc(out if inside else out.log_softmax(1), torch.tensor([0, 1, 2, 3, 0])).backward()
         return tree_leaves([getattr(p, extension().savefield) for p in model.parameters()])
 
-    made = extend(Made(F.nll_loss))
-    for found, expected in zip(quantities(made), quantities(F.nll_loss), strict=True):
+    function = OF_LOG_PROBABILITIES[name]
+    made = extend(Made(function))
+    for found, expected in zip(quantities(made), quantities(function), strict=True):
         assert expected.any()
         torch.testing.assert_close(found, expected)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack import backpack, extend
-from backpack.extensions import BatchDiagGGNMC, DiagGGNMC, SqrtGGNMC
+from backpack.extensions import BatchDiagGGNMC, BatchGrad, DiagGGNMC, SqrtGGNMC
 
 WORDS, WIDTH, LENGTH, N = 3000, 64, 4, 3  # more than a block of samples holds
 
@@ -121,3 +121,31 @@ def test_one_column_of_a_table(case: str, batch: int) -> None:
     for found in (problem.model.table.weight.diag_ggn_mc_batch, problem.model.table.weight.diag_ggn_mc):
         errors = [(found - (truth if found.dim() == truth.dim() else truth.sum(0))).abs().max() / truth.max() for truth in expected]
         assert min(errors) < 1e-9, "for no order of draws"
+
+
+class Cancelling(nn.Module):
+    """What lookups add to the gradient is almost what the layer takes away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 3)
+
+    def forward(self, words: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        scores = h @ self.table.weight.T
+        rows = (self.table(words) * -0.9999 * h).sum(1, keepdim=True)
+        return scores.gather(1, words[:, None]) + rows
+
+
+@pytest.mark.parametrize("extension", ["BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNMC"])
+def test_lookups_and_layer_that_cancel(extension: str) -> None:
+    """Squares of differences are no differences of squares in single precision."""
+    torch.manual_seed(0)
+    model, words, h = extend(Cancelling()), torch.tensor([1, 4]), torch.randn(2, 3)
+    loss = extend(nn.MSELoss())(model(words, h), torch.randn(2, 1))
+    torch.manual_seed(1)
+    with backpack(BatchGrad(), SqrtGGNMC(), QUANTITIES[extension].make() if extension != "DiagGGNMC" else DiagGGNMC()):
+        loss.backward()
+    table = model.table.weight
+    each = (table.sqrt_ggn_mc[0] if extension == "DiagGGNMC" else table.grad_batch).double()
+    expected = {"BatchL2Grad": each.square().sum((1, 2)), "Variance": each.var(0, correction=0)}.get(extension, each.square().sum(0))
+    torch.testing.assert_close(getattr(table, QUANTITIES[extension].field).double(), expected, rtol=1e-3, atol=0)

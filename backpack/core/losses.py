@@ -44,7 +44,7 @@ def take_for_loss(call: ModuleCall, node: Node, always: bool = False) -> bool:
         return False
     nodes = _inside(call, node)
     curved = _is_curved(nodes)
-    of_log_probabilities = not curved and any(operation(inside) in LINEAR_IN_LOG_PROBABILITIES for inside in nodes)
+    of_log_probabilities = not curved and len(call.inputs) > 1 and _are_log_probabilities(prediction.edge[0], nodes)
     if not always and (of_log_probabilities or _is_cross_entropy(nodes, prediction.edge)):
         return False
     if len(call.inputs) == 1 and (not curved or any(function_at(inside) for inside in search([prediction.edge[0]]))):
@@ -78,6 +78,12 @@ def _is_cross_entropy(nodes: list[Node], prediction: Edge) -> bool:
         edge = edge[0].next_functions[0]
     behind = [node for node in nodes if node is not softmaxes[0] and node not in front]
     return all(_is_linear_behind(node) and front.isdisjoint(n for n, _ in node.next_functions) for node in behind)
+
+
+def _are_log_probabilities(node: Node, nodes: list[Node]) -> bool:
+    # whether a loss is given such, as it does with them what is only done with such, or as a softmax made them
+    made = search([node], lambda n: [upstream for upstream, _ in n.next_functions if upstream is not None] if _is_linear_behind(n) else [])
+    return any(operation(n) in LINEAR_IN_LOG_PROBABILITIES for n in nodes) or any(operation(n) == "LogSoftmax" for n in made)
 
 
 def _is_linear_behind(node: Node) -> bool:

@@ -242,10 +242,11 @@ def join(parts: Iterable[Contribution]) -> list[tuple[Use, int]]:
             joint.append((_below_each_other(group), len(group)))
             continue
         tables, layers = [part.table for part in group if part.table is not None], [part for part in group if part.table is None]
-        widths = {sum(map(len, part.rows.values())) for part in group}
-        if tables and widths == {1} and not (layers and _are_alike(group)):
+        # a product for each lookup is dearer than one for each row of the table where there are more lookups than rows
+        few = tables and layers and _are_alike(group) and sum(table.columns.shape[-1] for table in tables) <= len(layers[0].weight)
+        if tables and not few and {sum(map(len, part.rows.values())) for part in group} == {1}:
             tables, layers = [], [part.as_layer() for part in group]
-        if tables and layers and _are_alike(group):
+        if tables and few:
             joint.append((_with_lookups(_beside_each_other(layers), tables), len(group)))
         else:
             joint += [(_beside_each_other(parts), len(parts)) for parts in (tables, layers) if parts]  # noqa: PLW2901

@@ -20,7 +20,7 @@ from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_at_output, sum_of_squares
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import add_at, place_at
-from backpack.core.derivatives.tied import TiedDerivatives
+from backpack.core.derivatives.tied import TiedDerivatives, cancels
 from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.plan import Plan
 from backpack.core.samples import add_rows
@@ -346,13 +346,15 @@ def squares_of_tied(use: Use, scale: float = 1.0) -> Tensor:
         scale: Factor of the squares.
 
     Returns:
-        ``[K, D]``.
+        ``[K, D]``; ``NotImplemented`` where lookups and layer cancel, so that digits would be lost.
     """
     rule, call, mat, signs = affine_arguments(use)
     squares, _, rows = rule.squares_of_lookups(call, mat, signs)
     whole = sum_of_squares(call.layer.derivatives, call.layer, mat, signs, scale=scale, notes=use.notes)
-    whole = whole + add_at(squares[None] * scale, rows, len(whole))[0]
-    return whole.clamp(min=0) if signs is None else whole  # rounding may take it below zero
+    total = whole + add_at(squares[None] * scale, rows, len(whole))[0]
+    if signs is not None:
+        return total
+    return NotImplemented if cancels(total.sum(1), whole.sum(1)) else total.clamp(min=0)  # rounding may take single entries below zero
 
 
 def place_at_rows(use: Use) -> Tensor:

@@ -6,6 +6,7 @@ the other where it has any. So squares are ``B_n^2`` and, in these rows alone, `
 
 from __future__ import annotations
 
+from math import sqrt
 from typing import Any
 
 import torch
@@ -83,3 +84,16 @@ class TiedDerivatives(BaseParameterDerivatives):
             ``[K, D]``.
         """
         return wide(self._weight_jac_t_mat_prod(module, None, None, mat)[0])
+
+
+def cancels(total: Tensor, part: Tensor) -> bool:
+    """Say whether sums have lost digits.
+
+    Args:
+        total: Sums of squares.
+        part: What they were before those of lookups were added, not negative.
+
+    Returns:
+        Whether one is far smaller.
+    """
+    return bool((total < 10 * sqrt(torch.finfo(total.dtype).eps) * part).any())

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 from backpack.core.derivatives.affine import LARGE, AffineDerivatives
 from backpack.core.derivatives.affine_squares import by_gram_matrices, norms_at_output, squared_norms
 from backpack.core.derivatives.embedding import LookupDerivatives
-from backpack.core.derivatives.tied import TiedDerivatives
+from backpack.core.derivatives.tied import TiedDerivatives, cancels
 from backpack.core.flow import Columns, Use
 from backpack.core.networks import Network
 from backpack.core.terms import Term
@@ -80,4 +80,5 @@ def _tied(extension: BatchL2Grad, use: Use, name: str) -> Tensor:
     call, mat = use.call, use.value[0]
     squares, samples, _ = call.derivatives.squares_of_lookups(call, mat, None)
     norms = squared_norms(call.layer.derivatives, call.layer, mat, notes=use.notes)
-    return norms.index_add(0, samples, squares.sum(1)).clamp(min=0)  # rounding may take it below zero
+    total = norms.index_add(0, samples, squares.sum(1))
+    return NotImplemented if cancels(total, norms) else total

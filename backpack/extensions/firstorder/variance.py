@@ -65,6 +65,8 @@ def _weight(extension: Variance, use: Use, name: str) -> FromGradient | Noted:
 def _tied(extension: Variance, use: Use, name: str) -> FromGradient | Noted:
     mat, samples = use.value[0], max(use.layout.samples, 1)
     squares = squares_of_tied(use, 1 / samples)
+    if squares is NotImplemented:
+        return NotImplemented
     if not _rounds_gradient(mat, use.parameters[name]):
         return FromGradient(lambda grad: Noted(_variance(squares, grad, samples), lambda: wide(grad)))
     total = use.call.derivatives.sum_of_products(use.call, mat)
