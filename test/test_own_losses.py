@@ -847,3 +847,11 @@ def test_modules_alone_do_not_read_a_loss_of_log_probabilities() -> None:
     with pytest.raises(NotImplementedError, match="linear"), backpack(extensions.KFRA()):
         made(model(torch.rand(5, 3)), torch.tensor([0, 1, 2, 3, 0])).backward()
     assert not any(results(model).values())
+
+
+@pytest.mark.parametrize("function", [lambda out, y: (out - y[:, None]).abs().mean(), lambda out, y: out.relu().sum() + y.sum()])
+def test_bent_losses_of_log_probabilities_are_asked_about(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, made = extend(nn.Sequential(nn.Linear(3, 4), nn.LogSoftmax(1))), extend(Made(function))
+    with pytest.raises(UnsupportedError, match="piecewise linear"), backpack(extensions.DiagGGNExact()):
+        made(model(torch.rand(5, 3)), torch.ones(5)).backward()
+    assert not any(results(model).values())

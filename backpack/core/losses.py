@@ -44,7 +44,7 @@ def take_for_loss(call: ModuleCall, node: Node, always: bool = False) -> bool:
         return False
     nodes = _inside(call, node)
     curved = _is_curved(nodes)
-    of_log_probabilities = not curved and len(call.inputs) > 1 and _are_log_probabilities(prediction.edge[0], nodes)
+    of_log_probabilities = len(call.inputs) > 1 and _are_log_probabilities(prediction.edge[0], nodes)
     if not always and (of_log_probabilities or _is_cross_entropy(nodes, prediction.edge)):
         return False
     if len(call.inputs) == 1 and (not curved or any(function_at(inside) for inside in search([prediction.edge[0]]))):
@@ -81,7 +81,9 @@ def _is_cross_entropy(nodes: list[Node], prediction: Edge) -> bool:
 
 
 def _are_log_probabilities(node: Node, nodes: list[Node]) -> bool:
-    # whether a loss is given such, as it does with them what is only done with such, or as a softmax made them
+    # whether a loss that is linear is given such, as it does with them what is only done with such, or as a softmax made them
+    if not all(map(_is_linear_behind, nodes)):
+        return False
     made = search([node], lambda n: [upstream for upstream, _ in n.next_functions if upstream is not None] if _is_linear_behind(n) else [])
     return any(operation(n) in LINEAR_IN_LOG_PROBABILITIES for n in nodes) or any(operation(n) == "LogSoftmax" for n in made)
 
