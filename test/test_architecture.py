@@ -26,6 +26,7 @@ LAYERS = {
     "backpack.core.derivatives": 2,
     "backpack.core.samples": 2,
     "backpack.core": 3,
+    "backpack.extensions.at_layers": 4,
     "backpack.extensions.backprop_extension": 4,
     "backpack.extensions.combining": 4,
     "backpack.extensions.module_extension": 4,

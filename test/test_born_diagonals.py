@@ -177,13 +177,13 @@ def build(name: str, samples: int) -> Problem:
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Note what is read off without columns."""
-    seen, at_diagonal = [], Collector.at_diagonal
+    seen, at_layer = [], Collector.at_layer
 
     def noting(*args: Any) -> bool:
-        seen.append(at_diagonal(*args))
+        seen.append(at_layer(*args))
         return seen[-1]
 
-    monkeypatch.setattr(Collector, "at_diagonal", noting)
+    monkeypatch.setattr(Collector, "at_layer", noting)
     return seen
 
 

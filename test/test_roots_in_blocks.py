@@ -219,7 +219,8 @@ def test_rules_of_users_are_asked_for_their_root(monkeypatch: pytest.MonkeyPatch
 def test_columns_in_another_order_have_no_rows() -> None:
     scales, matrix, shape = torch.rand(6).double() + 1, torch.rand(3, 2).double(), torch.Size([2, 3])
     for turns, order in ((torch.arange(6) % 3, True), (torch.arange(6) // 2, False)):
-        columns = ScatteredColumns(scales.reshape(6, 1, 1), turns, 3, lambda full: full.reshape(len(full), *shape), scales.square().reshape(shape))
+        values = scales.reshape(6, 1, 1)
+        columns = ScatteredColumns(values, torch.ones(6, 1), turns, 3, lambda full: full.reshape(len(full), *shape), scales.dtype)
         product = columns.times(matrix, lambda c: c, torch.Size([2, 2]))
         assert (product is not None) == order
         if product is not None:

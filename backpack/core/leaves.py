@@ -12,14 +12,13 @@ from torch.autograd.graph import Node
 from backpack.core.derivatives.rearranged import Axes, RearrangedDerivatives
 from backpack.core.derivatives.weight_parts import PartDerivatives
 from backpack.core.graph import LEAF, has_saved, operation, outputs_of, saved, shape_of
-from backpack.core.linear import SAME_ENTRIES
+from backpack.core.linear import SAME_ENTRIES, TRANSPOSES
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.utils.differentiation import search
 
-_TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
 _RESHAPES = SAME_ENTRIES | {"ToCopy"}
-_REARRANGES = _TRANSPOSES | _RESHAPES | {"Clone", "Expand", "Alias"}
+_REARRANGES = TRANSPOSES | _RESHAPES | {"Clone", "Expand", "Alias"}
 _ONE = frozenset({"Select", "Unbind"})
 _CUTS = _ONE | {"Slice", "Split", "SplitWithSizes"}
 _JOINS = _REARRANGES | _CUTS | {"Cat", "Stack"}
@@ -105,7 +104,7 @@ def multiple_of_leaf(edge: Edge) -> Multiple | None:
     """
     way, turned, factors, (node, _) = [], False, [], edge
     while node.name() != LEAF:
-        if operation(node) in _TRANSPOSES and turns((node, 0)):
+        if operation(node) in TRANSPOSES and turns((node, 0)):
             turned = not turned
         elif _number(node) is not None:
             factors.append(node)
@@ -138,7 +137,7 @@ def turns(edge: Edge) -> bool:
         Whether the two last axes, and no other ones, are exchanged there.
     """
     node, axes = edge[0], len(shape_of(edge))
-    if operation(node) not in _TRANSPOSES or axes < 2:  # noqa: PLR2004
+    if operation(node) not in TRANSPOSES or axes < 2:  # noqa: PLR2004
         return False
     if operation(node) == "Permute":
         return [dim % axes for dim in saved(node, "dims")] == [*range(axes - 2), axes - 1, axes - 2]
@@ -371,7 +370,7 @@ def _rearranged(node: Node, axes: list[list[int]], order: list[int], sizes: dict
     name, count = operation(node), len(axes)
     if name == "Permute":
         return [axes[dim % count] for dim in saved(node, "dims")]
-    if name in _TRANSPOSES:
+    if name in TRANSPOSES:
         one, other = (0, 1) if name == "T" else (saved(node, "dim0") % count, saved(node, "dim1") % count)
         places = [*range(count)]
         places[one], places[other] = other, one

@@ -15,6 +15,8 @@ RESHAPES = frozenset({"View", "UnsafeView", "ReshapeAlias"})
 """Operations that change nothing but the lengths of axes."""
 SAME_ENTRIES = RESHAPES | {"Squeeze", "Unsqueeze"}
 """Those, and operations that add or remove axes of length one."""
+TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
+"""Operations that change the order of axes."""
 LINEAR = RESHAPES | frozenset(
     """Add Sub Rsub Neg Clone Alias Expand Squeeze Unsqueeze Permute Transpose T Cat Stack Slice Select
     Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Sum Mean Flip Roll Repeat Index IndexSelect Gather AsStrided ToCopy Diagonal

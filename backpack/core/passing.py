@@ -13,6 +13,7 @@ from math import nan, prod
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Size, Tensor
 from torch.autograd.graph import Node
 
@@ -24,7 +25,7 @@ from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Use
 from backpack.core.graph import operation, shape_of
 from backpack.core.leaves import turns
-from backpack.core.linear import SAME_ENTRIES
+from backpack.core.linear import SAME_ENTRIES, TRANSPOSES
 from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.reader import Blocks, Reader
@@ -159,11 +160,13 @@ class Pass(Carry):
         if born is None:
             return
         (source, parts), nexts = born, gap.nexts
-        columns, upstream = parts[0].columns, nexts[parts[0].number]
-        if len(parts) == 1 and parts[0].layout is None and self._bear_at_parameter(flow, columns, upstream):
-            return
-        if not self._bear_at_layer(flow, source, columns, upstream[:2], lambda c: c):
-            self._bear(flow, source, [(p.columns, lambda to, c, p=p: to.hand_on(flow, nexts[p.number], c, p.layout)) for p in parts])
+        if len(parts) == 1:
+            columns, upstream = parts[0].columns, nexts[parts[0].number]
+            if parts[0].layout is None and self._bear_at_parameter(flow, columns, upstream):
+                return
+            if self._bear_at_layer(flow, source, columns, upstream[:2], lambda c: c):
+                return
+        self._bear(flow, source, [(p.columns, lambda to, c, p=p: to.hand_on(flow, nexts[p.number], c, p.layout)) for p in parts])
 
     def _bear_at_parameter(self, flow: Flow, columns: Tensor | ScatteredColumns, upstream: tuple[Node, int, Size]) -> bool:
         """Read a diagonal matrix off at the parameter behind operations that treat each of its entries alone, without columns.
@@ -176,7 +179,8 @@ class Pass(Carry):
         Returns:
             Whether it was: whether there is such a parameter, and nobody needs to see the columns there.
         """
-        diagonal, edge = columns.diagonal if isinstance(columns, ScatteredColumns) and self._connection is None else None, upstream[:2]
+        alone = isinstance(columns, ScatteredColumns) and columns.size == 1 and self._connection is None
+        diagonal, edge = columns.squares() if alone else None, upstream[:2]
         if diagonal is not None:
             same = diagonal[:1].numel() == upstream[2].numel()  # axes of length one may have been left out
             diagonal = diagonal.reshape(len(diagonal), *upstream[2]) if same else sum_to(diagonal, upstream[2], 1)
@@ -186,10 +190,12 @@ class Pass(Carry):
             return False
         parameter, layout = edge[0].variable, plain_layout(len(diagonal))
         use = Use(SimpleNamespace(derivatives=_AtParameter), {"weight": parameter}, {0: diagonal[None].to(parameter.dtype)}, diagonal, layout)
-        return self._concerns(flow, edge) and self._reader.at_diagonal(flow, use)
+        return self._concerns(flow, edge) and self._reader.at_layer(flow, use)
 
     def _bear_at_layer(self, flow: Flow, source: Hashable, columns: Tensor | ScatteredColumns, edge: Edge, back: Callable[[Tensor], Tensor]) -> bool:
-        """Read a diagonal matrix off at the affine layer at whose output it was born, without columns, and let its root be born at the layer's input.
+        """Read a matrix that couples no positions off at the affine layer at whose output it was born, without columns: that of most losses, too.
+
+        Its root is born at the input of the layer, if it is needed upstream.
 
         Args:
             flow: The flow.
@@ -201,32 +207,64 @@ class Pass(Carry):
         Returns:
             Whether it was: whether there is such a layer, and nobody needs to see the columns there.
         """
-        unit, diagonal = self._plan.units.get(edge[0]), columns.diagonal if isinstance(columns, ScatteredColumns) else None
-        if diagonal is None or unit is None or self._connection is not None or unit.nr != edge[1] or unit.split or not unit.parameters:
+        if not isinstance(columns, ScatteredColumns) or self._connection is not None:
             return False
-        slot, turn = unit.call.outputs[0], unit.arrangement
-        if not (isinstance(unit.call.derivatives, AffineDerivatives) and unit.is_ours and diagonal.numel() == prod(slot.shape)):
+        edge, back = self._behind_views(edge, back)
+        unit = self._plan.units.get(edge[0])
+        if unit is None or unit.nr != edge[1] or unit.split or not unit.parameters:
+            return False
+        slot, turn, rule = unit.call.outputs[0], unit.arrangement, unit.call.derivatives
+        if not (isinstance(rule, AffineDerivatives) and unit.is_ours and columns.entries == prod(slot.shape)):
             return False
         refuse_released(unit.call)
         view = unit.call if turn is None else BatchFirst(unit.call, turn)
 
-        def use(value: Columns) -> Use:
-            given = {s: back(c).to(slot.dtype).reshape(len(c), *slot.shape) for s, c in value.items()}
-            given = given if turn is None else {s: turn.front(c, 1) for s, c in given.items()}
-            some = next(iter(given.values()))
-            return Use(view, unit.parameters, given, some.new_full((), nan).expand(some.shape[1:]), unit.layout)
+        def arrived(mat: Tensor) -> Tensor:
+            given = back(mat).reshape(len(mat), *slot.shape)
+            return given if turn is None else turn.front(given, 1)
 
-        if not self._reader.at_diagonal(flow, use({0: diagonal[None]})):
+        def use(value: Columns) -> Use:
+            some = next(iter(value.values()))
+            return Use(view, unit.parameters, value, some.new_full((), nan).expand(some.shape[1:]), unit.layout)
+
+        def through(value: Columns) -> Columns:
+            return {s: arrived(c).to(slot.dtype) for s, c in value.items()}
+
+        rows = partial(rule.rows, view)
+        local = columns.size == 1 or _are_of_positions(rows(arrived(columns.numbers())), columns.size)
+        squares = columns.squares() if local else None
+        if squares is None:
+            return False
+        read = use({0: arrived(squares.unsqueeze(0))})
+        if rule.groups(view) == 1:
+            read.notes["moment"] = partial(_moment, columns, rows, read.value[0])
+        if not self._reader.at_layer(flow, read):
             return False
         if unit.below is not None and self._wants(flow, unit.below):
             products, shape = None, shape_of(unit.below)
-            if type(unit.call.derivatives) is LinearDerivatives and shape[:-1] == shape_of(edge)[:-1] and not unit.call.moved:
+            if type(rule) is LinearDerivatives and columns.size == 1 and shape[:-1] == shape_of(edge)[:-1] and not unit.call.moved:
                 products = columns.times(unit.call.weight.detach(), back, shape)
             if products is not None:
                 self._bear(flow, source, [(products, lambda to, c: to.deposit(flow, unit.below, c, unit.arrives, own=True))])
             else:
-                self._bear(flow, source, [(columns, lambda to, c: to.to_input(flow, unit, to._through(flow, unit, use(c))))])
+                self._bear(flow, source, [(columns, lambda to, c: to.to_input(flow, unit, to._through(flow, unit, use(through(c)))))])
         return True
+
+    def _behind_views(self, edge: Edge, back: Callable[[Tensor], Tensor]) -> tuple[Edge, Callable[[Tensor], Tensor]]:
+        """Go on through operations that leave every entry what it is.
+
+        Args:
+            edge: Where columns are.
+            back: Puts them there.
+
+        Returns:
+            The first edge that is none of these, and what puts them there.
+        """
+        gap = self._plan.gaps.get(edge[0])
+        while gap is not None and operation(gap.node) in SAME_ENTRIES | TRANSPOSES and gap.nexts[0] is not None:
+            edge, back = gap.nexts[0][:2], partial(_behind, gap, back)
+            gap = self._plan.gaps.get(edge[0])
+        return edge, back
 
     def _bear(self, flow: Flow, source: Hashable, parts: list[tuple[Tensor, Place]]) -> None:
         """Let new columns go their way: the last block in this pass, others before, in passes of their own.
@@ -249,6 +287,39 @@ def _put(to: Carry, flow: Flow, source: Hashable, parts: list[tuple[Tensor, Plac
     some = source if block == slice(None) else flow.part(source, block)
     for columns, place in parts:
         place(to, {some: columns[block]})
+
+
+def _behind(gap: Gap, back: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
+    return gap.call({0: back(mat)})[0]
+
+
+def _are_of_positions(numbers: Tensor, size: int) -> bool:
+    """Say whether blocks of entries are the outputs of a layer at one position each, in their order.
+
+    Args:
+        numbers: Of the entries, block by block, as they lie in the rows of the layer ``[1, N, G, O, L]``.
+        size: Entries of a block.
+
+    Returns:
+        Whether they are.
+    """
+    rows = numbers[0].flatten(1, 2)
+    first = rows[:, :1]
+    return rows.shape[1] == size and bool(((rows - first).mT == torch.arange(size, device=rows.device)).all() and (first % size == 0).all())
+
+
+def _moment(columns: ScatteredColumns, rows: Callable[[Tensor], Tensor], squares: Tensor) -> Tensor:
+    """Sum the outer products of columns that are of one position each, over positions and samples.
+
+    Args:
+        columns: The columns.
+        rows: Arranges outputs as rows of the layer, which has no groups.
+        squares: Squares of the columns, at the output of the layer ``[1, *output]``.
+
+    Returns:
+        ``[1, O, O]``.
+    """
+    return rows(squares)[0].sum((0, 3)).diag_embed() if columns.size == 1 else columns.moment().unsqueeze(0)
 
 
 class _AtParameter:

@@ -41,12 +41,13 @@ class Reader(ABC):
         """
 
     @abstractmethod
-    def at_diagonal(self, flow: Flow, use: Use) -> bool:
-        """Read off a layer what a diagonal matrix at its output adds, without columns, if that is all that is made of it.
+    def at_layer(self, flow: Flow, use: Use) -> bool:
+        """Read off a layer what a matrix at its output that couples no positions adds, without columns, if that is all that is made of it.
 
         Args:
             flow: The flow.
-            use: The use by an affine layer, with the signed diagonal for its column ``{0: [1, N, *output]}``.
+            use: The use by an affine layer, with the signed diagonal for its column ``{0: [1, N, *output]}``. Where the layer has no groups, it
+                notes a function ``"moment"`` that returns the sum of the matrices of all positions ``[1, O, O]``.
 
         Returns:
             Whether it was done for all parameters there.

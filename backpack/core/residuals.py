@@ -221,8 +221,10 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
         return columns if parts is None else columns.reshape(*columns.shape[: 1 + split], *gap.nexts[number][2])
 
     pieces = roots.split([prod(lengths)] * count if parts is None else [part.numel() for part in parts], 2)
-    diagonal = eigenvalues.reshape(kept) if size == 1 else None
-    columns = [ScatteredColumns(piece, turns, most, partial(arranged, number=nr), diagonal) for nr, piece in zip(numbers, pieces, strict=True)]
+    signed = eigenvalues.sign()
+    columns = [
+        ScatteredColumns(piece, signed, turns, most, partial(arranged, number=nr), grad.dtype) for nr, piece in zip(numbers, pieces, strict=True)
+    ]
     born = [Born(number, part, None if split else layout) for number, part in zip(numbers, columns, strict=True)]
     return signs.movedim(2, 1).reshape(most * size, layout.samples), born
 

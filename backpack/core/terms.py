@@ -15,11 +15,10 @@ from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.matmul import MatmulDerivatives
 from backpack.core.flow import Columns, Use
 from backpack.core.graph import call_node, call_once, has_saved, operation, outputs_of, saved, shape_of, tensor_at
-from backpack.core.linear import SAME_ENTRIES
+from backpack.core.linear import SAME_ENTRIES, TRANSPOSES
 from backpack.core.networks import Network, Reading
 from backpack.core.ways import BROADCASTING, ELEMENTWISE
 
-_TRANSPOSES = frozenset({"T", "Transpose", "Permute"})
 _MATMULS = frozenset({"Mm", "Bmm"})
 _MOVING = frozenset({"Slice", "Cat", "Roll", "Flip", "ConstantPadNd"})
 """Operations that move vectors of entries along an axis, or leave some of them out."""
@@ -47,7 +46,7 @@ def carries_terms(node: Node) -> bool:
     name = operation(node)
     if name in _REDUCING | _SUMS:
         return len(shape_of(node.next_functions[0])) == 2  # noqa: PLR2004
-    return name in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | _TRANSPOSES | _MATMULS | _ALONG | _LAID | _INVERSES | {"Mv", "Dot", "Vdot"}
+    return name in ELEMENTWISE | BROADCASTING | SAME_ENTRIES | TRANSPOSES | _MATMULS | _ALONG | _LAID | _INVERSES | {"Mv", "Dot", "Vdot"}
 
 
 def slopes(node: Node, number: int) -> Tensor | None:
@@ -275,7 +274,7 @@ def through(term: Term | Network, node: Node, number: int) -> list[Carried] | No
 
 def _through_axes(net: Network, node: Node, number: int) -> Network | None:
     name, shape, full = operation(node), shape_of(node.next_functions[number]), shape_of((node, 0))
-    if name in _TRANSPOSES:
+    if name in TRANSPOSES:
         dims = [*range(len(full))]
         if name == "Permute":
             dims = [dim % len(full) for dim in saved(node, "dims")]

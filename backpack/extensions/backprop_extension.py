@@ -44,7 +44,6 @@ class BackpropExtension(Excluding, ABC):
         keeps_calls: Whether results read what modules have recorded, after the pass, too.
         any_root: Whether results are the same for all square roots of the loss's Hessian, so that one with few columns can be carried.
         sums_columns: Whether ``finish`` is a sum over columns, so that results of blocks of columns add up.
-        takes_diagonals: Whether ``of_diagonal`` says what a diagonal matrix at the output of an affine layer adds, without columns.
         combination: How it scales with the loss, and is made of the results of parts of a mini-batch; ``None`` where that is not known.
         saved_quantities: What module extensions have sent, in an extension whose ``backpropagate`` methods carry it.
     """
@@ -53,7 +52,6 @@ class BackpropExtension(Excluding, ABC):
     keeps_calls: ClassVar[bool] = False
     any_root: ClassVar[bool] = False
     sums_columns: ClassVar[bool] = False
-    takes_diagonals: ClassVar[bool] = False
     combination: Combination | None = None
 
     def __init__(

@@ -20,6 +20,7 @@ from backpack.core.connect import Connection
 from backpack.core.flow import Columns, Flow, Use
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
+from backpack.extensions.at_layers import OfLayers
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.combining import Note, Noted, mark_of
 from backpack.extensions.flows import GRADIENT, carried_for
@@ -211,12 +212,12 @@ class Collector(ReadsMade):
                 for part in [use] if rule.takes_rows else parts:
                     self._add(parameter, rule, key, rule.at_call(part, name))
 
-    def at_diagonal(self, flow: Flow, use: Use) -> bool:
+    def at_layer(self, flow: Flow, use: Use) -> bool:
         asked = [(extension, p, name) for name, p in use.parameters.items() for extension in self._readers(flow, p)]
-        if not all(extension.takes_diagonals and self._plan.uses[p] == 1 for extension, p, _ in asked):
+        if not all(isinstance(extension, OfLayers) and extension.takes_matrix(use) and self._plan.uses[p] == 1 for extension, p, _ in asked):
             return False
         for extension, parameter, name in asked:
-            self.keep(parameter, extension, extension.of_diagonal(use, name))
+            self.keep(parameter, extension, extension.of_matrix(use, name))
         return True
 
     def at_leaf(self, flow: Flow, parameter: Parameter, columns: Columns) -> None:
@@ -254,7 +255,8 @@ class Collector(ReadsMade):
                 value = self.finishes[extension](state, parameter)  # noqa: PLW2901
             self._write(parameter, extension, value if kept is None else kept.add_(value))
         for extension in [e for key, e in self._kept if key == id(parameter)]:  # all of it was read off without columns
-            self._write(parameter, extension, self._kept.pop((id(parameter), extension)))
+            kept = self._kept.pop((id(parameter), extension))
+            self._write(parameter, extension, kept if extension.adds_up else self.finishes[extension](kept, parameter))
         if waiting:
             # a hook of the tensor comes before all hooks of the node, which may change the gradient
             self.handles.append(parameter.register_hook(partial(self._at_gradient, parameter, waiting)))

@@ -183,8 +183,6 @@ class RootFlow(ColumnFlow):
         signs = factors[..., 0].sign().expand(values.shape[:2]) if signs is None else signs * factors[..., 0].sign()
         values = values * factors.abs()
         mat, spread = scattered(values, signs, values.dtype, shape, layout, axis)
-        if size == 1:
-            mat.diagonal = (values.squeeze(2).square() * signs).reshape(shape)
         return {Source(call.order, spread) if signed else self.source(call, len(mat)): mat}
 
 
@@ -325,7 +323,9 @@ def scattered(
     spread[turns, label_tensor(layout.labels, device).unsqueeze(1)] = signs.to(dtype)
     moved = list(shape)
     moved.append(moved.pop(axis))
-    columns = ScatteredColumns(values, turns.flatten(), most, lambda full: full.to(dtype).reshape(len(full), *moved).movedim(-1, axis))
+    columns = ScatteredColumns(
+        values, signs.flatten(0, 1), turns.flatten(), most, lambda full: full.reshape(len(full), *moved).movedim(-1, axis), dtype
+    )
     return columns, spread.transpose(1, 2).flatten(0, 1)
 
 

@@ -85,7 +85,6 @@ class SignedSqrtFlow(RootFlow):
         if rule.hessian_is_diagonal(call):
             residual = rule.hessian_diagonal(call, None, (grad,)).reshape(-1, 1)
             mat, signs = scattered(residual.abs().sqrt().unsqueeze(2), residual.sign(), grad.dtype, call.input0.shape, layout)
-            mat.diagonal = residual.reshape(call.input0.shape)
         elif has_root(rule):
             mat, signs = scattered(*rule.residual_root(call, (grad,)), grad.dtype, call.input0.shape, layout, rule.axis_of_blocks(call))
         else:

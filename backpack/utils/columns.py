@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import sqrt
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Size, Tensor
+from torch import Size, Tensor, einsum
 
+from backpack.utils.moment import second_moment
 from backpack.utils.precision import largest, wide
 
 _PIECE = 2**20
@@ -23,22 +24,26 @@ class ScatteredColumns:
     They are indexed like a tensor ``[T * E, *]``, by slices: column ``t * E + e`` is the ``e``-th one of the ``t``-th block of each sample.
 
     Attributes:
-        diagonal: Signed squares of the columns ``[*]``, if each has a single entry, so that they are the root of a diagonal matrix; else ``None``.
+        size: Entries of a block. If each has a single one, the columns are the root of a diagonal matrix.
+        entries: Entries of all blocks.
     """
 
     def __init__(
-        self, values: Tensor | Entries, turns: Tensor, most: int, arrange: Callable[[Tensor], Tensor], diagonal: Tensor | None = None
+        self, values: Tensor | Entries, signs: Tensor, turns: Tensor, most: int, arrange: Callable[[Tensor], Tensor], dtype: torch.dtype
     ) -> None:
         """Take note of what they are made of.
 
         Args:
             values: The ``E`` columns of each of the ``B`` blocks of all samples, ``[B, E, M]``.
+            signs: Whether they count positive or negative, ``[B, E]``.
             turns: Which block of its sample each is, ``[B]``.
             most: Blocks of the sample that has most, ``T``.
             arrange: Maps ``[V, B, M]`` to ``[V, *]``.
-            diagonal: Signed squares of the columns, where each has a single entry, ``[*]``.
+            dtype: Type of the columns.
         """
-        self._values, self._turns, self._most, self._arrange, self.diagonal = values, turns, most, arrange, diagonal
+        self._values, self._signs, self._turns, self._most, self._arrange, self._dtype = values, signs, turns, most, arrange, dtype
+        count, _, self.size = values.shape
+        self.entries = count * self.size
 
     def __len__(self) -> int:
         return self._most * self._values.shape[1]
@@ -50,7 +55,38 @@ class ScatteredColumns:
         values = self._values[block, number]
         full = values.new_zeros(stop - start, count, entries)
         full[places[block, number], block] = values
-        return self._arrange(full)
+        return self._arrange(full.to(self._dtype))
+
+    def squares(self) -> Tensor | None:
+        """Sum the signed squares of the columns: the diagonal of the matrix of which they are the root.
+
+        Returns:
+            ``[*]``; ``None`` if all columns would have to be formed for it.
+        """
+        if isinstance(self._values, Tensor):
+            sums = einsum("bem,be->bm", wide(self._values).square(), wide(self._signs))
+        elif isinstance(self._values, SummedEntries):
+            sums = self._values.squares(wide(self._signs))
+        else:
+            return None
+        return self._arrange(sums.unsqueeze(0))[0]
+
+    def moment(self) -> Tensor:
+        """Sum the outer products of the columns with themselves, for columns of which ``squares`` are known.
+
+        Returns:
+            ``[M, M]``, over all blocks.
+        """
+        return second_moment(wide(self._values).flatten(0, 1).unsqueeze(0))[0] if isinstance(self._values, Tensor) else self._values.moment()
+
+    def numbers(self) -> Tensor:
+        """Number the entries, block by block, so that one can see where they have gone.
+
+        Returns:
+            ``[1, *]``, in double precision, which can be sent the way of columns.
+        """
+        count, _, size = self._values.shape
+        return self._arrange(torch.arange(count * size, dtype=torch.float64, device=self._turns.device).reshape(1, count, size))
 
     def times(self, matrix: Tensor, back: Callable[[Tensor], Tensor], shape: Size) -> ScatteredColumns | None:
         """Multiply columns that have a single entry each by a matrix, along the last axis: they become multiples of its rows.
@@ -64,11 +100,13 @@ class ScatteredColumns:
             The products; ``None`` if the columns are in another order than that of the entries, for which there is no block for each row.
         """
         size = len(matrix)
-        scales, turns = (back(part.reshape(1, *self.diagonal.shape)).reshape(-1, size) for part in (self._values, self._turns))
+        parts = (part.reshape(1, -1, 1) for part in (self._values, self._signs, self._turns))
+        scales, signs, turns = (back(self._arrange(part)).reshape(-1, size) for part in parts)
         first = turns[:, 0] // size
         if not torch.equal(turns, first.unsqueeze(1) * size + torch.arange(size, device=turns.device)):
             return None
-        return ScatteredColumns(_Multiples(scales, matrix), first, self._most // size, lambda full: full.reshape(len(full), *shape))
+        rows = _Multiples(scales, matrix)
+        return ScatteredColumns(rows, signs, first, self._most // size, lambda full: full.reshape(len(full), *shape), self._dtype)
 
 
 class _Multiples:
@@ -93,6 +131,28 @@ class Entries(Protocol):
     shape: Size
 
     def __getitem__(self, at: tuple[Tensor, Tensor]) -> Tensor: ...
+
+
+@runtime_checkable
+class SummedEntries(Entries, Protocol):
+    """Entries of which sums over columns are known."""
+
+    def squares(self, signs: Tensor) -> Tensor:
+        """Sum signed squares over the columns.
+
+        Args:
+            signs: ``[B, E]``.
+
+        Returns:
+            ``[B, M]``.
+        """
+
+    def moment(self) -> Tensor:
+        """Sum outer products over columns and blocks.
+
+        Returns:
+            ``[M, M]``.
+        """
 
 
 def unit_columns(shape: Size, like: Tensor, some: slice = slice(None)) -> Tensor:

@@ -120,6 +120,20 @@ class _Differences:
         scales = self._scales[at].unsqueeze(1)
         return self._shares[at[0]].mul_(-scales).scatter_add_(1, self._classes[at].unsqueeze(1), scales).to(self.dtype)
 
+    def squares(self, signs: Tensor) -> Tensor:
+        own, all_of_them = self._squared_scales(signs)
+        return own * (1 - 2 * self._shares) + all_of_them * self._shares.square()
+
+    def moment(self) -> Tensor:
+        own, all_of_them = self._squared_scales(1.0)
+        mixed = own.T @ self._shares
+        return own.sum(0).diag() - mixed - mixed.T + (all_of_them * self._shares).T @ self._shares
+
+    def _squared_scales(self, signs: Tensor | float) -> tuple[Tensor, Tensor]:
+        # of the column of each class, [B, C], and of all columns together, [B, 1]
+        scales = self._scales.square() * signs
+        return torch.zeros_like(self._shares).scatter_add_(1, self._classes, scales), scales.sum(1, keepdim=True)
+
 
 @register(CrossEntropyLoss)
 class CrossEntropyLossDerivatives(NLLLossDerivatives):

@@ -13,6 +13,7 @@ from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.derivatives.normalization import ScaleShiftDerivatives
 from backpack.core.flow import Flow, Use
 from backpack.core.samples import add_rows
+from backpack.extensions.at_layers import OfLayers
 from backpack.extensions.backprop_extension import BackpropExtension, Excluded
 from backpack.extensions.combining import Sum
 from backpack.extensions.flows import SqrtFlow
@@ -31,24 +32,13 @@ class SecondOrderBackpropExtension(BackpropExtension):
         return True
 
 
-class OfDiagonals(BackpropExtension):
-    """A diagonal of a curvature matrix, to which a diagonal matrix at the output of an affine layer adds something that needs no columns."""
+class OfDiagonals(OfLayers):
+    """A diagonal of a curvature matrix, to which a matrix at the output of an affine layer, that couples no positions, adds what needs no columns."""
 
-    @property
-    def takes_diagonals(self) -> bool:
-        """Whether ``of_diagonal`` holds: unless a user reads the columns, or a subclass has made something else of its quantity."""
-        return self.adds_up and self.takes_any_root
+    def takes_matrix(self, use: Use) -> bool:
+        return self.adds_up and self.takes_any_root  # unless a user reads the columns, or a subclass has made something else of its quantity
 
-    def of_diagonal(self, use: Use, name: str) -> Tensor:
-        """Say what a diagonal matrix at the output of an affine layer adds at a parameter.
-
-        Args:
-            use: The use, with the diagonal for its column ``{0: [1, N, *output]}``.
-            name: Name of the parameter.
-
-        Returns:
-            The quantity.
-        """
+    def of_matrix(self, use: Use, name: str) -> Tensor:
         (use,), chosen, summed = use.parts, self.get_subsampling(), isinstance(self.combination, Sum)
         result = use.call.derivatives.sum_at_diagonal(use.call, name, use.value[0], summed and chosen is None)
         if summed and chosen is None:

@@ -18,9 +18,10 @@ from torch.nn import Parameter
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.bilinear import BilinearDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
-from backpack.core.flow import Flow
+from backpack.core.flow import Flow, Use
 from backpack.core.plan import Plan
 from backpack.core.walk import GENERIC
+from backpack.extensions.at_layers import OfLayers
 from backpack.extensions.backprop_extension import Excluded
 from backpack.extensions.chains import LARGEST, AverageFlow, too_large
 from backpack.extensions.combining import Combination, Factors, Noted
@@ -45,7 +46,7 @@ def _too_large(parameter: Parameter, use: Sides) -> str | None:
     return f"a Kronecker factor of {{names}} {list(parameter.shape)} would be {large}: more than {LARGEST:,} numbers are not formed"
 
 
-class HBP(SecondOrderBackpropExtension):
+class HBP(OfLayers, SecondOrderBackpropExtension):
     """Kronecker factors by Hessian backpropagation (Dangel, Harmeling & Hennig 2020), saved to ``hbp`` unless another name is given.
 
     ``LossHessianStrategy.SUM`` goes with ``BackpropStrategy.BATCH_AVERAGE`` (sequences of modules only), ``EXACT`` and ``SAMPLING`` with ``SQRT``.
@@ -190,6 +191,14 @@ class HBP(SecondOrderBackpropExtension):
     def beside(self, kept: KroneckerState | None, state: KroneckerState) -> KroneckerState:
         moment = state.outputs.moment()
         return KroneckerState(state.take_inputs(), OutputSide({}, moment if kept is None else moment.add_(kept.outputs.moment())), state.rule)
+
+    def takes_matrix(self, use: Use) -> bool:
+        return self.takes_any_root and "moment" in use.notes
+
+    def of_matrix(self, use: Use, name: str) -> KroneckerState:
+        if "outputs" not in use.notes:
+            use.notes["outputs"] = OutputSide({}, use.notes["moment"]())
+        return self.rule_at(use.layout.samples).at_call(use, name)
 
     def finish(self, state: Any, parameter: Parameter) -> Noted:
         if self._averages:
