@@ -91,3 +91,146 @@ def test_samples_that_are_followed_through_parts(way: str, samples: int, others:
     assert len(used) >= 4
     for parameter, *expected in zip(used.values(), *rows, strict=True):
         close(parameter.grad_batch, torch.stack(expected))
+
+
+# ------------------------------------------------------------------------------------------------------------------ rows that are chosen, or put
+
+
+class Tasks(nn.Module):
+    """A trunk, heads of tasks, experts, and a codebook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.heads = mlp(4, 3), nn.ModuleList(Linear(3, 2) for _ in range(3))
+        self.gate, self.experts, self.book = Linear(4, 2), nn.ModuleList(mlp(4, 3) for _ in range(2)), nn.Embedding(5, 3)
+        self.double()
+
+
+class TasksInside(Tasks):
+    """Returns what each head makes of the samples of its task."""
+
+    def forward(self, x: Tensor, task: Tensor) -> list[Tensor]:
+        hidden = self.trunk(x).tanh()
+        return [self.heads[k](hidden[task == k]) for k in range(2)]
+
+
+def losses(outputs: list[Tensor]) -> Tensor:
+    return sum(output.square().sum() for output in outputs)
+
+
+# parts, x [N, 4], task [N] -> loss: as many samples of each task
+CHOSEN: dict[str, Callable[[Tasks, Tensor, Tensor], Tensor]] = {
+    "masks": lambda net, x, task: losses(TasksInside.forward(net, x, task)),
+    "numbers": lambda net, x, task: losses([net.heads[k](h[(task == k).nonzero()[:, 0]]) for h in [net.trunk(x)] for k in range(2)]),
+    "index_select": lambda net, x, task: losses(
+        [net.heads[k](h.index_select(0, (task == k).nonzero()[:, 0])) for h in [net.trunk(x)] for k in range(2)]
+    ),
+    "functions in between": lambda net, x, task: losses([net.heads[k](h.sin()[task == k]) for h in [net.trunk(x)] for k in range(2)]),
+    "returned": lambda net, x, task: losses(net(x, task)),
+    "laid one behind the other": lambda net, x, task: torch.cat(TasksInside.forward(net, x, task)).square().sum(),
+}
+
+
+@pytest.mark.parametrize("extensions", [(BatchGrad, Variance), (BatchL2Grad,)])
+@pytest.mark.parametrize("tasks", [[0, 1, 1, 0, 0, 1], [0, 0, 1, 1], [1, 0]], ids=str)
+@pytest.mark.parametrize("way", CHOSEN)
+def test_samples_of_several_tasks(way: str, tasks: list[int], extensions: tuple[type, ...]) -> None:
+    net, task = extend(TasksInside()), torch.tensor(tasks)
+    loss = CHOSEN[way](net, torch.rand(len(tasks), 4).double(), task)
+    with backpack(*(extension() for extension in extensions)), pytest.raises(UnsupportedError, match=r"chosen by numbers or masks, \d for each"):
+        loss.backward()
+    assert results(net) == {}
+
+
+def test_way_out_of_several_tasks() -> None:
+    torch.manual_seed(0)
+    net, x, task = extend(Tasks()), torch.rand(4, 4).double(), torch.tensor([0, 1, 1, 0])
+
+    def loss(x: Tensor, task: Tensor) -> Tensor:
+        hidden = net.trunk(x).tanh()
+        return torch.where(task[:, None] == 0, net.heads[0](hidden), net.heads[1](hidden)).square().sum()
+
+    with backpack(BatchGrad()):
+        loss(x, task).backward()
+    for parameter in (net.trunk[0].weight, net.heads[0].weight, net.heads[1].bias):
+        expected = [torch.autograd.grad(loss(x[n : n + 1], task[n : n + 1]), parameter)[0] for n in range(4)]
+        close(parameter.grad_batch, torch.stack(expected))
+
+
+def put_by_experts(net: Tasks, x: Tensor, way: str, head: bool = False) -> Tensor:
+    out, to = x.new_zeros(len(x), 3), torch.arange(len(x)) % 3 // 2  # expert 1 has a third of the samples
+    for k, expert in enumerate(net.experts):
+        rows = (to == k).nonzero()[:, 0]
+        made = expert(x[rows]) * net.gate(x)[rows, k, None]
+        if way == "index_add":
+            out = out.index_add(0, rows, made)
+        elif way == "index_copy":
+            out = out.index_copy(0, rows, made)
+        elif way == "scatter_add":
+            out = out.scatter_add(0, rows[:, None].expand(-1, 3), made)
+        else:
+            out = out.clone()
+            out[rows] = made
+    return net.heads[0](out) if head else out
+
+
+@pytest.mark.parametrize("way", ["index_add", "index_copy", "scatter_add", "assignment"])
+@pytest.mark.parametrize("samples", [3, 4, 6])
+def test_experts_that_are_called_by_hand(samples: int, way: str) -> None:
+    torch.manual_seed(0)
+    net, x = extend(Tasks()), torch.rand(samples, 4).double()
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"experts\.\d.*rows, which are put into a tensor of shape|not known"):
+        put_by_experts(net, x, way).square().sum().backward()
+    assert results(net) == {}
+    with backpack(BatchGrad()):  # a module behind all of them tells
+        put_by_experts(net, x, way, head=True).square().sum().backward()
+    for parameter in (net.experts[1][0].weight, net.experts[0][2].bias, net.gate.weight):
+        rows = [put_by_experts(net, x, way, head=True)[n].square().sum() for n in range(samples)]
+        close(parameter.grad_batch, torch.stack([torch.autograd.grad(row, parameter, retain_graph=True)[0] for row in rows]))
+
+
+@pytest.mark.parametrize("samples", [2, 3])
+def test_positions_that_are_told_apart_beside_other_modules(samples: int) -> None:
+    torch.manual_seed(0)
+    net, x, codes = extend(Tasks()), torch.rand(samples, 4, 4).double(), torch.randint(5, (samples * 4,))
+    loss = (net.trunk(x).detach() - net.book(codes).view(samples, 4, 3)).square().sum() + net.trunk(x).square().sum()
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"book \(Embedding\) returns \d+ rows, which are put into a tensor"):
+        loss.backward()
+    with backpack(BatchGrad(), Variance()):  # a row of codes for each sample
+        table = net.book(codes.view(samples, 4))
+        ((net.trunk(x).detach() - table).square().sum() + net.trunk(x).square().sum()).backward()
+    assert len(net.book.weight.grad_batch) == samples
+
+
+# parts, x [N, 4] -> loss, samples
+STILL: dict[str, Callable[[Tasks, Tensor], tuple[Tensor, int]]] = {
+    "the hardest": lambda net, x: ((hidden := net.trunk(x))[hidden.sum(1).topk(2).indices].square().sum(), len(x)),
+    "the hardest, for a head": lambda net, x: (net.heads[0]((hidden := net.trunk(x))[hidden.sum(1).topk(2).indices]).square().sum(), 2),
+    "views": lambda net, x: (losses([net.heads[k](part) for k, part in enumerate(net.trunk(x).split(len(x) // 2))]), len(x) // 2),
+    "pairs by numbers": lambda net, x: (
+        (net.heads[0]((hidden := net.trunk(x))[::2]) * net.heads[1](hidden[torch.arange(1, len(x), 2)])).sum(),
+        len(x) // 2,
+    ),
+    "triplets": lambda net, x: (
+        torch.nn.functional.triplet_margin_loss(
+            *(net.heads[k](hidden[rows]) for hidden in [net.trunk(x)] for k, rows in enumerate(torch.arange(6).view(3, 2))),
+            reduction="sum",
+        ),
+        2,
+    ),
+    "other rows, beside": lambda net, x: (net.trunk(x).square().sum() + net.gate(x[:2]).view(1, -1).sum(), None),
+}
+
+
+@pytest.mark.parametrize("way", STILL)
+def test_rows_that_are_chosen_and_known(way: str) -> None:
+    torch.manual_seed(0)
+    net, x = extend(Tasks()), torch.rand(6, 4).double()
+    loss, samples = STILL[way](net, x)
+    with backpack(BatchGrad()):
+        loss.backward()
+    used = [p for p in net.parameters() if p.grad is not None]
+    assert len(used) >= 4
+    for parameter in used:
+        close(parameter.grad_batch.sum(0), parameter.grad)
+        assert samples in (None, len(parameter.grad_batch))

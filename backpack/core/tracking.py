@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from backpack.core.batches import agrees_with_data, batch_of, counts_others, known_axis, lists_samples, rows_of, turns
 from backpack.core.calls import Mark, ModuleCall
+from backpack.core.chosen import refuse_choices, refuse_put_rows
 from backpack.core.crossings import lies_elsewhere
 from backpack.core.downstream import leave_the_rows
 from backpack.core.graph import operation, shape_of
@@ -56,13 +57,10 @@ class Tracking:
         self.batches: dict[Parameter, int] = {}
         self._samples_at: dict[Node, int] = {}
         self._others: dict[Edge, Layout] = {}  # where samples lie as well, if it is more than one axis
-        self._above: set[Node] = set()
-        self._bare: dict[Node, set[int]] = {}  # numbers of its outputs
-        self._curved: dict[Node, Node] = {}
-        self._unsure: set[Node] = set()
-        self._guessed: dict[Node, frozenset[Node]] = {}
+        self._above, self._unsure = set[Node](), set[Node]()
+        self._bare, self._curved, self._guessed = dict[Node, set[int]](), dict[Node, Node](), dict[Node, frozenset[Node]]()
         self._covered, self._told, self._doubts = set[Node](), set[Node](), dict[Node, Callable[[], BackpackError]]()
-        self._returned: list[Returned] = []
+        self._returned, self._joined, self._begun = list[Returned](), set[Edge](), list[tuple[Node, Mark]]()
         self._of_one: ModuleCall | None = None  # a model that was given one sample, and returns several
         self._refused, self._refusals = 0, []
 
@@ -161,6 +159,8 @@ class Tracking:
                 return
             if known is not SPLIT:
                 return
+        if sure and len(self.walk.batches) > 1:
+            self._begun.append((node, mark))
         self.states.setdefault(node, {})[mark.nr] = start
         self._samples_at[node] = start.samples
 
@@ -185,7 +185,8 @@ class Tracking:
 
     def _compare_outputs(self) -> None:
         """Refuse outputs that tell other numbers of samples than the first one of their model of which it is known, or than what is made of them."""
-        for error in (*refuse_other_axes(self.walk, self._returned), *refuse_lists_of_one(self.walk, self._samples_at.values())):
+        others = *refuse_other_axes(self.walk, self._returned), *refuse_lists_of_one(self.walk, self._samples_at.values())
+        for error in (*others, *refuse_choices(self.walk, self._joined, self.states), *refuse_put_rows(self.walk, self._begun)):
             self._note(error)
         for call in self.walk.outermost:
             first, *others = self._outputs_of(call) or [None]
@@ -204,8 +205,7 @@ class Tracking:
             if state is SPLIT:
                 continue
             starts = [start_at_output(self.walk, node, mark, known=True) for mark in marks if mark.nr == nr and mark.call.root]
-            start = next((start for start in starts if start is not None), None)
-            if start is not None and start.samples != state.samples:
+            if (start := next(filter(None, starts), None)) is not None and start.samples != state.samples:
                 self._note(sizes(self.walk, (node, nr), state.samples, start.samples))
                 continue
             if start is None and -1 in state.labels:
@@ -301,8 +301,7 @@ class Tracking:
         if walk.is_linear(node):
             return None
         losses = walk.to_loss | walk.to_function
-        upstream = {n for n, _ in node.next_functions if n is not None and walk.reach.get(n)}
-        if upstream & losses and is_linear(node, losses.__contains__):
+        if (upstream := {n for n, _ in node.next_functions if walk.reach.get(n)}) & losses and is_linear(node, losses.__contains__):
             factors = reduce(or_, (walk.reach[n] for n in upstream - losses), 0)
             raise LossValueError(
                 f"{{names}}: a loss is multiplied by what depends on them ({node.name()}), as by a learned weight, or a focal one, so that "
@@ -342,6 +341,8 @@ class Tracking:
                 self._note(mixing(self.walk, node, how))
         else:
             found = [known, before] if known is state and other is None else united((known, before), (state, other))
+            if len(known.labels) > samples and (samples == 1 or (-1 in known.labels and -1 in state.labels)):
+                self._joined.add(edge)  # some rows each
             states[nr] = found[0] if found else SPLIT  # what is made of parameters alone may be used by each sample in another way
             if not found and not (is_of_parameter(self.walk, node) or self._is_of_nodes(node, samples)):
                 self._note(ambiguous(self.walk, edge, known, state))
@@ -390,8 +391,7 @@ class Tracking:
             samples: Size of the mini-batch there.
         """
         self.uses[parameter] = self.uses.get(parameter, 0) + uses
-        before = self.batches.setdefault(parameter, samples)
-        if before != samples:
+        if (before := self.batches.setdefault(parameter, samples)) != samples:
             self._note(unequal(self.walk, parameter, before, samples))
 
     def _refuse_uncovered(self, node: Node) -> None:

@@ -1,0 +1,114 @@
+"""Rows that are chosen, put elsewhere, or told apart between modules that are called one after the other: which of them are of the same sample?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch.autograd.graph import Node
+
+from backpack.core.batches import batch_of
+from backpack.core.calls import Mark
+from backpack.core.downstream import users
+from backpack.core.graph import operation, shape_of
+from backpack.core.linear import RESHAPES
+from backpack.core.slots import Edge
+from backpack.core.walk import Walk
+from backpack.core.ways import BROADCASTING, ELEMENTWISE, SPLIT, State
+from backpack.utils.errors import UnsupportedError
+
+_CHOOSES = frozenset({"Index", "IndexSelect", "Gather"})
+_PUTS = frozenset({"IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl", "ScatterAdd", "Scatter"})
+
+States = Mapping[Node, Mapping[int, State]]
+
+
+def refuse_choices(walk: Walk, joined: Iterable[Edge], states: States) -> Iterator[UnsupportedError]:
+    """Refuse rows of which several modules, or losses, choose as many each, by numbers: these may be other samples, as those of two tasks are.
+
+    Slices are parts of samples that lie side by side, like views. What meets again is of the same samples.
+
+    Args:
+        walk: The graph.
+        joined: Where consumers use some of the rows each.
+        states: Where the samples lie.
+
+    Yields:
+        The errors.
+    """
+    given = walk.batches | {batch_of(call) for call in walk.outermost}
+    for edge in joined:
+        state = states[edge[0]][edge[1]]
+        if state is SPLIT or len(state.labels) == state.samples or len(state.labels) not in given:
+            continue
+        made = [_made_of(walk, choice) for choice in _choices(walk, edge, states)]
+        if any(one.isdisjoint(other) for place, one in enumerate(made) for other in made[:place]):
+            yield UnsupportedError(
+                f"Rows of a tensor of shape {list(shape_of(edge))} are chosen by numbers or masks, {state.samples} for each of several heads or "
+                f"losses: whether {{names}} see {state.samples} samples of several rows each, or {len(state.labels)} samples, is not known. Let "
+                "every head see all rows, and choose among what they return (torch.where, or weights in the loss); extend one module that returns "
+                "the loss; or leave these parameters out: {exclude}.",
+                walk.named(walk.reach[edge[0]]),
+            )
+
+
+def _choices(walk: Walk, edge: Edge, states: States) -> list[Node]:
+    # what chooses all samples in their order, behind operations on some of the rows
+    found, stack, seen = [], [edge], {edge[0]}
+    while stack:
+        node, nr = stack.pop()
+        for user, _, number in users(walk, node):
+            state = states.get(user, {}).get(0, SPLIT)
+            if number != nr or user in seen or state is SPLIT:
+                continue
+            seen.add(user)
+            if not state.plain:
+                stack.append((user, 0))
+            elif operation(user) in _CHOOSES:
+                found.append(user)
+    return found
+
+
+def _made_of(walk: Walk, node: Node) -> set[Node]:
+    # everything downstream where what meets is of the same samples: no numbers, and nothing that is laid one behind the other
+    found, stack, rows = {node}, [node], shape_of((node, 0))[:1]
+    while stack:
+        behind = [user for user, _, _ in users(walk, stack.pop()) if shape_of((user, 0))]
+        new = {user for user in behind if operation(user) != "Cat" or shape_of((user, 0))[:1] == rows} - found
+        found |= new
+        stack += new
+    return found
+
+
+def refuse_put_rows(walk: Walk, begun: Iterable[tuple[Node, Mark]]) -> Iterator[UnsupportedError]:
+    """Refuse rows that were taken for samples, and become parts of the rows of something that has a row for each sample of another module.
+
+    So do what experts return for those samples that are sent to them, and positions that are told apart again by a reshape.
+
+    Args:
+        walk: The graph.
+        begun: Outputs of outermost modules at which samples start.
+
+    Yields:
+        The errors.
+    """
+    for node, mark in begun:
+        rows = shape_of((node, mark.nr))[0]
+        others, stack, seen = walk.batches - {0, 1, rows}, [(node, mark.nr)], {node}
+        while stack and others:
+            at, nr = stack.pop()
+            for user, _, number in users(walk, at):
+                made, name = shape_of((user, 0)), operation(user)
+                if number != nr or user in seen or not made:
+                    continue
+                seen.add(user)
+                if name in ELEMENTWISE | BROADCASTING and made[0] == rows:
+                    stack.append((user, 0))
+                elif name in _PUTS | RESHAPES and made[0] in others:
+                    yield UnsupportedError(
+                        f"{mark.call} returns {rows} rows, which are put into a tensor of shape {list(made)} outside of any module, while another "
+                        f"module returns {made[0]} rows: which of the rows are of the same sample is not known. Extend one module that calls "
+                        "both, and returns its predictions or its loss; or leave these parameters out of all extensions: {exclude}.",
+                        walk.named(walk.reach[node]),
+                    )
+                    stack.clear()
+                    break
