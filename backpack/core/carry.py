@@ -259,8 +259,9 @@ class Carry:
                         self._send(flow, source, gap, wanted, gap.call_split(columns), SPLIT)
                     continue
                 self._send_data(flow, source, gap, wanted, given)
-                if any(w and c.way is Way.MASKED for w, c in zip(wanted, gap.crossings, strict=True)):
-                    self._send(flow, source, gap, wanted, gap.call_masked(given), Way.MASKED)
+                masked = [w and c.way is Way.MASKED for w, c in zip(wanted, gap.crossings, strict=True)]
+                if any(masked):
+                    self._send(flow, source, gap, masked, gap.call_masked(given, masked), Way.MASKED)
             grad = grads[0] if not parts else own[0][0] if own and own[0] is not None else None
             if grad is not None:
                 self._bear_at_gap(flow, gap, grad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
+from backpack.core.coefficients import by_coefficients
 from backpack.core.graph import call_node, has_saved, operation, outputs_of, saved, settings_of, shape_of, tensor_at
 from backpack.core.known_ways import known_crossings
 from backpack.core.linear import LINEAR, ON_A_PART
@@ -98,11 +99,12 @@ class Gap:
             returned = [None if c is None else some.reshape(*lead, *(1,) * (c.dim() - 1)) * c for c in returned]
         return [None if c is None or n is None else sum_to(c, n[2], 2) for c, n in zip(returned, self.nexts, strict=True)]
 
-    def call_masked(self, given: dict[int, Tensor]) -> list[Tensor | None]:
+    def call_masked(self, given: dict[int, Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """Split columns by masks, block of samples by block, and call the node with them; add what is selected where it belongs, for each sample.
 
         Args:
             given: Output number to ``[V, *shape]``.
+            wanted: For each next edge, whether it is.
 
         Returns:
             For each next edge ``[V, N, *shape]``, or ``None``.
@@ -116,12 +118,16 @@ class Gap:
         chosen = selection(self.node) if operation(self.node) in SELECTS and not tensor_at((self.node, 0)).dtype.is_complex else None
         if chosen is not None and chosen.numbers(state.axis):
             return [None if n is None else chosen.added(given[0], state).reshape(*given[0].shape[:1], -1, *n[2]) for n in self.nexts]
+        if sum(wanted) == 1 and self.outputs == 1:
+            number = wanted.index(True)
+            if (sent := by_coefficients(self.node, number, given[0], state, self.nexts[number][2])) is not None:
+                return [sent if want else None for want in wanted]
         samples = state.samples
         size = sum(prod(c.shape) for c in given.values())
-        rows = [
-            self.call_split({nr: split(c, self.states[nr], block) for nr, c in given.items()})
-            for block in blocks(samples, size, _MASKED) or [slice(0, 0)]
-        ]
+        rows = []
+        for block in blocks(samples, size, _MASKED) or [slice(0, 0)]:
+            sent = self.call_split({nr: split(c, self.states[nr], block) for nr, c in given.items()})
+            rows.append([part if want else None for part, want in zip(sent, wanted, strict=True)])  # the others are as large as N masks
         return [None if parts[0] is None else torch.cat(parts, 1) for parts in zip(*rows, strict=True)]
 
 

@@ -1,0 +1,54 @@
+"""What each entry of a small parameter gets from each entry of a node's output: the derivative of the node's backward, which is linear.
+
+Where a node of which nothing is known is crossed by masks, each sample costs a call with all rows. Of a scale, a threshold, or a vector of these, that
+is shared by all samples, fewer calls say the same: one for each of its entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, einsum
+from torch.autograd.graph import Node
+
+from backpack.core.graph import call_node
+from backpack.core.samples import Layout, add_rows
+from backpack.utils.columns import distinct_columns
+
+_CHEAPER = 4
+"""How many times as many samples as entries there have to be."""
+_AGREE = 64
+"""Rounding errors of the largest terms up to which two ways to the same sum agree."""
+
+
+def by_coefficients(node: Node, number: int, columns: Tensor, layout: Layout, shape: torch.Size) -> Tensor | None:
+    """Send columns through a node to an input that all samples share, for each sample.
+
+    Args:
+        node: The node, which has one output.
+        number: Number of the input.
+        columns: ``[V, *output]``.
+        layout: Where the samples lie there.
+        shape: Shape of the input.
+
+    Returns:
+        ``[V, N, *shape]``; ``None`` if masks are cheaper, or the backward of the node cannot be differentiated, or not rightly.
+    """
+    entries, rows = shape.numel(), len(layout.labels)
+    usual = not (torch.is_grad_enabled() or columns.is_complex() or columns.dtype.itemsize < torch.float32.itemsize or -1 in layout.labels)
+    if not usual or entries * _CHEAPER > layout.samples:
+        return None
+    point = torch.zeros_like(columns[:1], requires_grad=True)
+    try:
+        with torch.enable_grad():
+            sent = call_node(node, [point])[number].sum_to_size(shape).flatten().unbind()
+        coefficients = torch.cat([torch.autograd.grad(entry, point, retain_graph=True)[0] for entry in sent])
+    except (RuntimeError, AttributeError, NotImplementedError):  # once_differentiable, say
+        return None
+    test = torch.cat([columns[:1], distinct_columns(columns[:1])])
+    expected = torch.stack([call_node(node, [one[None]])[number].sum_to_size(shape).flatten() for one in test])
+    terms = test.flatten(1).unsqueeze(1) * coefficients.flatten(1)
+    allowed = _AGREE * torch.finfo(columns.dtype).eps * terms.abs().sum(2)
+    if not ((terms.sum(2) - expected).abs() <= allowed).all():
+        return None
+    columns, coefficients = (part.movedim(1 + layout.axis, 1).reshape(len(part), rows, -1) for part in (columns, coefficients))
+    return add_rows(einsum("vrm,prm->vrp", columns, coefficients), layout).reshape(len(columns), layout.samples, *shape)
