@@ -1,7 +1,7 @@
 """What each entry of a small parameter gets from each entry of a node's output: the derivative of the node's backward, which is linear.
 
-Where a node of which nothing is known is crossed by masks, each sample costs a call with all rows. Of a scale, a threshold, or a vector of these, that
-is shared by all samples, fewer calls say the same: one for each of its entries.
+Where a node of which nothing is known is crossed by masks, each sample costs a call with all rows. Of a scale, a threshold, or a vector of these,
+that is shared by all samples, fewer calls say the same: one for each of its entries.
 """
 
 from __future__ import annotations
