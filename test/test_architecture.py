@@ -37,6 +37,7 @@ LAYERS = {
     "backpack.extensions.signed_flow": 4,
     "backpack.extensions.rules": 4,
     "backpack.extensions.kronecker": 4,
+    "backpack.extensions.handed": 4,
     "backpack.extensions.hook_queue": 4,
     "backpack.extensions.sides": 4,
     "backpack.extensions.positions": 4,

@@ -40,7 +40,7 @@ def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[No
     Raises:
         merge: If parameters are used more than once under a user's rule, or by calls whose samples are somewhere else than the rule takes them to be.
         UnsupportedError: If a parameter is used without a call; if a module has several outputs, one that is overwritten after it was used, or its
-            samples somewhere else than the rule takes them to be; or if what a user says to be carried is at odds with a flow of the library.
+            samples somewhere else than the rule takes them to be.
     """
     places: dict[ModuleCall, dict[bool, tuple[Node, Mark]]] = {}
     for node, marks in plan.walk.marks.items():
@@ -58,7 +58,8 @@ def mapped(plan: Plan, extensions: Iterable[BackpropExtension]) -> list[tuple[No
             if extension in asked:
                 asked[extension].update(call.module._parameters.values())
             if chosen is not None:
-                _refuse_unheard(call, extension, chosen)
+                if len(call.outputs) > 1:
+                    raise UnsupportedError(f"{call.path} returns {len(call.outputs)} tensors, {type(chosen).__name__} gets the gradient of one.")
                 if len(place) > 1 and plan.walk.consumers[place[True][0]] > 1:
                     raise UnsupportedError(
                         f"What {call.path} returns is used as it was, and overwritten afterwards, so that its gradient comes in two parts, of which "
@@ -142,28 +143,6 @@ def answered(plan: Plan, extension: BackpropExtension) -> int:
     modules = {mark.call.module for marks in plan.walk.marks.values() for mark in marks}
     said = ((module, extension.module_extension(module)) for module in modules)
     return plan.walk.bits_of(frozenset(id(p) for module, chosen in said if chosen is not None for p in chosen.wanted(extension, module).values()))
-
-
-def _refuse_unheard(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension) -> None:
-    """Refuse a module extension that would not be told everything, or not be asked.
-
-    Args:
-        call: The call.
-        extension: The extension.
-        chosen: What a user has said for the class of the module.
-
-    Raises:
-        UnsupportedError: If the module has several outputs, or is carried through by the library's own rule.
-    """
-    if len(call.outputs) > 1:
-        raise UnsupportedError(f"{call.path} returns {len(call.outputs)} tensors, {type(chosen).__name__} gets the gradient of one.")
-    own = not type(chosen).backpropagate.__module__.startswith("backpack.")
-    if own and call.derivatives is not None and extension.flow is not None and not extension.flow.is_gradient:
-        raise UnsupportedError(
-            f"{call.path}: {type(chosen).__name__}.backpropagate would not be called, as {type(extension).__name__} carries through "
-            f"{type(call.module).__name__} by the library's own rule. Write an extension of your own (SecondOrderBackpropExtension with "
-            "module_exts) to carry something else, or leave backpropagate out."
-        )
 
 
 def _used_again(extension: BackpropExtension, chosen: ModuleExtension, parameter: Parameter) -> UnsupportedError:

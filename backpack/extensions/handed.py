@@ -1,0 +1,139 @@
+"""Rules of users that come with module extensions of the library's second-order quantities: in a pass, they stand for the calls of a class.
+
+What is carried is the same for all extensions that read it, so that rules do not belong to one of them: where others, in the same pass, know nothing
+of such a rule, or of another one, it has to be registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from backpack.core.calls import ModuleCall
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives, Grads, Samples
+from backpack.core.derivatives.own_names import hidden, reading_own
+from backpack.core.plan import Plan
+from backpack.core.recording import reading
+from backpack.core.walk import Walk
+from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.flows import SqrtFlow
+from backpack.extensions.module_extension import ModuleExtension
+from backpack.utils.errors import UnsupportedError
+
+_BEFORE: WeakKeyDictionary[ModuleCall, tuple[Any, BaseDerivatives | None]] = WeakKeyDictionary()
+"""What calls had before users' rules took their place."""
+
+
+class _Said:
+    """Asks ``backpropagate`` of a module extension, as users write it."""
+
+    def __init__(self, extension: BackpropExtension, chosen: ModuleExtension) -> None:
+        self._extension, self._chosen, self.params, self.name = extension, chosen, chosen.params, type(chosen).__name__
+
+    def _sent(self, call: ModuleCall, g_out: Grads, carried: Tensor | None) -> Tensor:
+        with reading({call.module: call}):
+            return self._chosen.backpropagate(self._extension, call.module, (None,) * len(call.inputs), g_out, carried)
+
+
+class _SaidOfLayer(_Said, BaseParameterDerivatives):
+    def _jac_t_mat_prod(self, module: Any, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
+        return self._sent(module, g_out, mat)
+
+
+class _SaidOfLoss(_Said, BaseLossDerivatives):
+    def _sqrt_hessian(self, module: Any, g_inp: Grads, g_out: Grads, subsampling: Samples = None) -> Tensor:
+        return self._sent(module, tuple(map(torch.ones_like, g_out)), None)  # what the loss is multiplied by is known elsewhere
+
+    def _sqrt_hessian_sampled(self, module: Any, g_inp: Grads, g_out: Grads, mc_samples: int = 1, subsampling: Samples = None) -> Tensor:
+        return self._sqrt_hessian(module, g_inp, g_out)
+
+
+def take_rules(walk: Walk, extensions: Iterable[BackpropExtension]) -> bool:
+    """Let users' rules stand for the calls of a pass, and those that stood there before, where another pass has taken others.
+
+    Args:
+        walk: The graph.
+        extensions: Active extensions.
+
+    Returns:
+        Whether there are other rules now, so that the graph has to be walked again.
+
+    Raises:
+        UnsupportedError: If extensions that share what is carried were told different things.
+    """
+    again = [call for call in walk.calls if call in _BEFORE] if _BEFORE else []
+    for call in again:
+        call.found, call.derivatives = _BEFORE.pop(call)
+    readers = [extension for extension in extensions if extension.flow is not None and not extension.flow.is_gradient]
+    if not any(extension.has_module_exts for extension in readers):
+        return bool(again)
+    for call in walk.calls:
+        told = {extension: _rule(extension, call) for extension in readers}
+        rule = next((rule for rule, _ in told.values() if rule is not None), None)
+        if rule is None:
+            continue
+        if len({key for _, key in told.values()}) > 1:
+            names = " and ".join(f"{type(extension).__name__} ({'nothing' if key is None else key.__name__})" for extension, (_, key) in told.items())
+            raise UnsupportedError(
+                f"{call.path} ({type(call.module).__name__}): what is carried through it is the same for all quantities of a pass, but module "
+                f"extensions say something else for each: {names}. Give all of them the same, register the derivatives "
+                f"(backpack.register({type(call.module).__name__}, ...)), or use a context for each."
+            )
+        _BEFORE[call] = call.found, call.derivatives
+        call.derivatives = reading_own(rule, hidden(call.module, call))
+        call.found = call.found._replace(rule=call.derivatives)
+        again.append(call)
+    return bool(again)
+
+
+def refuse_unasked(plan: Plan) -> None:
+    """Refuse layers for which a user's ``backpropagate`` cannot stand, so that their nodes in the graph would.
+
+    Args:
+        plan: The plan.
+
+    Raises:
+        UnsupportedError: If there is one.
+    """
+    asked = {unit.call for unit in plan.units.values()} | {start.call for start in plan.losses.values()} if _BEFORE else set()
+    for call in plan.walk.calls if _BEFORE else ():
+        if isinstance(call.derivatives, _Said) and call not in asked:
+            raise UnsupportedError(
+                f"{call.path}: {call.derivatives.name}.backpropagate would not be called. It is asked of losses, and of layers with one output, of "
+                "which axis 0 holds the samples, whose first input alone depends on parameters, and of whose parameters it names all. Register "
+                f"derivatives (backpack.register({type(call.module).__name__}, ...)), or leave backpropagate out."
+            )
+
+
+def _rule(extension: BackpropExtension, call: ModuleCall) -> tuple[BaseDerivatives | None, type | None]:
+    """Find what a user has handed over for a call.
+
+    Args:
+        extension: The extension, one of the library's.
+        call: The call.
+
+    Returns:
+        The rule, and what tells it from others; ``None`` if it is the library's.
+
+    Raises:
+        UnsupportedError: If it cannot be asked.
+    """
+    chosen = extension.module_extension(call.module)
+    if chosen is None:
+        return None, None
+    rule = getattr(chosen, "derivatives", None)
+    rule = rule if isinstance(rule, BaseDerivatives) and not type(rule).__module__.startswith("backpack.") else None
+    if type(chosen).backpropagate.__module__.startswith("backpack."):
+        return rule, None if rule is None else type(rule)
+    if not isinstance(extension.flow, SqrtFlow) or extension.get_subsampling() is not None:
+        raise UnsupportedError(
+            f"{call.path}: {type(chosen).__name__}.backpropagate would not be called, as {type(extension).__name__} carries something else than "
+            f"columns of all samples. Register derivatives (backpack.register({type(call.module).__name__}, ...)), write an extension of your own "
+            "(SecondOrderBackpropExtension with module_exts), or leave backpropagate out."
+        )
+    is_loss = call.is_loss or (call.root and call.recorder.bare and call.outputs[0].shape.numel() == 1)
+    return (_SaidOfLoss if is_loss else _SaidOfLayer)(extension, chosen), type(chosen)
