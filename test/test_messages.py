@@ -478,6 +478,34 @@ def test_steps_on_the_first_axis() -> None:
     assert len(model.head.weight.grad_batch) == x.shape[1]
 
 
+@pytest.mark.parametrize("encoder", [False, True])
+def test_samples_that_attend_to_one_another(encoder: bool) -> None:
+    """Attention that takes samples from axis 1 is named, and what is advised works."""
+
+    class Attends(nn.Module):
+        def __init__(self, batch_first: bool) -> None:
+            super().__init__()
+            self.body = (
+                nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=batch_first)
+                if encoder
+                else nn.MultiheadAttention(4, 2, batch_first=batch_first)
+            )
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((self.body(x) if encoder else self.body(x, x, x)[0]).mean(1))
+
+    x, name = torch.randn(6, 5, 4), r"body.self_attn" if encoder else "body"
+    model = extend(Attends(batch_first=False))
+    with backpack(BatchGrad()):
+        said = message(MixedSamplesError, model(x).square().sum().backward)
+    assert f"{name} (MultiheadAttention) takes its samples from axis 1" in said and "give it batch_first=True" in said
+    model = extend(Attends(batch_first=True))
+    with backpack(BatchGrad()):
+        model(x).square().sum().backward()
+    assert len(model.head.weight.grad_batch) == len(x)
+
+
 class Functional(nn.Module):
     """Calls its first layer as a function."""
 

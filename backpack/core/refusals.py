@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 from torch.autograd.graph import Node
-from torch.nn import Parameter
+from torch.nn import MultiheadAttention, Parameter
 
 from backpack.core.batches import batch_of, first_shape, lacks_batch
 from backpack.core.calls import ModuleCall
@@ -44,7 +44,15 @@ def mixing(walk: Walk, node: Node, how: str, by: Node | None = None) -> MixedSam
             "Keep the samples on an axis of their own (return [N, T, C], and reshape in the call of the loss: `lossfunc(out.reshape(-1, C), y)`)"
         )
     elif by is not None and node in walk.derived:
-        way_out = "Take these derivatives without create_graph=True, which makes them constants, or call backward outside of the context"
+        way_out = (
+            "Take these derivatives without create_graph=True, which makes them constants, extend one module that takes them and returns the loss, "
+            "or call backward outside of the context"
+        )
+    elif by is not None and operation(by).startswith(("Bmm", "Scaled")) and (call := next(filter(_attends_along, walk.calls), None)):
+        way_out = (
+            f"{call} takes its samples from axis 1 (batch_first=False), and lets those of axis 0 attend to one another: if the samples lie on axis 0, "
+            "give it batch_first=True"
+        )
     else:
         way_out = (
             "Use an operation that treats samples independently (LayerNorm or GroupNorm instead of batch statistics; .eval() for BatchNorm) and "
@@ -56,6 +64,10 @@ def mixing(walk: Walk, node: Node, how: str, by: Node | None = None) -> MixedSam
         "these parameters out of all extensions: {exclude}.",
         walk.named(walk.reach[node]),
     )
+
+
+def _attends_along(call: ModuleCall) -> bool:
+    return isinstance(call.module, MultiheadAttention) and not call.module.batch_first
 
 
 def single(walk: Walk, node: Node, call: ModuleCall) -> MixedSamplesError | None:
