@@ -50,7 +50,7 @@ def mixing(walk: Walk, node: Node, how: str, by: Node | None = None) -> MixedSam
         )
     elif by is not None and operation(by).startswith(("Bmm", "Scaled")) and (call := next(filter(_attends_along, walk.calls), None)):
         way_out = (
-            f"{call} takes its samples from axis 1 (batch_first=False), and lets those of axis 0 attend to one another: if the samples lie on axis 0, "
+            f"{call} takes its samples from axis 1 (batch_first=False), and lets those of axis 0 attend to one another: if these are the samples, "
             "give it batch_first=True"
         )
     else:
