@@ -706,3 +706,14 @@ def test_private_names() -> None:
     linear = nn.Linear(4, 3)
     linear.input0 = torch.randn(N, 2, 5, 4)
     assert tuple(LinearDerivatives._get_additional_dims(linear)) == (2, 5)
+
+
+def test_derivatives_of_a_number_are_those_of_an_identity() -> None:
+    from backpack.core.derivatives.scale_module import ScaleModuleDerivatives
+
+    from backpack.custom_module.scale_module import ScaleModule
+
+    mat = torch.rand(2, 3, 4)
+    for module, factor in ((nn.Identity(), 1.0), (ScaleModule(0.5), 0.5)):
+        module.input0 = module.output = torch.rand(3, 4)
+        assert torch.equal(ScaleModuleDerivatives().jac_t_mat_prod(module, None, None, mat), factor * mat)

@@ -59,12 +59,12 @@ class PermuteDerivatives(LinearMapDerivatives):
 
 @register(ScaleModule)
 class ScaleModuleDerivatives(LinearMapDerivatives):
-    """Derivatives of the multiplication by a number."""
+    """Derivatives of the multiplication by a number; of ``Identity``, which has none, by one."""
 
     any_batch_axis = True
 
     def _jac_t_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor, subsampling: Samples = None) -> Tensor:
-        return mat * module.weight
+        return mat * getattr(module, "weight", 1.0)
 
 
 @register(SumModule)
