@@ -76,6 +76,12 @@ AGREE: dict[str, Callable[[Parts, Tensor], Tensor]] = {
     "positions": lambda net, x: net.b(net.a(x) + net.positions(torch.arange(x.shape[1]))).mean(1),
     "positions beside what is no part": lambda net, x: net.b(x[..., :3] + net.positions(torch.arange(x.shape[1]))).mean(1),
     "pieces": lambda net, x: net.b(torch.cat([net.a(part) for part in x[:, 0].split(1)])),
+    "flattened, for the loss, too": lambda net, x: (
+        net.b(net.a(x.flatten(0, 1)).view(*x.shape[:2], 3)).flatten(0, 1).unflatten(0, x.shape[:2]).mean(1)
+    ),
+    "positions, for the loss, too": lambda net, x: (
+        net.b(net.a(x) + net.positions(torch.arange(x.shape[1]))).flatten(0, 1).unflatten(0, x.shape[:2]).mean(1)
+    ),
 }
 
 

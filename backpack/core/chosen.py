@@ -103,7 +103,7 @@ def refuse_put_rows(walk: Walk, begun: Iterable[tuple[Node, Mark]]) -> Iterator[
                 seen.add(user)
                 if name in ELEMENTWISE | BROADCASTING and made[0] == rows:
                     stack.append((user, 0))
-                elif name in _PUTS | RESHAPES and made[0] in others:
+                elif made[0] in others and (name in _PUTS or (name in RESHAPES and made[0] < rows)):  # samples may well become rows
                     yield UnsupportedError(
                         f"{mark.call} returns {rows} rows, which are put into a tensor of shape {list(made)} outside of any module, while another "
                         f"module returns {made[0]} rows: which of the rows are of the same sample is not known. Extend one module that calls "
