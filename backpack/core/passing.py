@@ -231,7 +231,7 @@ class Pass(Carry):
             return {s: arrived(c).to(slot.dtype) for s, c in value.items()}
 
         rows = partial(rule.rows, view)
-        local = columns.size == 1 or _are_of_positions(rows(arrived(columns.numbers())), columns.size)
+        local = columns.size == 1 or _are_of_positions(*(rows(arrived(part))[0].flatten(1, 2) for part in columns.numbers()), columns.size)
         squares = columns.squares() if local else None
         if squares is None:
             return False
@@ -293,19 +293,18 @@ def _behind(gap: Gap, back: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:
     return gap.call({0: back(mat)})[0]
 
 
-def _are_of_positions(numbers: Tensor, size: int) -> bool:
+def _are_of_positions(block: Tensor, place: Tensor, size: int) -> bool:
     """Say whether blocks of entries are the outputs of a layer at one position each, in their order.
 
     Args:
-        numbers: Of the entries, block by block, as they lie in the rows of the layer ``[1, N, G, O, L]``.
+        block: In which block each entry is, as they lie in the rows of the layer ``[N, O, L]``.
+        place: Where in there it is.
         size: Entries of a block.
 
     Returns:
         Whether they are.
     """
-    rows = numbers[0].flatten(1, 2)
-    first = rows[:, :1]
-    return rows.shape[1] == size and bool(((rows - first).mT == torch.arange(size, device=rows.device)).all() and (first % size == 0).all())
+    return block.shape[1] == size and bool((block == block[:, :1]).all() and (place.mT == torch.arange(size, device=place.device)).all())
 
 
 def _moment(columns: ScatteredColumns, rows: Callable[[Tensor], Tensor], squares: Tensor) -> Tensor:

@@ -79,14 +79,15 @@ class ScatteredColumns:
         """
         return second_moment(wide(self._values).flatten(0, 1).unsqueeze(0))[0] if isinstance(self._values, Tensor) else self._values.moment()
 
-    def numbers(self) -> Tensor:
-        """Number the entries, block by block, so that one can see where they have gone.
+    def numbers(self) -> tuple[Tensor, Tensor]:
+        """Say of each entry in which block it is, and where in there, so that one can see where it has gone.
 
         Returns:
-            ``[1, *]``, in double precision, which can be sent the way of columns.
+            Numbers ``[1, *]``, in double precision, that can be sent the way of columns; they share memory, as far as that goes.
         """
-        count, _, size = self._values.shape
-        return self._arrange(torch.arange(count * size, dtype=torch.float64, device=self._turns.device).reshape(1, count, size))
+        shape, like = (1, self.entries // max(1, self.size), self.size), {"dtype": torch.float64, "device": self._turns.device}
+        block, place = torch.arange(shape[1], **like).unsqueeze(1), torch.arange(shape[2], **like)
+        return self._arrange(block.expand(shape)), self._arrange(place.expand(shape))
 
     def times(self, matrix: Tensor, back: Callable[[Tensor], Tensor], shape: Size) -> ScatteredColumns | None:
         """Multiply columns that have a single entry each by a matrix, along the last axis: they become multiples of its rows.
