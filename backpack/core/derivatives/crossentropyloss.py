@@ -69,7 +69,7 @@ def _usual_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
     return factor
 
 
-def _reflection(log_probs: Tensor, weight: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+def _reflection(log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute what a root is made of that has no column for the most likely class ``k``.
 
     The square roots ``r`` of the probabilities are a unit vector, and ``diag(p) - p p^T = diag(r) (1 - r r^T) diag(r)``. A reflection that maps
@@ -79,50 +79,54 @@ def _reflection(log_probs: Tensor, weight: Tensor | float) -> tuple[Tensor, Tens
 
     Args:
         log_probs: Logarithms of the probabilities ``[N, C, L]``.
-        weight: Factor of the columns of a position, a number or ``[N, 1, L]``.
 
     Returns:
-        ``r [N, C - 1, L]`` and the classes ``v`` of that shape, and ``t [N, C, L]``.
+        ``r [N, C, L]``, ``k [N, 1, L]``, and ``t [N, C, L]``.
     """
     root = (log_probs / 2).exp_()
     largest, likely = root.max(1, keepdim=True)
-    shares = (log_probs.exp() / (1 + largest)).scatter_(1, likely, largest)
-    numbers = torch.arange(root.shape[1] - 1, device=root.device).unsqueeze(1)
-    others = numbers + (numbers >= likely)
-    return root.gather(1, others) * weight, others, shares
+    return root, likely, (log_probs.exp() / (1 + largest)).scatter_(1, likely, largest)
 
 
 def _few_columns(log_probs: Tensor, weight: Tensor | float) -> Tensor:
-    scale, others, shares = _reflection(log_probs, weight)
-    scale, others = (part.movedim(1, 0).unsqueeze(2) for part in (scale, others))
+    root, likely, shares = _reflection(log_probs)
+    others = _others(torch.arange(root.shape[1] - 1, device=root.device).unsqueeze(1), likely)
+    scale, others = (part.movedim(1, 0).unsqueeze(2) for part in (root.gather(1, others) * weight, others))
     return (scale.neg() * shares).scatter_add_(2, others, scale)
 
 
-class _Differences:
-    """Columns ``r_v (delta_vc - t_c)`` of blocks, formed where they are needed, ``[B, E, C]``."""
+def _others(numbers: Tensor, likely: Tensor) -> Tensor:
+    # the classes of the columns, all but the most likely one
+    return numbers + (numbers >= likely)
 
-    def __init__(self, scales: Tensor, classes: Tensor, shares: Tensor, dtype: torch.dtype) -> None:
+
+class _Differences:
+    """Columns ``r_v (delta_vc - t_c)``, ``v != k``, formed where they are needed, ``[B, C - 1, C]``; those of a block have the same sign."""
+
+    def __init__(self, root: Tensor, likely: Tensor, shares: Tensor, dtype: torch.dtype) -> None:
         """Take note of what they are made of.
 
         Args:
-            scales: ``r [B, E]``.
-            classes: ``v [B, E]``.
+            root: ``r [B, C]``.
+            likely: ``k [B, 1]``.
             shares: ``t [B, C]``.
             dtype: Type of the columns.
         """
-        self._scales, self._classes, self._shares, self.dtype, self.device = scales, classes, shares, dtype, scales.device
-        self.shape = Size([*scales.shape, shares.shape[1]])
+        self._root, self._likely, self._shares, self.dtype, self.device = root, likely, shares, dtype, root.device
+        self.shape = Size([len(root), root.shape[1] - 1, root.shape[1]])
 
     def __mul__(self, factors: Tensor) -> _Differences:
-        return _Differences(self._scales * factors[..., 0], self._classes, self._shares, self.dtype)
+        return _Differences(self._root * factors[..., 0], self._likely, self._shares, self.dtype)
 
     def __getitem__(self, at: tuple[Tensor, Tensor]) -> Tensor:
-        scales = self._scales[at].unsqueeze(1)
-        return self._shares[at[0]].mul_(-scales).scatter_add_(1, self._classes[at].unsqueeze(1), scales).to(self.dtype)
+        block, number = (part.unsqueeze(1) for part in at)
+        classes = _others(number, self._likely[at[0]])
+        scales = self._root[block, classes]
+        return self._shares[at[0]].mul_(-scales).scatter_add_(1, classes, scales).to(self.dtype)
 
     def squares(self, signs: Tensor) -> Tensor:
-        own, all_of_them = self._squared_scales(signs)
-        return own * (1 - 2 * self._shares) + all_of_them * self._shares.square()
+        own, all_of_them = self._squared_scales(signs[:, :1])
+        return torch.addcmul(own * (1 - 2 * self._shares), all_of_them, self._shares.square())
 
     def moment(self) -> Tensor:
         own, all_of_them = self._squared_scales(1.0)
@@ -131,8 +135,8 @@ class _Differences:
 
     def _squared_scales(self, signs: Tensor | float) -> tuple[Tensor, Tensor]:
         # of the column of each class, [B, C], and of all columns together, [B, 1]
-        scales = self._scales.square() * signs
-        return torch.zeros_like(self._shares).scatter_add_(1, self._classes, scales), scales.sum(1, keepdim=True)
+        scales = self._root.square().mul_(signs).scatter_(1, self._likely, 0)
+        return scales, scales.sum(1, keepdim=True)
 
 
 @register(CrossEntropyLoss)
@@ -290,7 +294,8 @@ class CrossEntropyLossDerivatives(NLLLossDerivatives):
         if not few:
             return self._of_positions(module, weight, None, _usual_columns).permute(1, 3, 0, 2).flatten(0, 1), signs, axis
         weight = weight.reshape(-1, 1, positions) if isinstance(weight, Tensor) else weight
-        parts = (part.movedim(1, 2).flatten(0, 1) for part in _reflection(self._log_probs(module), weight))
+        root, likely, shares = _reflection(self._log_probs(module))
+        parts = (part.movedim(1, 2).flatten(0, 1) for part in (root * weight, likely, shares))
         return _Differences(*parts, module.input0.dtype), signs, axis
 
     def _log_probs(self, module: Module, subsampling: Samples = None) -> Tensor:
