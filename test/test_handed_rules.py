@@ -21,10 +21,11 @@ from torch.nn import Linear, Module, Sequential
 
 from backpack import backpack, extend, extensions
 from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import NotRecordedError, UnsupportedError
 
 
 class Distance(nn.modules.loss._Loss):
@@ -289,3 +290,105 @@ def test_what_would_not_be_called_is_refused(make: Callable, chosen: type[Module
     with backpack(extension), pytest.raises(UnsupportedError, match=said):
         lossfunc(net(x), y).backward()
     assert not any(hasattr(p, extension.savefield) for p in net.parameters())
+
+
+class Slope(ElementwiseDerivatives):
+    """Reads the input, where the rule of the library reads the output; has a setting."""
+
+    keeps = frozenset({"input"})
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def df(self, module: Module, g_inp: Any, g_out: Any, subsampling: Any = None) -> Tensor:
+        return self.factor * (1 - module.input0.tanh().square())
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_what_the_rule_of_the_library_does_not_read(inside: bool) -> None:
+    (x, y), net, lossfunc = data(), model(nn.Tanh()), extend(nn.MSELoss())
+    usual, handed = extensions.DiagGGNExact(), extensions.DiagGGNExact()
+    handed.set_module_extension(nn.Tanh, made(DiagGGNBaseModule, Slope(3.0)), overwrite=True)
+    with backpack(usual):
+        lossfunc(net(x), y).backward()
+    expected = net[0].weight.diag_ggn_exact
+    loss = None if inside else lossfunc(net(x), y)
+    with backpack(handed):
+        (lossfunc(net(x), y) if inside else loss).backward()
+    close(net[0].weight.diag_ggn_exact, 9 * expected)
+
+
+def test_what_cannot_be_found_is_said() -> None:
+    """The output of a layer that kept its input, where a parameter has changed since."""
+
+    class Output(BaseParameterDerivatives):
+        def hessian_is_zero(self, module: Module) -> bool:
+            return True
+
+        def _jac_t_mat_prod(self, module: Module, g_inp: Any, g_out: Any, mat: Tensor, subsampling: Any = None) -> Tensor:
+            return mat @ module.weight * module.output.mean()
+
+    (x, y), net, lossfunc, extension = data(), model(nn.Tanh()), extend(nn.MSELoss()), extensions.DiagGGNExact()
+    extension.set_module_extension(Linear, made(DiagGGNBaseModule, Output()), overwrite=True)
+    loss = lossfunc(net(x), y)
+    net[0].weight.data = net[0].weight.data.clone()
+    with backpack(extension), pytest.raises(NotRecordedError, match=r"output of 0 was not kept.*Output may\. Run the forward pass in the context"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("settings", [(3.0, 3.0), (1.0, 3.0)], ids=str)
+def test_settings_tell_rules_apart(settings: tuple[float, float]) -> None:
+    (x, y), net, lossfunc = data(), model(nn.Tanh()), extend(nn.MSELoss())
+    active = [extensions.DiagGGNExact(), extensions.BatchDiagGGNExact()]
+    for extension, factor in zip(active, settings, strict=True):
+        extension.set_module_extension(nn.Tanh, made(DiagGGNBaseModule, Slope(factor)), overwrite=True)
+    loss = lossfunc(net(x), y)
+    with backpack(*active):
+        if settings[0] != settings[1]:
+            with pytest.raises(UnsupportedError, match=r"DiagGGNExact \(Slope\) and BatchDiagGGNExact \(Slope\)"):
+                loss.backward()
+        else:
+            loss.backward()
+            close(net[0].weight.diag_ggn_exact_batch.sum(0), net[0].weight.diag_ggn_exact)
+
+
+class OfBias(ModuleExtension):
+    """Sums over the positions of a sample, of columns with signs."""
+
+    any_layout = True
+
+    def bias(self, ext: Any, module: Module, g_inp: Any, g_out: Any, columns: dict) -> Tensor:
+        return sum(sign * mat.sum(1).square().sum((0, 1)) for mat, sign in zip(columns["matrices"], columns["signs"], strict=True))
+
+
+class TimeFirst(Module):
+    """Has samples on axis 1 inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.act, self.b = Linear(3, 4), nn.Tanh(), Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.act(self.a(x.transpose(0, 1)))).sum(0)
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("reads", [True, False])
+def test_signs_belong_to_samples(reads: bool, steps: int) -> None:
+    torch.manual_seed(0)
+    net, lossfunc, extension = extend(TimeFirst().double()), extend(nn.MSELoss()), extensions.DiagHessian()
+    x, y = torch.rand(5, steps, 3).double(), data()[1]
+    with backpack(extensions.DiagHessian()):
+        lossfunc(net(x), y).backward()
+    expected = net.a.weight.diag_h
+    extension.set_module_extension(Linear, OfBias(["bias"]) if reads else ModuleExtension())
+    with backpack(extension):
+        if reads:
+            with pytest.raises(UnsupportedError, match="not, or not known to be, those of axis 0"):
+                lossfunc(net(x), y).backward()
+        else:
+            lossfunc(net(x), y).backward()
+            close(net.a.weight.diag_h, expected)

@@ -6,7 +6,7 @@ of such a rule, or of another one, it has to be registered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,11 +18,12 @@ from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossD
 from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.plan import Plan
 from backpack.core.recording import reading
+from backpack.core.slots import Slot
 from backpack.core.walk import Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import NotRecordedError, UnsupportedError
 
 _BEFORE: WeakKeyDictionary[ModuleCall, tuple[Any, BaseDerivatives | None]] = WeakKeyDictionary()
 """What calls had before users' rules took their place."""
@@ -77,17 +78,47 @@ def take_rules(walk: Walk, extensions: Iterable[BackpropExtension]) -> bool:
         if rule is None:
             continue
         if len({key for _, key in told.values()}) > 1:
-            names = " and ".join(f"{type(extension).__name__} ({'nothing' if key is None else key.__name__})" for extension, (_, key) in told.items())
+            kinds = {extension: "nothing" if key is None else key[0].__name__ for extension, (_, key) in told.items()}
+            names = " and ".join(f"{type(extension).__name__} ({kind})" for extension, kind in kinds.items())
             raise UnsupportedError(
                 f"{call.path} ({type(call.module).__name__}): what is carried through it is the same for all quantities of a pass, but module "
                 f"extensions say something else for each: {names}. Give all of them the same, register the derivatives "
                 f"(backpack.register({type(call.module).__name__}, ...)), or use a context for each."
             )
+        _provide(call, rule)
         _BEFORE[call] = call.found, call.derivatives
         call.derivatives = reading_own(rule, hidden(call.module, call))
         call.found = call.found._replace(rule=call.derivatives)
         again.append(call)
     return bool(again)
+
+
+def _provide(call: ModuleCall, rule: BaseDerivatives) -> None:
+    """Find what a rule reads that the one before did not.
+
+    Args:
+        call: The call.
+        rule: The rule.
+
+    Raises:
+        NotRecordedError: If it was not kept, and cannot be found.
+    """
+    needs = rule.needs(call)
+    slots = {f"input{i}": slot for i, slot in enumerate(call.inputs) if isinstance(slot, Slot)} if "input" in needs else {}
+    for name, slot in {**slots, **({"output": call.outputs[0]} if "output" in needs else {})}.items():
+        slot.value = call.at_hand(name)
+        if slot.value is None:
+            raise NotRecordedError(
+                f"{name} of {call.path} was not kept, as the rule of {type(call.module).__name__} does not read it, but {type(rule).__name__} may. "
+                "Run the forward pass in the context, or let the derivatives say what they read (keeps = frozenset({'output'}), for instance)."
+            )
+
+
+def _state(rule: Any) -> Hashable:
+    # what tells rules, and module extensions, from others: those with the same settings are alike
+    plain = (int, float, str, tuple, type(None))
+    state = {name: _state(v) if isinstance(v, BaseDerivatives) else repr(v) if isinstance(v, plain) else id(v) for name, v in vars(rule).items()}
+    return type(rule), frozenset((name, value) for name, value in state.items() if name not in getattr(rule, "params", ()))
 
 
 def refuse_unasked(plan: Plan) -> None:
@@ -109,7 +140,7 @@ def refuse_unasked(plan: Plan) -> None:
             )
 
 
-def _rule(extension: BackpropExtension, call: ModuleCall) -> tuple[BaseDerivatives | None, type | None]:
+def _rule(extension: BackpropExtension, call: ModuleCall) -> tuple[BaseDerivatives | None, Any]:
     """Find what a user has handed over for a call.
 
     Args:
@@ -128,7 +159,7 @@ def _rule(extension: BackpropExtension, call: ModuleCall) -> tuple[BaseDerivativ
     rule = getattr(chosen, "derivatives", None)
     rule = rule if isinstance(rule, BaseDerivatives) and not type(rule).__module__.startswith("backpack.") else None
     if type(chosen).backpropagate.__module__.startswith("backpack."):
-        return rule, None if rule is None else type(rule)
+        return rule, None if rule is None else _state(rule)
     if not isinstance(extension.flow, SqrtFlow) or extension.get_subsampling() is not None:
         raise UnsupportedError(
             f"{call.path}: {type(chosen).__name__}.backpropagate would not be called, as {type(extension).__name__} carries something else than "
@@ -136,4 +167,4 @@ def _rule(extension: BackpropExtension, call: ModuleCall) -> tuple[BaseDerivativ
             "(SecondOrderBackpropExtension with module_exts), or leave backpropagate out."
         )
     is_loss = call.is_loss or (call.root and call.recorder.bare and call.outputs[0].shape.numel() == 1)
-    return (_SaidOfLoss if is_loss else _SaidOfLayer)(extension, chosen), type(chosen)
+    return (_SaidOfLoss if is_loss else _SaidOfLayer)(extension, chosen), _state(chosen)

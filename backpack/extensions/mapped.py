@@ -21,6 +21,7 @@ from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.rules import as_published
 from backpack.extensions.saved_quantities import makers
+from backpack.extensions.signed_flow import SignedSqrtFlow
 from backpack.utils.differentiation import version_of
 from backpack.utils.errors import LossNotExtendedError, OverwrittenError, UnsupportedError, merge
 from backpack.utils.module_classification import is_loss
@@ -180,7 +181,8 @@ def _other_rows(
         The error, if sample ``n`` is not at index ``n`` of axis 0.
     """
     columns = extension.flow is not None and not extension.flow.is_gradient
-    if (chosen.any_layout or parameter is None) and not (columns and extension.get_subsampling() is not None):
+    signed = isinstance(extension.flow, SignedSqrtFlow) and parameter is not None  # the signs are those of samples
+    if (chosen.any_layout or parameter is None) and not signed and not (columns and extension.get_subsampling() is not None):
         return None
     layout, shape = plan.states.get(node, {}).get(mark.nr), mark.call.outputs[0].shape
     if isinstance(layout, Layout) and mark.base:
@@ -192,7 +194,7 @@ def _other_rows(
         f"{'{names}: ' if about else ''}{type(chosen).__name__} makes {extension.savefield!r} of a call in which the samples of the mini-batch "
         f"are not, or not known to be, those of axis 0: {mark.call} returned {list(shape)}. Put the samples on axis 0, use the library's own rule"
         f"{', or leave out {exclude}' if about else ''}. Or, if the module extension needs not know where samples are, nor gets columns of "
-        "chosen ones, say so: any_layout = True.",
+        "chosen ones, or with signs, say so: any_layout = True.",
         about,
     )
 
@@ -218,7 +220,7 @@ def ask(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension,
     module, saved, shape = call.module, extension.saved_quantities, call.outputs[0].shape
     carries = extension.flow is None and extension.expects_backpropagation_quantities()
     grad = None if grad is None else grad.reshape(shape)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and chosen.wanted(extension, module):
         columns = {source: mat.reshape(mat.shape[0], *shape) for source, mat in value.items()}
         value = as_published(extension, columns)
     if carries:
