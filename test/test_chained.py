@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from test_extensions import close
 from test_model_outputs import results
+from test_overhead import python_calls
 from torch import Tensor, nn
 from torch.nn import Linear, Sequential, Tanh
 from torch.nn.functional import cross_entropy
@@ -195,13 +197,16 @@ def test_experts_that_are_called_by_hand(samples: int, way: str) -> None:
         close(parameter.grad_batch, torch.stack([torch.autograd.grad(row, parameter, retain_graph=True)[0] for row in rows]))
 
 
-@pytest.mark.parametrize("samples", [2, 3])
+@pytest.mark.parametrize("samples", [1, 2, 3])
 def test_positions_that_are_told_apart_beside_other_modules(samples: int) -> None:
     torch.manual_seed(0)
     net, x, codes = extend(Tasks()), torch.rand(samples, 4, 4).double(), torch.randint(5, (samples * 4,))
-    loss = (net.trunk(x).detach() - net.book(codes).view(samples, 4, 3)).square().sum() + net.trunk(x).square().sum()
-    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"book \(Embedding\) returns \d+ rows, which are put into a tensor"):
-        loss.backward()
+    ways = (lambda table: table, lambda table: table.softmax(1).unsqueeze(1).squeeze(1), lambda table: table[:, :2].sum(1))
+    for way in ways:
+        told = way(net.book(codes)).view(samples, 4, -1)
+        loss = (net.trunk(x).detach()[..., : told.shape[2]] - told).square().sum() + net.trunk(x).square().sum()
+        with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=r"book \(Embedding\) returns \d+ rows, which are put into a tensor"):
+            loss.backward()
     with backpack(BatchGrad(), Variance()):  # a row of codes for each sample
         table = net.book(codes.view(samples, 4))
         ((net.trunk(x).detach() - table).square().sum() + net.trunk(x).square().sum()).backward()
@@ -240,3 +245,18 @@ def test_rows_that_are_chosen_and_known(way: str) -> None:
     for parameter in used:
         close(parameter.grad_batch.sum(0), parameter.grad)
         assert samples in (None, len(parameter.grad_batch))
+
+
+def test_choices_at_many_steps_take_linear_time() -> None:
+    """Rows that belong to the steps of a recurrent net, chosen one step after the other."""
+    counts = []
+    for steps in (20, 40):
+        net = extend(Tasks())
+        rows, hidden, state = torch.arange(3) * steps, net.trunk(torch.rand(3 * steps, 4).double()), torch.zeros(3, 3).double()
+        for t in range(steps):
+            state = (state + hidden[rows + t]).tanh()
+        loss = net.heads[0](state).square().sum()
+        with backpack(BatchGrad()):
+            counts.append(python_calls(partial(loss.backward, retain_graph=True)))
+        assert len(net.heads[0].weight.grad_batch) == len(net.trunk[0].weight.grad_batch) == 3
+    assert counts[1] < 2.2 * counts[0]

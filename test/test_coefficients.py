@@ -11,10 +11,13 @@ from test_extensions import close
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend
 from backpack.core import crossings
 from backpack.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact
+from backpack.utils.errors import UnsupportedError
 
 
 class Quantize(Function):
@@ -64,6 +67,14 @@ class Cut(Swish):
         s = torch.sigmoid(slope * x)
         wrong = grad * 0.5 + grad.detach() * 0.5
         return grad * (s + slope * x * s * (1 - s)), (wrong * x * x * s * (1 - s)).sum_to_size(slope.shape)
+
+
+class Clipped(Swish):
+    """Is not linear where gradients are large."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return Swish.backward(ctx, grad.clamp(-1, 1))
 
 
 class Net(nn.Module):
@@ -140,3 +151,45 @@ def test_masks_of_other_inputs_are_not_kept(function: Callable, monkeypatch: pyt
         net(x).square().sum().backward()
     assert max(sizes, default=0) < 10 * 10 * 3
     assert net.p.grad_batch.shape == (10, 3)
+
+
+def test_what_cancels_in_the_sum_over_samples() -> None:
+    """A backward that clips: gradients of both signs are clipped alike, so that their sum is that of a linear one."""
+    torch.manual_seed(0)
+    net, x = extend(Net(Clipped, (), False).double()), torch.randn(1, 4).double().expand(12, 4)
+    signs = torch.tensor([1.0, -1.0]).double().repeat(6).unsqueeze(1)
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="linear"):
+        (100 * net(x) * signs).sum().backward()
+    assert not hasattr(net.p, "grad_batch")
+
+
+class Slopes(nn.Module):
+    """Many slopes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.p = nn.Linear(4, 50), nn.Parameter(torch.full((50,), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Swish.apply(self.a(x), self.p)
+
+
+class Sizes(TorchDispatchMode):
+    """Notes how large tensors are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(t.numel() for t in tree_leaves(out) if isinstance(t, Tensor))])
+        return out
+
+
+def test_coefficients_are_not_kept() -> None:
+    net, x, sizes = extend(Slopes()), torch.randn(400, 4), Sizes()
+    loss = net(x).square().sum()
+    with backpack(BatchGrad()), sizes:
+        loss.backward()
+    assert sizes.largest <= 25 * 400 * 50  # twenty columns or so that tell where samples lie; there are fifty entries

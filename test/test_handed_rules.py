@@ -25,7 +25,7 @@ from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import NotRecordedError, UnsupportedError
+from backpack.utils.errors import NotRecordedError, ShapeError, UnsupportedError
 
 
 class Distance(nn.modules.loss._Loss):
@@ -392,3 +392,16 @@ def test_signs_belong_to_samples(reads: bool, steps: int) -> None:
         else:
             lossfunc(net(x), y).backward()
             close(net.a.weight.diag_h, expected)
+
+
+@pytest.mark.parametrize("sent", [None, 1.0, lambda columns: columns[:1], lambda columns: columns[0], lambda columns: [columns]])
+def test_what_backpropagate_returns_is_checked(sent: Any) -> None:
+    class Returns(OfScaled):
+        def backpropagate(self, ext: Any, module: Module, g_inp: Any, g_out: Any, columns: Tensor) -> Any:
+            return sent(columns) if callable(sent) else sent
+
+    (x, y), net, lossfunc, extension = data(), model(Scaled()), extend(nn.MSELoss()), extensions.DiagGGNExact()
+    extension.set_module_extension(Scaled, Returns())
+    with backpack(extension), pytest.raises(ShapeError, match=r"1: Returns.backpropagate has to return columns of the input, \[3, 5, 4\], got"):
+        lossfunc(net(x), y).backward()
+    assert not any(hasattr(p, "diag_ggn_exact") for p in net.parameters())

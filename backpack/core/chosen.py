@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import reduce
+from operator import or_
 
 from torch.autograd.graph import Node
 
@@ -11,13 +13,14 @@ from backpack.core.calls import Mark
 from backpack.core.downstream import users
 from backpack.core.graph import operation, shape_of
 from backpack.core.linear import RESHAPES
+from backpack.core.origins import FACTORS
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
-from backpack.core.ways import BROADCASTING, ELEMENTWISE, SPLIT, State
+from backpack.core.ways import SPLIT, State
 from backpack.utils.errors import UnsupportedError
 
 _CHOOSES = frozenset({"Index", "IndexSelect", "Gather"})
-_PUTS = frozenset({"IndexAdd", "IndexCopy", "IndexPut", "IndexPutImpl", "ScatterAdd", "Scatter"})
+_PUTS = frozenset("IndexAdd IndexCopy IndexPut IndexPutImpl IndexReduce ScatterAdd Scatter ScatterReduce MaskedScatter".split())
 
 States = Mapping[Node, Mapping[int, State]]
 
@@ -25,7 +28,7 @@ States = Mapping[Node, Mapping[int, State]]
 def refuse_choices(walk: Walk, joined: Iterable[Edge], states: States) -> Iterator[UnsupportedError]:
     """Refuse rows of which several modules, or losses, choose as many each, by numbers: these may be other samples, as those of two tasks are.
 
-    Slices are parts of samples that lie side by side, like views. What meets again is of the same samples.
+    Slices are parts of samples that lie side by side, like views. What meets again, in an operation that needs as many rows, is of the same samples.
 
     Args:
         walk: The graph.
@@ -40,13 +43,13 @@ def refuse_choices(walk: Walk, joined: Iterable[Edge], states: States) -> Iterat
         state = states[edge[0]][edge[1]]
         if state is SPLIT or len(state.labels) == state.samples or len(state.labels) not in given:
             continue
-        made = [_made_of(walk, choice) for choice in _choices(walk, edge, states)]
-        if any(one.isdisjoint(other) for place, one in enumerate(made) for other in made[:place]):
+        choices = _choices(walk, edge, states)
+        if len(choices) > 1 and not _meet(walk, choices):
             yield UnsupportedError(
                 f"Rows of a tensor of shape {list(shape_of(edge))} are chosen by numbers or masks, {state.samples} for each of several heads or "
                 f"losses: whether {{names}} see {state.samples} samples of several rows each, or {len(state.labels)} samples, is not known. Let "
-                "every head see all rows, and choose among what they return (torch.where, or weights in the loss); extend one module that returns "
-                "the loss; or leave these parameters out: {exclude}.",
+                "every head return all rows, and choose by torch.where, or by weights in the loss; extend one module that returns the loss; or leave "
+                "these parameters out: {exclude}.",
                 walk.named(walk.reach[edge[0]]),
             )
 
@@ -68,15 +71,21 @@ def _choices(walk: Walk, edge: Edge, states: States) -> list[Node]:
     return found
 
 
-def _made_of(walk: Walk, node: Node) -> set[Node]:
-    # everything downstream where what meets is of the same samples: no numbers, and nothing that is laid one behind the other
-    found, stack, rows = {node}, [node], shape_of((node, 0))[:1]
-    while stack:
-        behind = [user for user, _, _ in users(walk, stack.pop()) if shape_of((user, 0))]
-        new = {user for user in behind if operation(user) != "Cat" or shape_of((user, 0))[:1] == rows} - found
-        found |= new
-        stack += new
-    return found
+def _meet(walk: Walk, choices: list[Node]) -> bool:
+    # whether they all do, downstream, but not in numbers, nor where they are laid one behind the other
+    rows, group = shape_of((choices[0], 0))[:1], {choice: 1 << place for place, choice in enumerate(choices)}
+    groups = [*group.values()]
+    for node in reversed(walk.order):
+        shape = shape_of((node, 0))
+        if not shape or (operation(node) == "Cat" and shape[:1] != rows):
+            continue
+        given = {group[n] for n, _ in node.next_functions if n in group}
+        if given:
+            group[node] = bits = reduce(or_, given, group.get(node, 0))
+        if len(given) > 1:
+            met = reduce(or_, (part for part in groups if part & bits))
+            groups = [*(part for part in groups if not part & bits), met]
+    return len(groups) == 1
 
 
 def refuse_put_rows(walk: Walk, begun: Iterable[tuple[Node, Mark]]) -> Iterator[UnsupportedError]:
@@ -93,7 +102,7 @@ def refuse_put_rows(walk: Walk, begun: Iterable[tuple[Node, Mark]]) -> Iterator[
     """
     for node, mark in begun:
         rows = shape_of((node, mark.nr))[0]
-        others, stack, seen = walk.batches - {0, 1, rows}, [(node, mark.nr)], {node}
+        others, stack, seen = walk.batches - {0, rows}, [(node, mark.nr)], {node}
         while stack and others:
             at, nr = stack.pop()
             for user, _, number in users(walk, at):
@@ -101,9 +110,9 @@ def refuse_put_rows(walk: Walk, begun: Iterable[tuple[Node, Mark]]) -> Iterator[
                 if number != nr or user in seen or not made:
                     continue
                 seen.add(user)
-                if name in ELEMENTWISE | BROADCASTING and made[0] == rows:
+                if made[0] == rows and name not in FACTORS:
                     stack.append((user, 0))
-                elif made[0] in others and (name in _PUTS or (name in RESHAPES and made[0] < rows)):  # samples may well become rows
+                elif made[0] in others and ((name in _PUTS and made[0] > 1) or (name in RESHAPES and made[0] < rows)):  # samples may become rows
                     yield UnsupportedError(
                         f"{mark.call} returns {rows} rows, which are put into a tensor of shape {list(made)} outside of any module, while another "
                         f"module returns {made[0]} rows: which of the rows are of the same sample is not known. Extend one module that calls "

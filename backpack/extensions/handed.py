@@ -23,7 +23,7 @@ from backpack.core.walk import Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.flows import SqrtFlow
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import NotRecordedError, UnsupportedError
+from backpack.utils.errors import NotRecordedError, ShapeError, UnsupportedError
 
 _BEFORE: WeakKeyDictionary[ModuleCall, tuple[Any, BaseDerivatives | None]] = WeakKeyDictionary()
 """What calls had before users' rules took their place."""
@@ -37,7 +37,12 @@ class _Said:
 
     def _sent(self, call: ModuleCall, g_out: Grads, carried: Tensor | None) -> Tensor:
         with reading({call.module: call}):
-            return self._chosen.backpropagate(self._extension, call.module, (None,) * len(call.inputs), g_out, carried)
+            sent = self._chosen.backpropagate(self._extension, call.module, (None,) * len(call.inputs), g_out, carried)
+        got = list(sent.shape) if isinstance(sent, Tensor) else [type(sent).__name__]
+        expected = [*(got[:1] if carried is None else [len(carried)]), *call.inputs[0].shape]
+        if got != expected:
+            raise ShapeError(f"{call.path}: {self.name}.backpropagate has to return columns of the input, {expected}, got {got}.")
+        return sent
 
 
 class _SaidOfLayer(_Said, BaseParameterDerivatives):
