@@ -47,6 +47,7 @@ LAYERS = {
     "backpack.extensions.collector": 4,
     "backpack.extensions.made": 4,
     "backpack.extensions.mapped": 4,
+    "backpack.extensions.separate": 4,
     "backpack.extensions.short_names": 4,
     "backpack.extensions.firstorder": 5,
     "backpack.extensions.secondorder": 5,

@@ -24,7 +24,7 @@ from backpack import backpack, explain, extend, results, unextend
 from backpack.core.recording import recorder_of
 from backpack.explaining import explain_loss
 from backpack.explanation import Explanation, Verdict
-from backpack.extensions import HMP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNMC
+from backpack.extensions import HMP, KFAC, KFLR, KFRA, BatchGrad, DiagGGNExact, DiagGGNMC
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
 from backpack.utils.errors import ArgumentError, BackpackError
@@ -258,6 +258,25 @@ def test_computed_weights_cost_more() -> None:
     assert plain < min(masked, normalized, twice)
     assert max(masked, normalized, twice) < 5 * plain
     assert mixed > 10 * plain
+
+
+@pytest.mark.parametrize("positions", [(), (4,)], ids=str)
+def test_many_classes_are_cheap_at_the_last_layer(positions: tuple[int, ...]) -> None:
+    """What is read off the Hessian of the loss costs no columns; layers below cost them still."""
+
+    class Last(Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).movedim(-1, 1)
+
+    def costs(classes: int, layers: int) -> list[float]:
+        model = Last(*(Linear(100, 100) for _ in range(layers - 1)), Linear(100, classes))
+        x, target = torch.rand(64, *positions, 100), torch.randint(classes, (64, *positions))
+        told = explain(model, CrossEntropyLoss(), x, target, [DiagGGNExact(), KFLR()])
+        return [quantity.cost for quantity in told.quantities]
+
+    few, many, deep = costs(3, 1), costs(300, 1), costs(300, 2)
+    assert max(few + many) < 10
+    assert min(deep) > 20
 
 
 def test_several_targets() -> None:

@@ -209,7 +209,9 @@ class Pass(Carry):
         """
         if not isinstance(columns, ScatteredColumns) or self._connection is not None:
             return False
-        edge, back = self._behind_views(edge, back)
+        gaps, edge = behind_views(self._plan, edge)
+        for gap in gaps:
+            back = partial(_behind, gap, back)
         unit = self._plan.units.get(edge[0])
         if unit is None or unit.nr != edge[1] or unit.split or not unit.parameters:
             return False
@@ -250,22 +252,6 @@ class Pass(Carry):
                 self._bear(flow, source, [(columns, lambda to, c: to.to_input(flow, unit, to._through(flow, unit, use(through(c)))))])
         return True
 
-    def _behind_views(self, edge: Edge, back: Callable[[Tensor], Tensor]) -> tuple[Edge, Callable[[Tensor], Tensor]]:
-        """Go on through operations that leave every entry what it is.
-
-        Args:
-            edge: Where columns are.
-            back: Puts them there.
-
-        Returns:
-            The first edge that is none of these, and what puts them there.
-        """
-        gap = self._plan.gaps.get(edge[0])
-        while gap is not None and operation(gap.node) in SAME_ENTRIES | TRANSPOSES and gap.nexts[0] is not None:
-            edge, back = gap.nexts[0][:2], partial(_behind, gap, back)
-            gap = self._plan.gaps.get(edge[0])
-        return edge, back
-
     def _bear(self, flow: Flow, source: Hashable, parts: list[tuple[Tensor, Place]]) -> None:
         """Let new columns go their way: the last block in this pass, others before, in passes of their own.
 
@@ -287,6 +273,23 @@ def _put(to: Carry, flow: Flow, source: Hashable, parts: list[tuple[Tensor, Plac
     some = source if block == slice(None) else flow.part(source, block)
     for columns, place in parts:
         place(to, {some: columns[block]})
+
+
+def behind_views(plan: Plan, edge: Edge) -> tuple[list[Gap], Edge]:
+    """Go on through operations that leave every entry what it is.
+
+    Args:
+        plan: The plan.
+        edge: An edge.
+
+    Returns:
+        The operations, and the first edge that is none of these.
+    """
+    gaps: list[Gap] = []
+    while (gap := plan.gaps.get(edge[0])) is not None and operation(gap.node) in SAME_ENTRIES | TRANSPOSES and gap.nexts[0] is not None:
+        gaps.append(gap)
+        edge = gap.nexts[0][:2]
+    return gaps, edge
 
 
 def _behind(gap: Gap, back: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:

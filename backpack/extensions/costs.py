@@ -16,9 +16,11 @@ from torch.nn import Parameter
 
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.blocks import BlockLossDerivatives
 from backpack.core.flow import Flow
 from backpack.core.graph import operation, outputs_of, saved, shape_of
 from backpack.core.node_functions import axes_of, product
+from backpack.core.passing import behind_views
 from backpack.core.plan import Plan
 from backpack.core.residuals import columns_of
 from backpack.core.slots import Edge
@@ -26,10 +28,11 @@ from backpack.core.terms import carries_terms
 from backpack.core.units import Unit
 from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, Way
+from backpack.extensions.at_layers import OfLayers
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.chains import AverageFlow, ChainFlow
 from backpack.extensions.firstorder import BatchGrad, BatchL2Grad, SumGradSquared, Variance
-from backpack.extensions.flows import RootFlow, SqrtFlow, carried_for
+from backpack.extensions.flows import RootFlow, SqrtFlow, carried_for, is_long
 from backpack.extensions.made import read_in_blocks
 from backpack.extensions.secondorder import HBP, BatchDiagHessian, DiagHessian
 from backpack.extensions.secondorder.diag_ggn import BatchDiagGGN, DiagGGN
@@ -133,6 +136,7 @@ class Costs:
         self.carried, self.read = 0.0, dict.fromkeys(map(id, plan.uses), 0.0)
         self._samples = max(plan.batches.values(), default=1)
         self._births: dict[Node, dict[Hashable, int]] = {}
+        self._whole = self._without_columns()
         self._entry: dict[Node, float] = {}  # what an entry of a sample's columns takes, at nodes behind a factor that is made of parameters
         if self._flow is None:
             self.carried = float(HOOK * len(plan.units))
@@ -140,6 +144,16 @@ class Costs:
         called = {gap.node for gap in crossed}
         for node in plan.walk.order:
             self._visit(node, node in called)
+
+    def _without_columns(self) -> set[Node]:
+        # layers at which the Hessian of a loss is read off whole, and what lies between both
+        found, reads = set[Node](), isinstance(self._flow, RootFlow) and self._flow.least and isinstance(self._extension, OfLayers)
+        for start in self._plan.losses.values() if reads else ():
+            gaps, (node, _) = behind_views(self._plan, start.below)
+            layer = node in self._plan.units and isinstance(self._plan.units[node].call.derivatives, AffineDerivatives)
+            if layer and isinstance(start.call.derivatives, BlockLossDerivatives) and is_long(start.call):
+                found |= {node, *(gap.node for gap in gaps)}
+        return found
 
     def _visit(self, node: Node, called: bool) -> None:
         """Add what happens at a node, whose consumers have been visited.
@@ -160,7 +174,7 @@ class Costs:
                 self._at_unit(node, unit, columns, births)
         elif node in plan.gaps:
             gap = plan.gaps[node]
-            self._at_gap(gap, columns if called else 0)
+            self._at_gap(gap, columns if called and node not in self._whole else 0)
             if isinstance(self._flow, SignedSqrtFlow) and curved_in(plan.walk, plan.concerned, gap):
                 births = {**births, node: self._at_birth(gap)}
         self.carried += PASSED_ON * max(0, len(births) - 1)
@@ -224,7 +238,7 @@ class Costs:
             self.carried += columns * (products + self._behind(edge) * self._samples * prod(shape_of(edge)))
         for name, parameter in unit.parameters.items():
             if parameter in self._plan.uses:
-                self.read[id(parameter)] += self._reading(sides(unit, name, parameter), parameter, columns)
+                self.read[id(parameter)] += self._reading(sides(unit, name, parameter), parameter, 1 if node in self._whole else columns)
         return births
 
     def _behind(self, edge: Edge) -> float:

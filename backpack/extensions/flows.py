@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 from torch.nn import Parameter
 
 from backpack.core.arrangements import repetitions
@@ -23,11 +23,11 @@ from backpack.core.flow import Columns, Flow
 from backpack.core.graph import shape_of
 from backpack.core.owners import owners
 from backpack.core.plan import Plan
-from backpack.core.samples import Layout, label_tensor
+from backpack.core.samples import Layout
 from backpack.core.units import Unit
 from backpack.core.walk import GENERIC
 from backpack.extensions.loss_scale import scaled
-from backpack.utils.columns import Entries, ScatteredColumns
+from backpack.extensions.separate import scattered, separate_rows
 from backpack.utils.errors import UnsupportedError
 from backpack.utils.pages import concatenated
 
@@ -173,7 +173,7 @@ class RootFlow(ColumnFlow):
             The columns; ``None`` if they are to be formed at once, because they are few, readers need the usual ones, or the rule knows no blocks.
         """
         loss, shape = call.derivatives, call.inputs[0].shape
-        if not self.least or loss.least_columns(shape) * shape.numel() < FORMED:
+        if not (self.least and is_long(call)):
             return None
         if not (isinstance(loss, BlockLossDerivatives) and type(loss).__module__.startswith(_KNOWN)):
             return None
@@ -252,6 +252,19 @@ class SqrtFlow(RootFlow):
         return full.flatten(0, 1)
 
 
+def is_long(call: ModuleCall) -> bool:
+    """Say whether the columns with which a flow starts at a loss are so many that they are formed where they are needed, if any root will do.
+
+    Args:
+        call: The loss call.
+
+    Returns:
+        Whether they are.
+    """
+    shape = call.inputs[0].shape
+    return call.derivatives.least_columns(shape) * shape.numel() >= FORMED
+
+
 def carried_for(flow: Flow | None, readers: Iterable[Any], plan: Plan) -> Flow | None:
     """Choose the root with which a flow starts.
 
@@ -265,68 +278,13 @@ def carried_for(flow: Flow | None, readers: Iterable[Any], plan: Plan) -> Flow |
     """
     if not isinstance(flow, RootFlow) or flow.drawn:
         return flow
-    losses, entries = [start.call for start in plan.losses.values()], 0
-    long = any(call.derivatives.least_columns(shape := call.inputs[0].shape) * shape.numel() >= FORMED for call in losses)
+    long, entries = any(is_long(start.call) for start in plan.losses.values()), 0
     for unit in plan.units.values() if not long else ():
         if unit.below is not None and plan.walk.reach[unit.below[0]] & plan.concerned:
             entries += prod(shape_of(unit.below))
             if long := entries >= LONG:
                 break
     return replace(flow, least=True) if long and all(reader.takes_any_root for reader in readers) else flow
-
-
-def separate_rows(mat: Tensor, signs: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor | None]:
-    """Give the rows of one sample columns of their own, since each row's columns were made as if it were a sample.
-
-    Args:
-        mat: ``[V, R, *]``.
-        signs: ``[V, R]``; ``None`` if all count positive.
-        layout: Says to which of the ``N`` samples each of the ``R`` rows belongs.
-
-    Returns:
-        ``[T * V, R, *]`` and signs ``[T * V, N]``, where ``T`` is the number of rows of a sample.
-    """
-    if layout.plain:
-        return mat, signs
-    repeated = repetitions(layout.labels)
-    turns, rows = torch.tensor([repeated, range(len(repeated))], dtype=torch.int64, device=mat.device)
-    full = mat.new_zeros(1 + max(repeated, default=0), *mat.shape)
-    full[turns, :, rows] = mat.transpose(0, 1)
-    if signs is not None:
-        spread = signs.new_zeros(len(full), len(signs), layout.samples)
-        spread[turns, :, label_tensor(layout.labels, mat.device)] = signs.T
-        signs = spread.flatten(0, 1)
-    return full.flatten(0, 1), signs
-
-
-def scattered(
-    values: Tensor | Entries, signs: Tensor, dtype: torch.dtype, shape: Size, layout: Layout, axis: int = -1
-) -> tuple[ScatteredColumns, Tensor]:
-    """Give the blocks of one sample columns of their own.
-
-    Args:
-        values: Columns of each of the ``B`` blocks of which the ``R`` rows consist, ``[B, E, M]``.
-        signs: Of these columns ``[B, E]``.
-        dtype: Of the result.
-        shape: ``[R, *]``.
-        layout: Says to which of the ``N`` samples each row belongs.
-        axis: The axis along which the blocks lie, negative; they consist of consecutive entries if it is the last one.
-
-    Returns:
-        ``[V, R, *]`` and signs ``[V, N]``, where ``V`` counts the columns of the blocks of the sample that has most.
-    """
-    repeated, device = [0] * shape[0] if layout.plain else repetitions(layout.labels), signs.device
-    signs = signs.reshape(shape[0], -1, signs.shape[1]) if shape[0] else signs.new_zeros(0, 0, signs.shape[1])
-    each, most = signs.shape[1], (1 + max(repeated, default=0)) * signs.shape[1]
-    turns = torch.tensor(repeated, dtype=torch.int64, device=device).unsqueeze(1) * each + torch.arange(each, device=device)
-    spread = torch.zeros(most, layout.samples, signs.shape[2], dtype=dtype, device=device)
-    spread[turns, label_tensor(layout.labels, device).unsqueeze(1)] = signs.to(dtype)
-    moved = list(shape)
-    moved.append(moved.pop(axis))
-    columns = ScatteredColumns(
-        values, signs.flatten(0, 1), turns.flatten(), most, lambda full: full.reshape(len(full), *moved).movedim(-1, axis), dtype
-    )
-    return columns, spread.transpose(1, 2).flatten(0, 1)
 
 
 def refuse_coupled(plan: Plan, quantity: str, is_solved: Callable[[Unit], bool] = lambda unit: False, way_out: str = "") -> None:

@@ -30,8 +30,9 @@ from backpack.core.samples import Layout, add_rows, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
 from backpack.core.ways import SPLIT
-from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved, scattered, separate_rows
+from backpack.extensions.flows import RootFlow, Source, refuse_coupled, refuse_curved
 from backpack.extensions.loss_scale import position_weights
+from backpack.extensions.separate import scattered, separate_rows
 from backpack.utils.columns import ScatteredColumns, unit_columns
 from backpack.utils.eigen import signed_root
 from backpack.utils.errors import UnsupportedError
