@@ -220,7 +220,7 @@ def ask(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension,
     module, saved, shape = call.module, extension.saved_quantities, call.outputs[0].shape
     carries = extension.flow is None and extension.expects_backpropagation_quantities()
     grad = None if grad is None else grad.reshape(shape)
-    if isinstance(value, dict) and chosen.wanted(extension, module):
+    if isinstance(value, dict) and not (isinstance(extension.flow, SignedSqrtFlow) and not chosen.wanted(extension, module)):
         columns = {source: mat.reshape(mat.shape[0], *shape) for source, mat in value.items()}
         value = as_published(extension, columns)
     if carries:
