@@ -19,6 +19,7 @@ from backpack.core.linear import LINEAR, ON_A_PART
 from backpack.core.probing import decode, probe, probes
 from backpack.core.samples import Layout, add_rows, along, filled, label_tensor, layout_of, split, sum_to
 from backpack.core.selections import SELECTS, selection
+from backpack.core.solutions import to_matrix
 from backpack.core.ways import OF_ONE, SPLIT, STATIC, Crossing, State, Way, axis_kept, summed
 from backpack.utils.columns import blocks
 
@@ -118,6 +119,8 @@ class Gap:
         chosen = selection(self.node) if operation(self.node) in SELECTS and not tensor_at((self.node, 0)).dtype.is_complex else None
         if chosen is not None and chosen.numbers(state.axis):
             return [None if n is None else chosen.added(given[0], state).reshape(*given[0].shape[:1], -1, *n[2]) for n in self.nexts]
+        if wanted[0] and sum(wanted) == 1 and (sent := to_matrix(self.node, given[0], state)) is not None:
+            return [sent if want else None for want in wanted]
         if sum(wanted) == 1 and self.outputs == 1:
             number = wanted.index(True)
             if (sent := by_coefficients(self.node, number, given[0], state, self.nexts[number][2])) is not None:
