@@ -517,6 +517,21 @@ graph(
     "nested",
     "two orientations",
 )
+graph(
+    "bounds that are parameters",
+    lambda net, x: net.b(torch.clamp(net.tanh(net.a(x)), min=net.low, max=net.low + net.width.square())),
+    layers(3, 3, 4, tanh=Tanh, low=parameter(), width=parameter(3)),
+    (3,),
+    "other parameters",
+)
+graph(
+    "bounds that are made of samples",
+    lambda net, x: net.b(torch.clamp_min(torch.clamp_max(net.tanh(net.a(x)), net.high), net.a(x).mean(1, keepdim=True) - 0.3)),
+    layers(3, 3, 4, tanh=Tanh, high=parameter(3)),
+    (3,),
+    "other parameters",
+    "reused",
+)
 graph("bare bias", lambda net, x: net.b(net.tanh(net.a(x) + net.bias)), layers(3, 3, 4, tanh=Tanh, bias=parameter(3)), (3,), "other parameters")
 graph(
     "bare scalar",

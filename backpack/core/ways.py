@@ -39,6 +39,7 @@ BROADCASTING = frozenset(
     Logaddexp2 Ldexp Polar PreluKernel""".split()
 )
 """Operations that treat entries alone, whose inputs are broadcast: what the node returns has the shape of the output, until autograd sums it."""
+_CLAMPS = frozenset({"Clamp", "ClampMin", "ClampMax"})
 # these work on the last two axes, and on each entry of the axes in front alike
 _STACKED = frozenset(
     """Bmm Baddbmm ScaledDotProductFlashAttentionForCpu ScaledDotProductFlashAttention ScaledDotProductEfficientAttention
@@ -110,7 +111,7 @@ def same_axis(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
         The crossing of each needed input; ``None`` if it has to be found out.
     """
     name, full = operation(node), shape_of((node, 0))
-    if name in BROADCASTING:
+    if name in BROADCASTING or (name in _CLAMPS and len(shapes) > 1):  # bounds that are tensors are broadcast
         return [None if shape is None else summed(layout, full, shape) for shape in shapes]
     if name in _OF_CHANNELS and layout.axis == 1:
         there = {1: layout._replace(axis=0), len(full): layout}
