@@ -178,12 +178,12 @@ def put_by_experts(net: Tasks, x: Tensor, way: str, head: bool = False) -> Tenso
             out = out.scatter_add(0, rows[:, None].expand(-1, 3), made)
         else:
             out = out.clone()
-            out[rows] = made
+            out[to == k if way == "assignment by a mask" else rows] = made
     return net.heads[0](out) if head else out
 
 
-@pytest.mark.parametrize("way", ["index_add", "index_copy", "scatter_add", "assignment"])
-@pytest.mark.parametrize("samples", [3, 4, 6])
+@pytest.mark.parametrize("way", ["index_add", "index_copy", "scatter_add", "assignment", "assignment by a mask"])
+@pytest.mark.parametrize("samples", [3, 4, 5, 6])
 def test_experts_that_are_called_by_hand(samples: int, way: str) -> None:
     torch.manual_seed(0)
     net, x = extend(Tasks()), torch.rand(samples, 4).double()

@@ -105,12 +105,14 @@ def refuse_put_rows(walk: Walk, begun: Iterable[tuple[Node, Mark]]) -> Iterator[
         others, stack, seen = walk.batches - {0, rows}, [(node, mark.nr)], {node}
         while stack and others:
             at, nr = stack.pop()
+            given = shape_of((at, nr))
+            same = (given, given[1:]) if rows == 1 else (given,)  # an assignment leaves out the axis of a single row
             for user, _, number in users(walk, at):
                 made, name = shape_of((user, 0)), operation(user)
                 if number != nr or user in seen or not made:
                     continue
                 seen.add(user)
-                if made[0] == rows and name not in FACTORS:
+                if made in same or (made[0] == rows and name not in FACTORS):
                     stack.append((user, 0))
                 elif made[0] in others and ((name in _PUTS and made[0] > 1) or (name in RESHAPES and made[0] < rows)):  # samples may become rows
                     yield UnsupportedError(

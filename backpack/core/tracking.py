@@ -159,7 +159,7 @@ class Tracking:
                 return
             if known is not SPLIT:
                 return
-        if sure and len(self.walk.batches) > 1:
+        if sure and not start.axis and len(self.walk.batches) > 1:
             self._begun.append((node, mark))
         self.states.setdefault(node, {})[mark.nr] = start
         self._samples_at[node] = start.samples
