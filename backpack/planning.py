@@ -19,7 +19,7 @@ from backpack.core.recording import find_inner
 from backpack.core.walk import Need, Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.collector import Collector
-from backpack.extensions.handed import refuse_unasked, take_rules
+from backpack.extensions.handed import are_handed, refuse_unasked, take_rules
 from backpack.extensions.mapped import mapped
 from backpack.utils.differentiation import nodes_of, search
 from backpack.utils.errors import (
@@ -73,7 +73,7 @@ def walk_from(roots: list[Any], extensions: tuple[BackpropExtension, ...], only:
         refuse_sharded(found)
     if not found.double and (unnamed or has_newcomers(found)) and (adopt(found) or unnamed):
         found = walk()
-    if take_rules(found, extensions):
+    if are_handed(extensions) and take_rules(found, extensions):
         found = walk()
     find_inner(found)
     return found
@@ -268,8 +268,10 @@ def asked_in(plan: Plan, extensions: tuple[BackpropExtension, ...], collector: C
         The calls that users' rules are asked for, see ``mapped``.
     """
     collector.check()
+    if not any(extension.flow is None or extension.has_module_exts for extension in extensions):
+        return []
     refuse_unasked(plan)
-    return mapped(plan, extensions) if any(extension.flow is None or extension.has_module_exts for extension in extensions) else []
+    return mapped(plan, extensions)
 
 
 def all_refused(

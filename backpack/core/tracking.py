@@ -159,7 +159,7 @@ class Tracking:
                 return
             if known is not SPLIT:
                 return
-        if sure and not start.axis and len(self.walk.batches) > 1:
+        if sure and not start.axis and len(self.walk.outermost) > 1:
             self._begun.append((node, mark))
         self.states.setdefault(node, {})[mark.nr] = start
         self._samples_at[node] = start.samples
@@ -185,8 +185,10 @@ class Tracking:
 
     def _compare_outputs(self) -> None:
         """Refuse outputs that tell other numbers of samples than the first one of their model of which it is known, or than what is made of them."""
-        others = *refuse_other_axes(self.walk, self._returned), *refuse_lists_of_one(self.walk, self._samples_at.values())
-        for error in (*others, *refuse_choices(self.walk, self._joined, self.states), *refuse_put_rows(self.walk, self._begun)):
+        errors = [*refuse_other_axes(self.walk, self._returned), *refuse_lists_of_one(self.walk, self._samples_at.values())]
+        errors += refuse_choices(self.walk, self._joined, self.states) if self._joined else ()
+        errors += refuse_put_rows(self.walk, self._begun) if self._begun else ()
+        for error in errors:
             self._note(error)
         for call in self.walk.outermost:
             first, *others = self._outputs_of(call) or [None]
@@ -360,8 +362,7 @@ class Tracking:
         Returns:
             The layout; ``None`` if it is one axis alone, as far as is known.
         """
-        layout = self._others.get((node, 0))
-        if layout is not None:
+        if (layout := self._others.get((node, 0))) is not None:
             return axis_kept(node, layout, shape)
         return lies_elsewhere(node, states.get(0, SPLIT), self.walk.reach.get, shape)
 
@@ -371,8 +372,7 @@ class Tracking:
 
     def _is_for_all(self, node: Node) -> bool:
         # whether a module that was called once made something that all samples use, of which the losses see one
-        samples, marks = self._samples_at[node], self.walk.marks.get(node, ())
-        if not (self._second_order and marks and samples > 1):
+        if not (self._second_order and (marks := self.walk.marks.get(node, ())) and (samples := self._samples_at[node]) > 1):
             return False
         of_one = all(state is not SPLIT and not state.plain and state.of_one for state in self.states[node].values())
         return of_one and all(self._times[mark.call.recorder] == 1 for mark in marks) and is_same_for_all(self.walk, node, samples)

@@ -29,6 +29,18 @@ _BEFORE: WeakKeyDictionary[ModuleCall, tuple[Any, BaseDerivatives | None]] = Wea
 """What calls had before users' rules took their place."""
 
 
+def are_handed(extensions: Iterable[BackpropExtension]) -> bool:
+    """Say whether there is something to take or to give back, as in most programs there never is.
+
+    Args:
+        extensions: Active extensions.
+
+    Returns:
+        Whether there may be.
+    """
+    return bool(_BEFORE.data) or any([extension.has_module_exts for extension in extensions])
+
+
 class _Said:
     """Asks ``backpropagate`` of a module extension, as users write it."""
 
@@ -71,12 +83,10 @@ def take_rules(walk: Walk, extensions: Iterable[BackpropExtension]) -> bool:
     Raises:
         UnsupportedError: If extensions that share what is carried were told different things.
     """
-    again = [call for call in walk.calls if call in _BEFORE] if _BEFORE else []
+    again = [call for call in walk.calls if call in _BEFORE]
     for call in again:
         call.found, call.derivatives = _BEFORE.pop(call)
     readers = [extension for extension in extensions if extension.flow is not None and not extension.flow.is_gradient]
-    if not any(extension.has_module_exts for extension in readers):
-        return bool(again)
     for call in walk.calls:
         told = {extension: _rule(extension, call) for extension in readers}
         rule = next((rule for rule, _ in told.values() if rule is not None), None)
@@ -135,8 +145,8 @@ def refuse_unasked(plan: Plan) -> None:
     Raises:
         UnsupportedError: If there is one.
     """
-    asked = {unit.call for unit in plan.units.values()} | {start.call for start in plan.losses.values()} if _BEFORE else set()
-    for call in plan.walk.calls if _BEFORE else ():
+    asked = {unit.call for unit in plan.units.values()} | {start.call for start in plan.losses.values()}
+    for call in plan.walk.calls:
         if isinstance(call.derivatives, _Said) and call not in asked:
             raise UnsupportedError(
                 f"{call.path}: {call.derivatives.name}.backpropagate would not be called. It is asked of losses, and of layers with one output, of "
