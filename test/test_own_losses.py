@@ -855,3 +855,39 @@ def test_bent_losses_of_log_probabilities_are_asked_about(function: Callable[[Te
     with pytest.raises(UnsupportedError, match="piecewise linear"), backpack(extensions.DiagGGNExact()):
         made(model(torch.rand(5, 3)), torch.ones(5)).backward()
     assert not any(results(model).values())
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_losses_with_parameters_of_their_own(trains: bool) -> None:
+    """They are refused as what they could be, models that return their loss; what is advised works, and is exact for the model."""
+
+    class OfStudent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.freedom = nn.Parameter(torch.tensor(3.0).double(), requires_grad=trains)
+
+        def forward(self, out: Tensor, target: Tensor) -> Tensor:
+            return ((self.freedom + 1) / 2 * torch.log1p((out - target).square() / self.freedom)).sum(1).mean()
+
+    torch.manual_seed(0)
+    model, lossfunc, x, y = extend(nn.Linear(3, 2).double()), extend(OfStudent()), torch.rand(5, 3).double(), torch.rand(5, 2).double()
+    exclude = [lossfunc.freedom]
+    with (
+        backpack(extensions.DiagHessian(exclude=exclude)),
+        pytest.raises(LossNotExtendedError, match=r"parameters of its own.*backpack.register\(OfStudent"),
+    ):
+        lossfunc(model(x), y).backward()
+    register(OfStudent, GenericLossDerivatives)
+    lossfunc = extend(OfStudent())
+    exclude = [lossfunc.freedom]
+    with backpack(extensions.DiagHessian(exclude=exclude), extensions.BatchDiagHessian(exclude=exclude)):
+        lossfunc(model(x), y).backward()
+    assert not hasattr(lossfunc.freedom, "diag_h")
+    assert (lossfunc.freedom.grad is not None) == trains
+    weight = model.weight.detach()
+    hessian = torch.autograd.functional.hessian(lambda w: lossfunc(F.linear(x, w, model.bias.detach()), y), weight)
+    torch.testing.assert_close(model.weight.diag_h, hessian.reshape(6, 6).diagonal().reshape(2, 3))
+    torch.testing.assert_close(model.weight.diag_h_batch.sum(0), model.weight.diag_h)
+    if trains:
+        with backpack(extensions.DiagHessian()), pytest.raises(LossNotExtendedError, match="freedom"):
+            lossfunc(model(x), y).backward()

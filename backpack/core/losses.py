@@ -213,6 +213,11 @@ def refuse_without_loss(parameters: Mapping[Parameter, str], calls: Iterable[Mod
             )
         elif not call.recorder.bare and _makes_a_number(call):
             hint = f"{call.path} has parameters, but a loss is a function of the model's output: {write} for it"
+            if len(call.inputs) > 1:
+                hint += (
+                    f". If it is a loss, with parameters of its own, say so, {how_to_register(call)}, and freeze these, or leave them out of "
+                    "second-order quantities (exclude=)"
+                )
         elif call.recorder.bare and len(call.inputs) > 1 and _has_no_rule(call):
             hint = (
                 f"{call.path} has no rule, or depends on more than its arguments. If it is a loss, whose first argument is the prediction with the "

@@ -133,7 +133,7 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
     call = mark.call
     piece = walk.piece(node, call)
     below = call.inputs[0].edge if call.inputs and isinstance(call.inputs[0], Slot) else None
-    if piece is None or piece.parameters or below is None:
+    if piece is None or below is None or not walk.bits.keys().isdisjoint(map(id, piece.parameters.values())):
         return None
     if any(slot.edge is not None and walk.reach.get(slot.edge[0]) for slot in call.tensor_inputs[1:]):
         if second_order:
