@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, extend
-from backpack.core import crossings
+from backpack.core import coefficients, crossings
 from backpack.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact
 from backpack.utils.errors import UnsupportedError
 
@@ -109,6 +109,7 @@ CASES: dict[str, tuple[type[Function], tuple[int, ...], bool, bool]] = {
 def test_against_oracle(name: str, samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     function, shape, folded, differentiable = CASES[name]
     found, by_coefficients = [], crossings.by_coefficients
+    monkeypatch.setattr(coefficients, "_WORTH", 1)
     monkeypatch.setattr(crossings, "by_coefficients", lambda *args: (found.append(by_coefficients(*args)), found[-1])[1])
     torch.manual_seed(0)
     net, lossfunc = extend(Net(function, shape, folded).double()), extend(nn.MSELoss(reduction="sum"))
@@ -131,7 +132,7 @@ def test_calls_do_not_grow_with_samples(monkeypatch: pytest.MonkeyPatch) -> None
     calls, backward = [], Quantize.backward
     monkeypatch.setattr(Quantize, "backward", staticmethod(lambda ctx, grad: (calls.append(grad), backward(ctx, grad))[1]))
     counts = []
-    for samples in (40, 80):
+    for samples in (400, 800):
         net, x = extend(Net(Quantize, (1,), False)), torch.randn(samples, 4)
         with backpack(BatchGrad()):
             net(x).square().sum().backward()
@@ -153,8 +154,9 @@ def test_masks_of_other_inputs_are_not_kept(function: Callable, monkeypatch: pyt
     assert net.p.grad_batch.shape == (10, 3)
 
 
-def test_what_cancels_in_the_sum_over_samples() -> None:
+def test_what_cancels_in_the_sum_over_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward that clips: gradients of both signs are clipped alike, so that their sum is that of a linear one."""
+    monkeypatch.setattr(coefficients, "_WORTH", 1)
     torch.manual_seed(0)
     net, x = extend(Net(Clipped, (), False).double()), torch.randn(1, 4).double().expand(12, 4)
     signs = torch.tensor([1.0, -1.0]).double().repeat(6).unsqueeze(1)
@@ -187,7 +189,8 @@ class Sizes(TorchDispatchMode):
         return out
 
 
-def test_coefficients_are_not_kept() -> None:
+def test_coefficients_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coefficients, "_WORTH", 1)
     net, x, sizes = extend(Slopes()), torch.randn(400, 4), Sizes()
     loss = net(x).square().sum()
     with backpack(BatchGrad()), sizes:

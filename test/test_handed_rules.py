@@ -25,7 +25,7 @@ from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.derivatives.mseloss import MSELossDerivatives
 from backpack.core.derivatives.nll_base import NLLLossDerivatives
 from backpack.extensions.module_extension import ModuleExtension
-from backpack.utils.errors import NotRecordedError, ShapeError, UnsupportedError
+from backpack.utils.errors import NotRecordedError, OverwrittenError, ShapeError, UnsupportedError
 
 
 class Distance(nn.modules.loss._Loss):
@@ -403,5 +403,23 @@ def test_what_backpropagate_returns_is_checked(sent: Any) -> None:
     (x, y), net, lossfunc, extension = data(), model(Scaled()), extend(nn.MSELoss()), extensions.DiagGGNExact()
     extension.set_module_extension(Scaled, Returns())
     with backpack(extension), pytest.raises(ShapeError, match=r"1: Returns.backpropagate has to return columns of the input, \[3, 5, 4\], got"):
+        lossfunc(net(x), y).backward()
+    assert not any(hasattr(p, "diag_ggn_exact") for p in net.parameters())
+
+
+@pytest.mark.parametrize("place", ["layer", "loss"])
+def test_changes_in_place_are_refused(place: str) -> None:
+    """Others carry, or read, the same columns, or the gradient."""
+
+    class Careless(OfScaled if place == "layer" else OfDistance):
+        def backpropagate(self, ext: Any, module: Module, g_inp: Any, g_out: Any, columns: Any) -> Tensor:
+            if place == "loss":
+                g_out[0].mul_(2)
+                return super().backpropagate(ext, module, g_inp, g_out, columns)
+            return columns.mul_(10)
+
+    (x, y), net, lossfunc, extension = data(), model(Scaled()), extend(Distance()), extensions.DiagGGNExact()
+    extension.set_module_extension(Scaled if place == "layer" else Distance, Careless())
+    with backpack(extension), pytest.raises(OverwrittenError, match="Careless, at .* changes in place what it is given"):
         lossfunc(net(x), y).backward()
     assert not any(hasattr(p, "diag_ggn_exact") for p in net.parameters())

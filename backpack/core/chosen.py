@@ -100,9 +100,10 @@ def refuse_put_rows(walk: Walk, begun: Iterable[tuple[Node, Mark]]) -> Iterator[
     Yields:
         The errors.
     """
+    visited: dict[int, set[Node]] = {}  # for others with as many rows
     for node, mark in begun:
         rows = shape_of((node, mark.nr))[0]
-        others, stack, seen = walk.batches - {0, rows}, [(node, mark.nr)], {node}
+        others, stack, seen = walk.batches - {0, rows}, [(node, mark.nr)], visited.setdefault(rows, set())
         while stack and others:
             at, nr = stack.pop()
             given = shape_of((at, nr))

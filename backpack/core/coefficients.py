@@ -16,6 +16,8 @@ from backpack.utils.columns import distinct_columns
 
 _CHEAPER = 4
 """How many times as many samples as entries there have to be."""
+_WORTH = 2**15
+"""Entries of masked columns that take as long as finding out one coefficient; measured on one thread of a CPU."""
 _AGREE = 64
 """Rounding errors of the largest terms up to which two ways to the same sum agree."""
 
@@ -35,7 +37,7 @@ def by_coefficients(node: Node, number: int, columns: Tensor, layout: Layout, sh
     """
     entries, rows = shape.numel(), len(layout.labels)
     usual = not (torch.is_grad_enabled() or columns.is_complex() or columns.dtype.itemsize < torch.float32.itemsize or -1 in layout.labels)
-    if not usual or entries * _CHEAPER > layout.samples:
+    if not usual or entries * _CHEAPER > layout.samples or entries * _WORTH > columns.numel() * layout.samples:
         return None
     point = torch.zeros_like(columns[:1], requires_grad=True)
     try:

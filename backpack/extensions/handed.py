@@ -22,7 +22,9 @@ from backpack.core.slots import Slot
 from backpack.core.walk import Walk
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.flows import SqrtFlow
+from backpack.extensions.mapped import changed_in_place
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.utils.differentiation import version_of
 from backpack.utils.errors import NotRecordedError, ShapeError, UnsupportedError
 
 _BEFORE: WeakKeyDictionary[ModuleCall, tuple[Any, BaseDerivatives | None]] = WeakKeyDictionary()
@@ -48,8 +50,12 @@ class _Said:
         self._extension, self._chosen, self.params, self.name = extension, chosen, chosen.params, type(chosen).__name__
 
     def _sent(self, call: ModuleCall, g_out: Grads, carried: Tensor | None) -> Tensor:
+        given = [tensor for tensor in (carried, *g_out) if tensor is not None]
+        before = [*map(version_of, given)]
         with reading({call.module: call}):
             sent = self._chosen.backpropagate(self._extension, call.module, (None,) * len(call.inputs), g_out, carried)
+        if before != [*map(version_of, given)]:
+            raise changed_in_place(self.name, call)
         got = list(sent.shape) if isinstance(sent, Tensor) else [type(sent).__name__]
         expected = [*(got[:1] if carried is None else [len(carried)]), *call.inputs[0].shape]
         if got != expected:

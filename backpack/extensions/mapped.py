@@ -146,6 +146,22 @@ def answered(plan: Plan, extension: BackpropExtension) -> int:
     return plan.walk.bits_of(frozenset(id(p) for module, chosen in said if chosen is not None for p in chosen.wanted(extension, module).values()))
 
 
+def changed_in_place(name: str, call: ModuleCall) -> OverwrittenError:
+    """Refuse a module extension that writes on what it is given.
+
+    Args:
+        name: Name of its class.
+        call: The call at which it was asked.
+
+    Returns:
+        The error.
+    """
+    return OverwrittenError(
+        f"{name}, at {call.path}, changes in place what it is given, of which others are made, the gradient among them. Let it work out of place, or "
+        "on a copy."
+    )
+
+
 def _used_again(extension: BackpropExtension, chosen: ModuleExtension, parameter: Parameter) -> UnsupportedError:
     """Refuse a parameter of which a user's rule would see one use of several.
 
@@ -215,7 +231,7 @@ def ask(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension,
     Raises:
         LossNotExtendedError: If the extension carries something of its own, and it has not arrived here.
         UnsupportedError: If something of two losses meets, and the extension has not said how it is united.
-        OverwrittenError: If the rule changes in place what it is given.
+        changed_in_place: If the rule changes in place what it is given.
     """
     module, saved, shape = call.module, extension.saved_quantities, call.outputs[0].shape
     carries = extension.flow is None and extension.expects_backpropagation_quantities()
@@ -238,10 +254,7 @@ def ask(call: ModuleCall, extension: BackpropExtension, chosen: ModuleExtension,
         below = carries and any(slot.edge is not None for slot in call.tensor_inputs)
         carried = chosen.backpropagate(extension, module, *given) if below else None
     if before != [*map(version_of, tensors)]:
-        raise OverwrittenError(
-            f"{type(chosen).__name__}, at {call.path}, changes in place what it is given, of which others are made, the gradient among them. Let it "
-            "work out of place, or on a copy."
-        )
+        raise changed_in_place(type(chosen).__name__, call)
     losses, unite = saved.losses.get(call, frozenset([call])), extension.accumulate_backpropagated_quantities
     told = (_told(slot, extension) for slot in call.tensor_inputs) if carried is not None else ()
     for maker in chain.from_iterable(calls for calls in told if call not in calls):
