@@ -270,7 +270,7 @@ def asked_in(plan: Plan, extensions: tuple[BackpropExtension, ...], collector: C
     collector.check()
     if not any(extension.flow is None or extension.has_module_exts for extension in extensions):
         return []
-    refuse_unasked(plan)
+    refuse_unasked(plan, extensions)
     return mapped(plan, extensions)
 
 

@@ -423,3 +423,18 @@ def test_changes_in_place_are_refused(place: str) -> None:
     with backpack(extension), pytest.raises(OverwrittenError, match="Careless, at .* changes in place what it is given"):
         lossfunc(net(x), y).backward()
     assert not any(hasattr(p, "diag_ggn_exact") for p in net.parameters())
+
+
+@pytest.mark.parametrize("chosen", [lambda: made(DiagGGNBaseModule, TenTimes()), OfDistance], ids=["derivatives", "backpropagate"])
+@pytest.mark.parametrize("lossfunc", [nn.functional.mse_loss, nn.MSELoss()], ids=["function", "module that is not extended"])
+def test_losses_that_are_functions(lossfunc: Callable, chosen: Callable[[], ModuleExtension]) -> None:
+    (x, y), net, extension = data(), model(nn.ReLU()), extensions.DiagGGNExact()
+    extension.set_module_extension(nn.MSELoss, chosen(), overwrite=True)
+    with backpack(extension), pytest.raises(UnsupportedError, match=r"would not be asked.*Extend the loss: lossfunc = extend\(MSELoss"):
+        lossfunc(net(x), y).backward()
+    with backpack(extension):
+        extend(nn.MSELoss())(net(x), y).backward()
+    found = net[0].weight.diag_ggn_exact
+    with backpack(extensions.DiagGGNExact()):
+        lossfunc(net(x), y).backward()
+    close(found, 100 * net[0].weight.diag_ggn_exact)

@@ -16,6 +16,7 @@ from torch import Tensor
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.own_names import hidden, reading_own
+from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.recording import reading
 from backpack.core.slots import Slot
@@ -92,7 +93,7 @@ def take_rules(walk: Walk, extensions: Iterable[BackpropExtension]) -> bool:
     again = [call for call in walk.calls if call in _BEFORE]
     for call in again:
         call.found, call.derivatives = _BEFORE.pop(call)
-    readers = [extension for extension in extensions if extension.flow is not None and not extension.flow.is_gradient]
+    readers = _readers(extensions)
     for call in walk.calls:
         told = {extension: _rule(extension, call) for extension in readers}
         rule = next((rule for rule, _ in told.values() if rule is not None), None)
@@ -112,6 +113,21 @@ def take_rules(walk: Walk, extensions: Iterable[BackpropExtension]) -> bool:
         call.found = call.found._replace(rule=call.derivatives)
         again.append(call)
     return bool(again)
+
+
+def _readers(extensions: Iterable[BackpropExtension]) -> list[BackpropExtension]:
+    # the library's second-order ones
+    return [extension for extension in extensions if extension.flow is not None and not extension.flow.is_gradient]
+
+
+def _is_own(chosen: ModuleExtension) -> bool:
+    # whether a user has written how it carries
+    return not type(chosen).backpropagate.__module__.startswith("backpack.")
+
+
+def _brings_rule(chosen: ModuleExtension) -> bool:
+    rule = getattr(chosen, "derivatives", None)
+    return isinstance(rule, BaseDerivatives) and not type(rule).__module__.startswith("backpack.")
 
 
 def _provide(call: ModuleCall, rule: BaseDerivatives) -> None:
@@ -142,15 +158,25 @@ def _state(rule: Any) -> Hashable:
     return type(rule), frozenset((name, value) for name, value in state.items() if name not in getattr(rule, "params", ()))
 
 
-def refuse_unasked(plan: Plan) -> None:
-    """Refuse layers for which a user's ``backpropagate`` cannot stand, so that their nodes in the graph would.
+def refuse_unasked(plan: Plan, extensions: Iterable[BackpropExtension]) -> None:
+    """Refuse layers for which a user's ``backpropagate`` cannot stand, so that their nodes in the graph would, and losses that are functions.
 
     Args:
         plan: The plan.
+        extensions: Active extensions.
 
     Raises:
         UnsupportedError: If there is one.
     """
+    functions = [start.call for start in plan.losses.values() if isinstance(start.call, LossNode)]
+    for extension in _readers(extensions) if functions else ():
+        for call in functions:
+            chosen = extension.module_extension(call.module)
+            if chosen is not None and (_brings_rule(chosen) or _is_own(chosen)):
+                raise UnsupportedError(
+                    f"{type(chosen).__name__}, of {type(extension).__name__}, would not be asked: {call.path} was called as a function or a module "
+                    f"that is not extended. Extend the loss: lossfunc = extend({type(call.module).__name__}(...))."
+                )
     asked = {unit.call for unit in plan.units.values()} | {start.call for start in plan.losses.values()}
     for call in plan.walk.calls:
         if isinstance(call.derivatives, _Said) and call not in asked:
@@ -177,10 +203,8 @@ def _rule(extension: BackpropExtension, call: ModuleCall) -> tuple[BaseDerivativ
     chosen = extension.module_extension(call.module)
     if chosen is None:
         return None, None
-    rule = getattr(chosen, "derivatives", None)
-    rule = rule if isinstance(rule, BaseDerivatives) and not type(rule).__module__.startswith("backpack.") else None
-    if type(chosen).backpropagate.__module__.startswith("backpack."):
-        return rule, None if rule is None else _state(rule)
+    if not _is_own(chosen):
+        return (chosen.derivatives, _state(chosen.derivatives)) if _brings_rule(chosen) else (None, None)
     if not isinstance(extension.flow, SqrtFlow) or extension.get_subsampling() is not None:
         raise UnsupportedError(
             f"{call.path}: {type(chosen).__name__}.backpropagate would not be called, as {type(extension).__name__} carries something else than "
