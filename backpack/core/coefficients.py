@@ -16,7 +16,7 @@ from backpack.utils.columns import distinct_columns
 
 _CHEAPER = 4
 """How many times as many samples as entries there have to be."""
-_WORTH = 2**15
+_WORTH = 2**17
 """Entries of masked columns that take as long as finding out one coefficient; measured on one thread of a CPU."""
 _AGREE = 64
 """Rounding errors of the largest terms up to which two ways to the same sum agree."""
