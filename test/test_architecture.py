@@ -34,6 +34,7 @@ LAYERS = {
     "backpack.extensions.loss_scale": 4,
     "backpack.extensions.flows": 4,
     "backpack.extensions.chains": 4,
+    "backpack.extensions.chosen": 4,
     "backpack.extensions.signed_flow": 4,
     "backpack.extensions.rules": 4,
     "backpack.extensions.kronecker": 4,

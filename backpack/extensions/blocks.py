@@ -26,6 +26,7 @@ from backpack.core.units import Unit
 from backpack.core.walk import Need
 from backpack.core.ways import SPLIT
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.chosen import is_chosen_from
 from backpack.extensions.collector import Collector
 from backpack.extensions.costs import begun
 from backpack.extensions.flows import ColumnFlow, SqrtFlow
@@ -220,7 +221,7 @@ class Weight:
         joined = affine or self._plan.uses.get(parameter) == 1 or (isinstance(rule, EmbeddingDerivatives) and not is_tied(self._plan, parameter))
         fast = find_faster(extension, rule, name) not in (None, finish_at_once) and joined
         fast &= name != "bias" and not self._coupled & self._plan.walk.bits.get(id(parameter), 0)  # formed where there are positions
-        return 0 if fast and extension.get_subsampling() is None else self._per_sample(parameter)
+        return 0 if fast and (extension.get_subsampling() is None or is_chosen_from(unit.call, name)) else self._per_sample(parameter)
 
     def _per_sample(self, parameter: Parameter) -> int:
         return self._samples * parameter.numel() * parameter.dtype.itemsize

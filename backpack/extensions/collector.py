@@ -22,6 +22,7 @@ from backpack.core.owners import owners
 from backpack.core.plan import Plan
 from backpack.extensions.at_layers import OfLayers
 from backpack.extensions.backprop_extension import BackpropExtension
+from backpack.extensions.chosen import of_chosen
 from backpack.extensions.combining import Note, Noted, mark_of
 from backpack.extensions.flows import GRADIENT, carried_for
 from backpack.extensions.hook_queue import HookQueue
@@ -198,11 +199,13 @@ class Collector(ReadsMade):
             if place in self._values:
                 continue
             whole = flow not in self.cut or extension.adds_up
-            if alone and whole and (id(parameter), key) not in self._states and extension.get_subsampling() is None and plain:
+            chosen = extension.samples(use.layout.samples)
+            part = parts[0] if chosen is None else of_chosen(parts[0], name, chosen) if plain and not flow.coupled else None
+            if alone and whole and (id(parameter), key) not in self._states and part is not None and plain:
                 function = find_faster(extension, use.call.derivatives, name)
-                value = NotImplemented if function is None else function(extension, parts[0], name)
-                if isinstance(value, FromGradient) and not (self._after_gradients and untouched(use.call, parameter)):
-                    value = value.function(gradient_at(use, name))
+                value = NotImplemented if function is None else function(extension, part, name)
+                if isinstance(value, FromGradient) and not (chosen is None and self._after_gradients and untouched(use.call, parameter)):
+                    value = value.function(gradient_at(use if chosen is None else part, name))
                 if value is not NotImplemented:
                     self._values[place] = value
                     continue

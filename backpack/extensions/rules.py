@@ -219,7 +219,8 @@ _FOUND: dict[tuple[type, type, str], Faster | None] = {}
 def faster(extension: type, derivatives: type[BaseDerivatives], *names: str) -> Callable[[Faster], Faster]:
     """Register a function that computes a quantity at once, for a parameter that is used a single time.
 
-    It is called as ``function(extension, use, name)`` and may return ``NotImplemented`` to decline, or a ``FromGradient``.
+    It is called as ``function(extension, use, name)``, with a use by the chosen samples alone if the extension has some, and may return
+    ``NotImplemented`` to decline, or a ``FromGradient``.
 
     Args:
         extension: The extension class; its subclasses that keep ``finish`` use the function as well.
@@ -255,6 +256,11 @@ def finish_at_once(extension: Any, use: Use, name: str) -> Any:
     return extension.finish(columns, use.parameters[name])
 
 
+def _reads_alike(cls: type, base: type) -> bool:
+    # whether a subclass has made nothing else of the quantity
+    return (cls.finish, cls.rule_at) == (base.finish, base.rule_at)
+
+
 def find_faster(extension: Any, rule: BaseDerivatives, name: str) -> Faster | None:
     """Find the function registered for an extension, a rule and a parameter.
 
@@ -271,7 +277,7 @@ def find_faster(extension: Any, rule: BaseDerivatives, name: str) -> Faster | No
         fitting = [
             function
             for cls, derivatives, names, function in _FASTER
-            if isinstance(extension, cls) and type(extension).finish is cls.finish and isinstance(rule, derivatives) and name in names
+            if isinstance(extension, cls) and _reads_alike(type(extension), cls) and isinstance(rule, derivatives) and name in names
         ]
         _FOUND[key] = fitting[-1] if fitting else None
     return _FOUND[key]
