@@ -178,14 +178,26 @@ def test_subsampling(index: list[int]) -> None:
     close(einsum("vnp,vnq->npq", U, U), oracle.ggn_per_sample(oracle.hessian_exact)[chosen])
 
 
+class Scaled(nn.Module):
+    """Has a parameter that is no weight of an affine layer, of which deviations from the mean are squared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x
+
+
 def test_variance_far_from_zero() -> None:
     """The mean is a million times the deviation: sums of squares would lose all digits in double precision, deviations from the mean do not."""
-    model = extend(nn.Linear(1, 1, bias=False).double())
+    model = extend(Scaled().double())
     x = 1e7 + torch.randn(8, 1, dtype=torch.float64)
-    with backpack(extensions.Variance(subsampling=[0, 1]), accumulate=True):
-        for part_of_x in x.split(2):
-            model(part_of_x).sum().backward()
-    close(model.weight.variance, x.var(0, correction=0)[None], rtol=1e-7)
+    for settings in ({}, {"subsampling": [0, 1]}):
+        with backpack(extensions.Variance(**settings), accumulate=True):
+            for part_of_x in x.split(2):
+                model(part_of_x).sum().backward()
+        close(model.scale.variance, x.var(0, correction=0), rtol=1e-7)
 
 
 def test_accumulates_within_a_context_only() -> None:
