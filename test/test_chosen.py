@@ -13,8 +13,10 @@ from test_extensions import close
 from torch import Tensor, nn
 from torch.nn import Conv1d, Linear, Module, Sequential, Tanh
 
-from backpack import backpack, extend, extensions
+from backpack import backpack, extend, extensions, register
+from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.extensions.rules import ColumnRule
+from backpack.utils.subsampling import subsample
 
 EXACT = ["BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "BatchDiagGGNExact", "DiagHessian", "BatchDiagHessian"]
 
@@ -116,3 +118,47 @@ def test_graph() -> None:
         grads.append(torch.autograd.grad(model[0].weight.sum_grad_squared.sum(), [*model.parameters()]))
     for one, other in zip(*grads, strict=True):
         close(one, other)
+
+
+class Weighted(Module):
+    """Multiplies its input by what it makes of each sample, and by a matrix of positions that all samples share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.randn(4, 3)), torch.zeros(0)
+
+    def forward(self, x: Tensor, mixing: Tensor) -> Tensor:
+        self.scale = x[:, :1, :1].detach() * 2
+        return mixing @ (x * self.scale) @ self.weight.T
+
+
+class WeightedDerivatives(AffineDerivatives):
+    """A rule of a user, which reads both."""
+
+    def columns(self, module: Module, subsampling: Any = None) -> Tensor:
+        return subsample(module.input1 @ (module.input0 * module.scale), subsampling=subsampling).mT.unsqueeze(1)
+
+    def rows(self, module: Module, mat: Tensor) -> Tensor:
+        return mat.mT.unsqueeze(2)
+
+    def output_from_rows(self, module: Module, rows: Tensor) -> Tensor:
+        return rows[:, :, 0].mT
+
+    def hessian_is_zero(self, module: Module) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("index", [[1, 0], [2], [0, 3], [3, 2, 1, 0]], ids=str)
+def test_rules_of_users_are_told_which_samples(index: list[int]) -> None:
+    register(Weighted, WeightedDerivatives())
+    torch.manual_seed(0)
+    mixing, lossfunc, x, y = torch.rand(2, 2).double(), extend(nn.CrossEntropyLoss()), torch.rand(4, 2, 3).double(), torch.tensor([0, 1, 1, 0])
+    model = extend(Net(lambda own, x: own.b(own.a(x, mixing).sum(1)), a=Weighted(), b=B()).double())
+    each, found = (of_all(model, lossfunc, x, y, **settings) for settings in ({}, {"subsampling": index}))
+    for batch, name in (("BatchDiagGGNExact", "DiagGGNExact"), ("BatchDiagHessian", "DiagHessian")):
+        for all_of_them, chosen, summed in zip(each[batch], found[batch], found[name], strict=True):
+            close(chosen, all_of_them[index])
+            close(summed, all_of_them[index].sum(0))
+    for gradients, norms, variance in zip(each["BatchGrad"], found["BatchL2Grad"], found["Variance"], strict=True):
+        close(norms, gradients[index].flatten(1).square().sum(1))
+        close(variance, gradients[index].var(0, correction=0))

@@ -50,10 +50,11 @@ def is_chosen_from(call: Any, name: str) -> bool:
         name: Name of a parameter.
 
     Returns:
-        Whether it is the weight of an affine layer.
+        Whether it is the weight of an affine layer with a rule of the library: those of users may read what has no samples, or has them elsewhere.
     """
     call = call._call if type(call) is BatchFirst else call
-    return name == "weight" and isinstance(call, ModuleCall) and isinstance(call.derivatives, AffineDerivatives)
+    affine = isinstance(call, ModuleCall) and isinstance(call.derivatives, AffineDerivatives)
+    return name == "weight" and affine and type(call.derivatives).__module__.startswith("backpack.")
 
 
 def of_chosen(use: Use, name: str, samples: tuple[int, ...]) -> Use | None:
