@@ -174,9 +174,8 @@ def build(name: str, samples: int) -> Problem:
     return problem
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Note what is read off without columns."""
+def note_reads(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Note, from now on, what is read off without columns."""
     seen, at_layer = [], Collector.at_layer
 
     def noting(*args: Any) -> bool:
@@ -185,6 +184,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(Collector, "at_layer", noting)
     return seen
+
+
+read = pytest.fixture(note_reads, name="read")
 
 
 @pytest.mark.parametrize("memory", [None, 1])

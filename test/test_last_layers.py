@@ -11,6 +11,7 @@ import torch
 from cases_nets import Net, parameter
 from oracle import Oracle, Problem, Term
 from table import default_dtype, labels
+from test_born_diagonals import note_reads
 from test_extensions import all_factors_close, close, collect, run
 from torch import Tensor, nn
 from torch.nn import Conv2d, CrossEntropyLoss, Linear, Module, Sequential, Tanh
@@ -19,7 +20,6 @@ from torch.nn import functional as F
 from backpack import backpack, extend
 from backpack.core.passing import Pass
 from backpack.extensions import HBP, KFLR, BatchDiagGGNExact, BatchDiagHessian, DiagGGNExact, DiagHessian, SqrtGGNExact, flows
-from backpack.extensions.collector import Collector
 from backpack.utils.columns import ScatteredColumns
 
 
@@ -123,15 +123,8 @@ def build(name: str, samples: int, dtype: torch.dtype = torch.float64) -> Proble
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Form columns where they are needed, and note what is read off without them."""
-    seen, at_layer = [], Collector.at_layer
-
-    def noting(*args: Any) -> bool:
-        seen.append(at_layer(*args))
-        return seen[-1]
-
-    monkeypatch.setattr(Collector, "at_layer", noting)
     monkeypatch.setattr(flows, "FORMED", 1)
-    return seen
+    return note_reads(monkeypatch)
 
 
 @pytest.mark.parametrize("memory", [None, 1])

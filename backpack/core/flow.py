@@ -61,9 +61,14 @@ def add_in_place(old: Columns, new: Columns, own: set[Hashable], fresh: bool) ->
 
 
 class Flow(ABC):
-    """What travels backward beside the gradient."""
+    """What travels backward beside the gradient.
+
+    Attributes:
+        coupled: Whether some columns, if there are any, are of use only together with others.
+    """
 
     crosses_gaps: bool = True
+    coupled: bool = False
     differentiable: bool = False
     is_gradient: bool = False
     needs: Need = Need.COLUMNS

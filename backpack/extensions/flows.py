@@ -86,13 +86,7 @@ def apply_to_all(columns: Columns, function: Callable[[Tensor], Tensor]) -> Colu
 
 
 class ColumnFlow(Flow):
-    """Columns ``[V, N, *]``, mapped by transposed Jacobians.
-
-    Attributes:
-        coupled: Whether some columns are of use only together with others.
-    """
-
-    coupled: bool = False
+    """Columns ``[V, N, *]``, mapped by transposed Jacobians."""
 
     def through(self, call: ModuleCall, value: Columns, grad: Tensor, layout: Layout, over: bool = False) -> Columns:
         rule = call.derivatives
