@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from backpack import backpack, check_rule, clear, extend, extensions, register, results
 from backpack.core.crossings import Gap
-from backpack.core.derivatives import GenericLossDerivatives
+from backpack.core.derivatives import GenericLossDerivatives, loss_hessian
 from backpack.core.recording import recorder_of
 from backpack.utils.errors import LossNotExtendedError, LossValueError, MixedSamplesError, NotRecordedError, ShapeError, UnsupportedError
 
@@ -891,3 +891,80 @@ def test_losses_with_parameters_of_their_own(trains: bool) -> None:
     if trains:
         with backpack(extensions.DiagHessian()), pytest.raises(LossNotExtendedError, match="freedom"):
             lossfunc(model(x), y).backward()
+
+
+OF_ENTRIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "square roots": lambda o, y: (1 + (o - y).square()).sqrt().sum(),
+    "cases": lambda o, y: torch.where((o - y).abs() < 1, (o - y).square(), 2 * (o - y).abs() - 1).mean(),
+    "targets of several people": lambda o, y: (o - torch.stack([y, 2 * y, y - 1])).exp().mean(),
+    "weights of classes": lambda o, y: ((o - y) ** 4 @ torch.arange(1.0, C + 1).to(o)).sum(),
+    "a known one and another": lambda o, y: F.mse_loss(o, y) + (o.exp() - y * o).sum(),
+    "a part": lambda o, y: (o - y)[:, :1].cosh().sum(),
+    "a single output": lambda o, y: (o[:, 0] + y.T).exp().mean(),
+    "in another order": lambda o, y: ((o.T.unsqueeze(0) - y.T) ** 4).mean() + o.cosh().sum(),
+    "in place": lambda o, y: (o - y).mul_(2).exp().sum(),
+    "weights of the prediction": lambda o, y: (o.exp() * o.detach().softmax(1)).sum(),
+}
+OF_SAMPLES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "distances": lambda o, y: (1 + (o - y).square().sum(1)).sqrt().sum(),
+    "a root of a known one": lambda o, y: (1 + F.mse_loss(o, y, reduction="none").mean(1)).sqrt().sum(),
+    "sums": lambda o, y: (o.cumsum(1) - y).square().mean(),
+    "two parts": lambda o, y: (o[:, :1].exp() * (1 + o[:, 1:] ** 2)).sum() + 9 * o.square().sum(),
+    "norms of parts": lambda o, y: (1 + o[:, 1:].norm(dim=1)).square().sum(),
+    "neighbours": lambda o, y: (o * o.roll(1, 1) + 3 * o.square()).sum(),
+    "a part that is multiplied": lambda o, y: multiplied(o - y).square().sum(),
+}
+
+
+def multiplied(o: Tensor) -> Tensor:
+    o[:, :1].mul_(1 + o[:, 1:2].detach()).add_(o[:, 1:2])
+    return o
+
+
+class OfFunction(nn.Module):
+    """A loss that is a function of prediction and target."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        return self.function(prediction, target)
+
+
+@pytest.mark.parametrize("name", [*OF_ENTRIES, *OF_SAMPLES])
+@pytest.mark.parametrize("samples", [1, N, C])
+def test_losses_of_single_entries_are_read_off_the_graph(samples: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product tells all second derivatives of such a loss; otherwise some more have to prove that samples and entries do not meet."""
+    made: list[int] = []
+    products = loss_hessian.hessian_products
+    monkeypatch.setattr(loss_hessian, "hessian_products", lambda *given: made.append(len(found := products(*given))) or found)
+    model, lossfunc, _, _ = make(OfFunction({**OF_ENTRIES, **OF_SAMPLES}[name]))
+    x, y = torch.randn(samples, 3, dtype=torch.float64), torch.rand(samples, C, dtype=torch.float64)
+    with backpack(extensions.DiagGGNExact(), extensions.DiagHessian()):
+        lossfunc(model(x), y).backward()
+    assert_diag_ggn(model, expected_diag_ggn(model, x, lambda output: lossfunc.function(output, y)))
+    gradients = torch.autograd.grad(lossfunc.function(model(x), y), list(model.parameters()), create_graph=True)
+    for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+        rows = [torch.autograd.grad(entry, parameter, retain_graph=True)[0].flatten() for entry in gradient.flatten()]
+        torch.testing.assert_close(parameter.diag_h, torch.stack(rows).diagonal().reshape(parameter.shape))
+    assert ({*made} == {1}) == (name in OF_ENTRIES)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda o, y: F.mse_loss(o, y).sqrt(),
+        lambda o, y: F.mse_loss(o, y) ** 2,
+        lambda o, y: (o * o.flip(0)).sum() + o.square().sum(),
+        lambda o, y: (o.exp() * o.sum()).sum(),
+        lambda o, y: (o.square() * o.T.reshape(o.shape)).sum(),
+        lambda o, y: (o[:2] * o[1:]).square().sum(),
+        lambda o, y: (o.unsqueeze(1) - o.detach()).exp().sum() + (o.unsqueeze(1) * o).square().sum(),
+    ],
+    ids=["root", "square", "other samples", "sum", "another order", "neighbours", "pairs"],
+)
+def test_losses_of_entries_that_meet_are_refused(function: Callable[[Tensor, Tensor], Tensor]) -> None:
+    model, lossfunc, x, _ = make(OfFunction(function))
+    with backpack(extensions.DiagGGNExact()), pytest.raises(MixedSamplesError, match="couples entries with different indices on axis 0"):
+        lossfunc(model(x), torch.rand(N, C, dtype=torch.float64)).backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 from torch.autograd.function import BackwardCFunction
@@ -12,17 +13,21 @@ from torch.nn import Parameter
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.generic import GenericDerivatives
 from backpack.core.derivatives.loss_elementwise import PiecewiseLinearLossDerivatives
-from backpack.core.derivatives.loss_generic import GenericLossDerivatives, OwnLossDerivatives, how_to_register
-from backpack.core.graph import operation, shape_of
-from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, PIECEWISE_LINEAR, SAME_ENTRIES, is_linear
+from backpack.core.derivatives.loss_generic import EntrywiseLossDerivatives, GenericLossDerivatives, OwnLossDerivatives, how_to_register
+from backpack.core.graph import operation, sequence_number, shape_of
+from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, PIECEWISE_LINEAR, SAME_ENTRIES, TRANSPOSES, is_linear
 from backpack.core.loss_nodes import FUNCTIONS, function_at
 from backpack.core.samples import Layout
 from backpack.core.slots import Edge, Slot
+from backpack.core.ways import BROADCASTING, ELEMENTWISE
 from backpack.utils.differentiation import search
 from backpack.utils.errors import LossNotExtendedError, LossValueError, ShapeError, UnsupportedError
 
-_OWN, _CURVED = OwnLossDerivatives(), GenericLossDerivatives()
-_REARRANGES = SAME_ENTRIES | {"Permute", "Transpose", "T", "Slice", "Clone", "ToCopy"}
+_OWN, _CURVED, _ENTRYWISE = OwnLossDerivatives(), GenericLossDerivatives(), EntrywiseLossDerivatives()
+_OF_TARGETS = frozenset("MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits SoftMarginLoss".split())
+"""Losses of entries, which they may sum."""
+_REARRANGES = SAME_ENTRIES | TRANSPOSES | {"Slice", "Clone", "ToCopy"}
+_PICKS = _REARRANGES | {"Select"}
 
 
 def take_for_loss(call: ModuleCall, node: Node, always: bool = False) -> bool:
@@ -92,6 +97,32 @@ def _is_linear_behind(node: Node) -> bool:
     if operation(node) in LINEAR_IN_LOG_PROBABILITIES:
         return True
     return is_linear(node, lambda _: True) and operation(node) not in PIECEWISE_LINEAR and not isinstance(node, BackwardCFunction)
+
+
+def read_entries(call: ModuleCall, inside: Iterable[Node], prediction: Edge, varies: Callable[[Node], Any]) -> None:
+    """Let the Hessian of a loss that is differentiated automatically be a diagonal, where its graph shows that it is one.
+
+    Args:
+        call: The call of the loss.
+        inside: Its nodes.
+        prediction: Edge of its first input.
+        varies: Says, of the node of an input, whether that depends on the prediction.
+    """
+    if type(call.derivatives) is GenericLossDerivatives and _keeps_entries_apart(inside, prediction, varies):
+        call.derivatives = _ENTRYWISE
+
+
+def _keeps_entries_apart(inside: Iterable[Node], prediction: Edge, varies: Callable[[Node], Any]) -> bool:
+    # whether all is of single entries, until all is linear: what has been arranged alike, and is broadcast at most, lies along the same axes
+    arranged: dict[Edge, Edge] = {prediction: prediction}
+    for node in sorted(inside, key=sequence_number):
+        name, ways = operation(node), {arranged.get(edge) for edge in node.next_functions if edge[0] is not None and varies(edge[0])}
+        way = next(iter(ways)) if len(ways) == 1 else None
+        if way and name in ELEMENTWISE | BROADCASTING | _PICKS:
+            arranged[node, 0] = (node, 0) if name in _PICKS else way
+        elif ways and not (is_linear(node, varies) or (way and name in _OF_TARGETS)):
+            return False
+    return True
 
 
 def completes_softmax(call: ModuleCall, reach: Mapping[Node, int], is_linear: Callable[[Node], bool]) -> bool:

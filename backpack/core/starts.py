@@ -20,7 +20,7 @@ from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivativ
 from backpack.core.graph import operation, shape_of
 from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES
 from backpack.core.loss_nodes import LossNode, classes_of, function_at, normalizer, prediction_first, title, weighs_entries
-from backpack.core.losses import has_samples, refuse_axis, refuse_target
+from backpack.core.losses import has_samples, read_entries, refuse_axis, refuse_target
 from backpack.core.mixing import is_shared, stands_beside
 from backpack.core.origins import FACTORS
 from backpack.core.predictions import find_samples
@@ -151,6 +151,7 @@ def _start_of_call(walk: Walk, node: Node, mark: Mark, second_order: bool) -> St
         if function_at(node):  # which starts there as well
             return None
         refuse_axis(call.path, below, layout)
+    read_entries(call, piece.inside, below, walk.reach.get)
     return Start(call, mark.nr, below, layout or plain_layout(call.inputs[0].shape[0]), piece.inside, layout is not None)
 
 

@@ -78,6 +78,10 @@ def square_root(matrices: Tensor, non_negative: Callable[[Tensor], None]) -> Ten
     Returns:
         ``s [B, M, M]`` so that a matrix is ``s s^T``, the symmetric root if all numbers on the diagonal are the same.
     """
+    if matrices.shape[1] == 1:
+        if (matrices < 0).any():
+            non_negative(matrices.squeeze(2))
+        return matrices.clamp(min=0).sqrt()
     values, vectors, units = eigh_in_units(matrices)
     indefinite = (values < -rounding(values)).any(1, keepdim=True)
     if indefinite.any():

@@ -49,6 +49,8 @@ class GenericLossDerivatives(BlockLossDerivatives):
     """
 
     any_forward: ClassVar[bool] = True
+    entries_alone: ClassVar[bool] = False
+    """Whether each entry of the prediction has a term of its own, so that nothing needs to be proven."""
 
     def hessian_is_psd(self) -> bool:
         return False  # nothing is known before it has been computed
@@ -83,7 +85,7 @@ class GenericLossDerivatives(BlockLossDerivatives):
             Symmetric matrices.
         """
         self._verify_support(module)
-        return hessian_blocks(module)
+        return hessian_blocks(module, self.entries_alone)
 
     def _symmetric_root(self, module: Module, subsampling: Samples = None) -> Blocks:
         """Factorize the Hessian of each sample.
@@ -168,6 +170,12 @@ class OwnLossDerivatives(GenericLossDerivatives):
                 f"such a loss is zero. If that is meant, say that it is a loss: {how_to_register(module)}"
             )
         return blocks
+
+
+class EntrywiseLossDerivatives(GenericLossDerivatives):
+    """A loss of which the graph shows that no entries of the prediction meet before they are summed."""
+
+    entries_alone: ClassVar[bool] = True
 
 
 class RowLossDerivatives(GenericLossDerivatives):

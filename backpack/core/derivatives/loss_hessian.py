@@ -104,11 +104,12 @@ class Blocks(NamedTuple):
         return columns[self.cut(places).flatten().argsort()]
 
 
-def hessian_blocks(module: Module) -> Blocks:
+def hessian_blocks(module: Module, alone: bool = False) -> Blocks:
     """Compute the Hessian of (the sum over the entries of) a loss with respect to each sample's slice of its first input, without most of its zeros.
 
     Args:
         module: A loss with recorded inputs and output.
+        alone: Whether it is known that each entry has a term of its own.
 
     Returns:
         Symmetric matrices: numbers, if each entry has a term of its own, matrices along the first or the last axis of a sample, or whole ones.
@@ -117,6 +118,9 @@ def hessian_blocks(module: Module) -> Blocks:
         MixedSamplesError: If the Hessian couples different samples.
     """
     point, shape = module.input0, module.input0.shape
+    if alone:
+        frame = _frame(point, -1, 1)
+        return _in_blocks(hessian_products(module, _units(frame, point)), frame)
     sizes = {(1, -1)} | {(shape[axis], axis) for axis in (1 - len(shape), -1) if len(shape) > _MATRIX}
     for size, axis in sorted(pair for pair in sizes if 0 < pair[0] * _FEW <= shape[1:].numel()):
         frame = _frame(point, axis, size)
@@ -174,10 +178,10 @@ def _lie_apart(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]], 
     # whether nothing lies outside of blocks
     samples, places = frame.matrices.shape[:2]
     numbers = torch.arange(samples * places, device=point.device).reshape(samples, places, 1)
-    halves = [(numbers >> bit) % 2 for bit in range((numbers.numel() - 1).bit_length() if numbers.numel() else 0)]
+    halves = [(numbers >> bit & 1).bool() for bit in range((numbers.numel() - 1).bit_length() if numbers.numel() else 0)]
     vector = frame.cut(probe(point).unsqueeze(0))
     products = multiply([frame.joined(vector * half).squeeze(0) for half in halves])
-    return not any(frame.cut(product.unsqueeze(0)).masked_fill(half.bool(), 0).any() for product, half in zip(products, halves, strict=True))
+    return not any(frame.cut(product.unsqueeze(0)).masked_fill(half, 0).any() for product, half in zip(products, halves, strict=True))
 
 
 def _outside(blocks: Blocks, product: Tensor) -> Tensor:
