@@ -279,6 +279,29 @@ def test_many_classes_are_cheap_at_the_last_layer(positions: tuple[int, ...]) ->
     assert min(deep) > 20
 
 
+class Curved(Module):
+    """A loss of one's own: of each entry of a prediction, or of what is between these."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.apart = apart
+
+    def forward(self, prediction: Tensor, target: Tensor) -> Tensor:
+        difference = prediction - target
+        return (difference if self.apart else difference - difference[:, :1]).cosh().mean()
+
+
+def test_losses_of_ones_own_cost_what_couples_classes() -> None:
+    """A product for each class, and a decomposition for each sample, unless entries have terms of their own."""
+
+    def cost(apart: bool, classes: int) -> float:
+        return explain(Linear(50, classes), Curved(apart), torch.rand(64, 50), torch.rand(64, classes), [DiagGGNMC()]).quantities[0].cost
+
+    assert max(cost(True, 10), cost(True, 400)) < 4
+    assert 2 * cost(True, 10) < cost(False, 10) < cost(False, 100) / 4
+    assert cost(False, 400) > 200
+
+
 def test_several_targets() -> None:
     """They are further arguments of the loss, as in ``verify``."""
     X, y = torch.rand(5, 4), (torch.randint(3, (5,)), torch.rand(5, 2))

@@ -14,11 +14,14 @@ from math import prod
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from backpack.core.calls import ModuleCall
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.blocks import BlockLossDerivatives
+from backpack.core.derivatives.loss_generic import GenericLossDerivatives, RowLossDerivatives
 from backpack.core.flow import Flow
 from backpack.core.graph import operation, outputs_of, saved, shape_of
+from backpack.core.loss_nodes import LossNode
 from backpack.core.node_functions import axes_of, product
 from backpack.core.passing import behind_views
 from backpack.core.plan import Plan
@@ -165,7 +168,7 @@ class Costs:
         plan, births = self._plan, self._births.get(node, {})
         columns = 1 if self._flow.is_gradient or isinstance(self._flow, ChainFlow) else sum(births.values())
         if node in plan.losses:
-            self.carried += 0 if self._flow.is_gradient else HOOK
+            self.carried += 0 if self._flow.is_gradient else HOOK + self._at_loss(plan.losses[node].call)
             births = dict([begun(self._flow, plan, node)])
         elif node in plan.units or node in plan.shared:
             births = self._at_unit(node, plan.units.get(node) or plan.shared[node], columns, births)
@@ -180,6 +183,22 @@ class Costs:
         self.carried += PASSED_ON * max(0, len(births) - 1)
         for upstream, _ in edges_below(plan, node):
             self._births.setdefault(upstream, {}).update(births)
+
+    @staticmethod
+    def _at_loss(call: ModuleCall | LossNode) -> float:
+        """Count what second derivatives take where a loss is differentiated automatically, and not entry by entry.
+
+        Args:
+            call: The loss.
+
+        Returns:
+            Multiplications of a product for each class, and of a decomposition for each sample, or position.
+        """
+        if type(call.derivatives) not in {GenericLossDerivatives, RowLossDerivatives}:
+            return 0.0
+        shape = call.inputs[0].shape
+        classes = min(shape[1:2] + shape[-1:])
+        return 4 * classes * (NODE + ENTRY * prod(shape)) + EIGENVECTORS * prod(shape) * classes**2
 
     def _at_gap(self, gap: Gap, columns: int) -> None:
         products, times = products_in(gap.node)
