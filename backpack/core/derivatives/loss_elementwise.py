@@ -29,7 +29,7 @@ from torch.nn import (
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.loss_generic import GenericLossDerivatives, non_negative, signs_of
-from backpack.core.derivatives.loss_hessian import hessian_products
+from backpack.core.derivatives.loss_hessian import hessian_product
 from backpack.core.derivatives.registry import register
 from backpack.utils.differentiation import square_root
 from backpack.utils.errors import UnsupportedError
@@ -55,7 +55,7 @@ class ElementwiseLossDerivatives(GenericLossDerivatives):
         Returns:
             Second derivatives ``[N, *]`` of any sign, in single precision or better.
         """
-        return wide(hessian_products(module, [torch.ones_like(module.input0)])[0])
+        return wide(hessian_product(module)(torch.ones_like(module.input0)))
 
     def _root(self, module: Module, subsampling: Samples = None) -> Tensor:
         """Compute the square root of the diagonal.

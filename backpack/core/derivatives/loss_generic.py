@@ -12,7 +12,7 @@ from torch.nn.modules.loss import _Loss
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
 from backpack.core.derivatives.blocks import BlockLossDerivatives
-from backpack.core.derivatives.loss_hessian import Blocks, elsewhere, exceeds, hessian_blocks, hessian_products, probe
+from backpack.core.derivatives.loss_hessian import Blocks, elsewhere, exceeds, hessian_blocks, hessian_product, probe
 from backpack.core.derivatives.records import module_of
 from backpack.core.derivatives.registry import register
 from backpack.utils.columns import Entries
@@ -66,8 +66,7 @@ class GenericLossDerivatives(BlockLossDerivatives):
         weights = super().position_weights(module, g_out)
         if weights.dim():  # the output has as many rows as there are samples: are they those of the samples?
             vector = probe(module.input0)
-            (product,) = hessian_products(module, [vector], g_out[0].detach())
-            (unweighted,) = hessian_products(module, [vector])
+            product, unweighted = hessian_product(module, g_out[0].detach())(vector), hessian_product(module)(vector)
             if exceeds((product - weights * unweighted).abs(), tolerances(product, module.input0.dtype), module, largest(weights)):
                 raise UnsupportedError(
                     f"The entries of the output {list(g_out[0].shape)} of {module} are weighted differently, but they are not the losses of single "
@@ -164,7 +163,7 @@ class OwnLossDerivatives(GenericLossDerivatives):
     def _blocks(self, module: Module) -> Blocks:
         blocks = super()._blocks(module)
         known = not blocks.matrices.numel() or blocks.matrices.any()
-        if not known and not any(multiply([probe(module.input0)])[0].any() for multiply in elsewhere(module)):
+        if not known and not any(multiply(probe(module.input0)).any() for multiply in elsewhere(module)):
             raise UnsupportedError(
                 f"{module} has no rule and is linear, or piecewise linear, in its first input {list(module.input0.shape)}: the curvature of "
                 f"such a loss is zero. If that is meant, say that it is a loss: {how_to_register(module)}"

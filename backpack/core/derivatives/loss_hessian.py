@@ -8,8 +8,8 @@ the vector has zeros: a few pseudo-random vectors that are zero in half of the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from math import sqrt
 from typing import NamedTuple
 
@@ -117,23 +117,23 @@ def hessian_blocks(module: Module, alone: bool = False) -> Blocks:
     Raises:
         MixedSamplesError: If the Hessian couples different samples.
     """
-    point, shape = module.input0, module.input0.shape
+    point, shape, multiply = module.input0, module.input0.shape, hessian_product(module)
     if alone:
-        frame = _frame(point, -1, 1)
-        return _in_blocks(hessian_products(module, _units(frame, point)), frame)
+        return _in_blocks(multiply, _frame(point, -1, 1), point)
     sizes = {(1, -1)} | {(shape[axis], axis) for axis in (1 - len(shape), -1) if len(shape) > _MATRIX}
     for size, axis in sorted(pair for pair in sizes if 0 < pair[0] * _FEW <= shape[1:].numel()):
         frame = _frame(point, axis, size)
-        if _lie_apart(point, lambda vectors: hessian_products(module, vectors), frame):
-            return _in_blocks(hessian_products(module, _units(frame, point)), frame)
-    return Blocks(sample_hessians(module).unsqueeze(1), -1, shape[1:])
+        if _lie_apart(point, multiply, frame):
+            return _in_blocks(multiply, frame, point)
+    return Blocks(sample_hessians(module, multiply).unsqueeze(1), -1, shape[1:])
 
 
-def sample_hessians(module: Module) -> Tensor:
+def sample_hessians(module: Module, multiply: Callable[[Tensor], Tensor] | None = None) -> Tensor:
     """Compute the Hessian of (the sum over the entries of) a loss with respect to each sample's slice of its first input.
 
     Args:
         module: A loss with recorded inputs and output.
+        multiply: What ``hessian_product`` returns for it, if that is at hand.
 
     Returns:
         Symmetric matrices ``[N, D, D]``, where ``D`` is the number of input entries per sample.
@@ -141,14 +141,12 @@ def sample_hessians(module: Module) -> Tensor:
     Raises:
         MixedSamplesError: If the Hessian couples different samples.
     """
-    recorded = module.input0
-    frame = _frame(recorded, -1, recorded.shape[1:].numel())
-    apart = _lie_apart(recorded, lambda vectors: hessian_products(module, vectors), frame)
-    *columns, product = hessian_products(module, [*_units(frame, recorded), probe(recorded)])
-    blocks = _in_blocks(columns, frame)
-    if not apart and (exceeds(_outside(blocks, product), tolerances(product, recorded.dtype), module) or _couple_elsewhere(module, frame)):
+    point, multiply = module.input0, multiply or hessian_product(module)
+    frame = _frame(point, -1, point.shape[1:].numel())
+    blocks = _in_blocks(multiply, frame, point)
+    if not _lie_apart(point, multiply, frame) and (_mix(blocks, multiply, point, module) or _mix_elsewhere(module, frame)):
         raise MixedSamplesError(
-            f"The Hessian of {module} with respect to its input {tuple(recorded.shape)} couples entries with different indices on axis 0, "
+            f"The Hessian of {module} with respect to its input {tuple(point.shape)} couples entries with different indices on axis 0, "
             "so that no second-order quantity of a sample exists. The loss must be a sum, or a mean, of one term per sample. First-order quantities, "
             "those of the rows of its input, take any loss."
         )
@@ -161,32 +159,37 @@ def _frame(point: Tensor, axis: int, size: int) -> Blocks:
     return Blocks(point.new_zeros(()).expand(len(point), places, size, size), axis, point.shape[1:])
 
 
-def _units(frame: Blocks, point: Tensor) -> Tensor:
-    # the unit vectors of the entries of a block, for all blocks at once ``[M, N, *]``
+def _in_blocks(multiply: Callable[[Tensor], Tensor], frame: Blocks, point: Tensor) -> Blocks:
+    # made of products with the unit vectors of the entries of a block, for all blocks at once
     size = frame.matrices.shape[2]
     units = torch.eye(size, dtype=point.dtype, device=point.device).reshape(size, 1, 1, size)
-    return frame.joined(units.expand(size, *frame.matrices.shape[:3]))
-
-
-def _in_blocks(columns: Sequence[Tensor], frame: Blocks) -> Blocks:
-    # made of products with these
-    matrices = frame.cut(torch.stack([*columns])).permute(1, 2, 3, 0) if len(columns) else frame.matrices
+    columns = [multiply(unit) for unit in frame.joined(units.expand(size, *frame.matrices.shape[:3]))]
+    matrices = frame.cut(torch.stack(columns)).permute(1, 2, 3, 0) if columns else frame.matrices
     return frame._replace(matrices=(matrices + matrices.mT) / 2)
 
 
-def _lie_apart(point: Tensor, multiply: Callable[[list[Tensor]], list[Tensor]], frame: Blocks) -> bool:
+def _lie_apart(point: Tensor, multiply: Callable[[Tensor], Tensor], frame: Blocks) -> bool:
     # whether nothing lies outside of blocks
     samples, places = frame.matrices.shape[:2]
     numbers = torch.arange(samples * places, device=point.device).reshape(samples, places, 1)
-    halves = [(numbers >> bit & 1).bool() for bit in range((numbers.numel() - 1).bit_length() if numbers.numel() else 0)]
     vector = frame.cut(probe(point).unsqueeze(0))
-    products = multiply([frame.joined(vector * half).squeeze(0) for half in halves])
-    return not any(frame.cut(product.unsqueeze(0)).masked_fill(half, 0).any() for product, half in zip(products, halves, strict=True))
+    for bit in range((numbers.numel() - 1).bit_length() if numbers.numel() else 0):
+        half = (numbers >> bit & 1).bool()
+        product = multiply(frame.joined(vector * half).squeeze(0))
+        if frame.cut(product.unsqueeze(0)).masked_fill(half, 0).any():
+            return False
+    return True
 
 
 def _outside(blocks: Blocks, product: Tensor) -> Tensor:
     # how much of the product with the probe blocks do not make ``[N, *]``; what is not finite tells nothing
     return (product - blocks.times(probe(product).unsqueeze(0)).squeeze(0)).abs().nan_to_num(0.0, 0.0)
+
+
+def _mix(blocks: Blocks, multiply: Callable[[Tensor], Tensor], point: Tensor, module: Module) -> bool:
+    # whether blocks are not all, beyond rounding errors
+    product = multiply(probe(point))
+    return exceeds(_outside(blocks, product), tolerances(product, point.dtype), module)
 
 
 def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: float = 1.0, size: int = 1) -> bool:
@@ -206,35 +209,35 @@ def exceeds(errors: Tensor, allowed: float | Tensor, module: Module, scale: floa
     if not (errors > allowed).any():
         return False
     recorded, eps = module.input0, torch.finfo(module.input0.dtype).eps
-    most = max(largest(errors), scale * next((largest(multiply([probe(recorded)])[0]) for multiply in elsewhere(module)), 0.0))
+    most = max(largest(errors), scale * next((largest(multiply(probe(recorded))) for multiply in elsewhere(module)), 0.0))
     return bool((errors > allowed + min(_ROUNDING * eps * sqrt(size), sqrt(eps)) * most).any())
 
 
-def _couple_elsewhere(module: Module, frame: Blocks) -> bool:
+def _mix_elsewhere(module: Module, frame: Blocks) -> bool:
     # whether samples meet where rounding does not tell that they do not
     point = module.input0.detach()
     for multiply in elsewhere(module):
-        *columns, product = multiply([*_units(frame, point), probe(point)])
-        if (_outside(_in_blocks(columns, frame), product) > tolerances(product, point.dtype)).any():
+        product = multiply(probe(point))
+        if (_outside(_in_blocks(multiply, frame, point), product) > tolerances(product, point.dtype)).any():
             return True
     return False
 
 
-def elsewhere(module: Module) -> list[Callable[[list[Tensor]], list[Tensor]]]:
+def elsewhere(module: Module) -> list[Callable[[Tensor], Tensor]]:
     """Return products with the Hessian where predictions are neither certain nor at a margin.
 
     Args:
         module: The loss with recorded inputs.
 
     Returns:
-        Functions of vectors; none where the loss cannot be evaluated.
+        What ``hessian_product`` returns; none where the loss cannot be evaluated.
     """
     vector, found = probe(module.input0.detach()), []
     for point in (vector.sigmoid(), 2 * vector):
         with suppress(Exception), torch.enable_grad():  # losses of one's own may raise anything for what they take for bad predictions
             product = _hessian_product(_call(module, point.requires_grad_())[0][0].sum(), point)
             product(vector)
-            found.append(lambda vectors, product=product: [product(vector) for vector in vectors])
+            found.append(product)
     return found
 
 
@@ -250,16 +253,15 @@ def probe(inputs: Tensor) -> Tensor:
     return torch.randn(inputs.shape, generator=Generator().manual_seed(0)).to(inputs)
 
 
-def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor | float = 1.0) -> list[Tensor]:
-    """Multiply by the Hessian of (the sum over the entries of) a loss with respect to its first input.
+def hessian_product(module: Module, weights: Tensor | float = 1.0) -> Callable[[Tensor], Tensor]:
+    """Differentiate (the sum over the entries of) a loss twice with respect to its first input.
 
     Args:
         module: A loss with recorded inputs and output.
-        vectors: Tensors that have as many entries as the input.
         weights: Weights of the entries.
 
     Returns:
-        Products, in the shapes of the vectors.
+        A function that multiplies a tensor with as many entries as the input by the Hessian, and keeps its shape. It raises the same error.
 
     Raises:
         UnsupportedError: If the loss cannot be differentiated twice.
@@ -270,21 +272,10 @@ def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor 
             f"{module} got an input of shape {tuple(recorded.shape)} and type {recorded.dtype}. Second-order quantities need a real "
             "input with the samples on axis 0."
         )
-    with torch.enable_grad():
-        point = recorded.detach().requires_grad_()
-        try:
-            output = _evaluate(module, point)
-            product = _hessian_product((output * weights).sum(), point)
-            products = [product(vector) for vector in vectors]
-        except RuntimeError as error:
-            known = isinstance(error, UnsupportedError)
-            raise (
-                error
-                if known
-                else UnsupportedError(
-                    f"{module} cannot be differentiated twice: {error}. Use first-order quantities, which take any loss, or write it in another way."
-                )
-            ) from error
+    point = recorded.detach().requires_grad_()
+    with _differentiated(module):
+        output = _evaluate(module, point)
+        product = _hessian_product((output * weights).sum(), point)
         functions = [node.name().removesuffix("Backward") for node in nodes_below([output]) if isinstance(node, BackwardCFunction)]
         if functions and not _is_complete(
             product, lambda at: grad((_call(module, at)[0][0] * weights).sum(), at, materialize_grads=True)[0], recorded
@@ -294,9 +285,29 @@ def hessian_products(module: Module, vectors: Iterable[Tensor], weights: Tensor 
                 "differences of gradients tell. Let the backward method of that function compute everything from the inputs and outputs that it "
                 "has saved, with differentiable operations."
             )
-    if recorded.requires_grad:
-        return undifferentiable(products, recorded, f"The Hessian of {module}", "it comes from automatic differentiation itself")
-    return products
+
+    def multiply(vector: Tensor) -> Tensor:
+        with _differentiated(module):
+            found = product(vector)
+        if not recorded.requires_grad:
+            return found
+        return undifferentiable(found, recorded, f"The Hessian of {module}", "it comes from automatic differentiation itself")
+
+    return multiply
+
+
+@contextmanager
+def _differentiated(module: Module) -> Iterator[None]:
+    # what torch raises while a loss is differentiated tells which one it is
+    try:
+        with torch.enable_grad():
+            yield
+    except UnsupportedError:
+        raise
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"{module} cannot be differentiated twice: {error}. Use first-order quantities, which take any loss, or write it in another way."
+        ) from error
 
 
 def _is_complete(product: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor], point: Tensor) -> bool:

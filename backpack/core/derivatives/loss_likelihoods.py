@@ -9,7 +9,7 @@ from torch.nn import GaussianNLLLoss, Module, MultiLabelSoftMarginLoss, PoissonN
 
 from backpack.core.derivatives.bcewithlogitsloss import BCELossWithLogitsDerivatives
 from backpack.core.derivatives.loss_elementwise import diagonal_of
-from backpack.core.derivatives.loss_hessian import hessian_products
+from backpack.core.derivatives.loss_hessian import hessian_product
 from backpack.core.derivatives.nll_base import ElementwiseLikelihoodDerivatives
 from backpack.core.derivatives.registry import register
 from backpack.utils.precision import wide
@@ -62,7 +62,7 @@ class GaussianNLLLossDerivatives(ElementwiseLikelihoodDerivatives):
     keeps = frozenset({"input", "output"})
 
     def _hessian_weight(self, module: Module) -> Tensor:
-        return wide(hessian_products(module, [torch.ones_like(module.input0)])[0])
+        return wide(hessian_product(module)(torch.ones_like(module.input0)))
 
     def _curvature(self, subsampled_input: Tensor) -> Tensor:
         return torch.ones_like(wide(subsampled_input))
