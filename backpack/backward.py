@@ -274,12 +274,11 @@ def _with_quantities(request: Request) -> Any:
                     _remove_stale(walk, (), extensions, entry)
                 return request.execute()
             plan.complete = not request.inputs
-            plan.whole = not (request.returns or request.inputs or walk.leaves_out)
+            plan.whole = not (request.returns or request.inputs or walk.left_out)
             with without_autocast(), nullcontext() if request.create_graph else without_saved_hooks():
                 return _run(request, plan, extensions, entry, only)
     except BaseException:
-        if walk is not None:
-            _remove_stale(walk, set(walk.parameters), extensions, entry, failed=True)  # earlier results would look like those of this pass
+        _remove_stale(walk := walk or Walk(nodes_of(roots)), set(walk.parameters), extensions, entry, failed=True)  # they would look like new ones
         raise
     finally:
         _entered.running, entry.walk = outer, None
@@ -340,6 +339,7 @@ def _run(request: Request, plan: Plan, extensions: tuple[BackpropExtension, ...]
     finally:
         for handle in (*handles, *collector.handles):
             handle.remove()
+        collector.cut = ()
         for extension in extensions:
             extension.saved_quantities.clear()
         if not (request.retain or keeps_tensors()):

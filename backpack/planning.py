@@ -135,7 +135,7 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
 
     Raises:
         NotRecordedError: If the loss is extended, but no parameter belongs to an extended module.
-        UnsupportedError: If the graph contains derivatives of derivatives, or parts of it are hidden.
+        UnsupportedError: If the graph contains derivatives of derivatives, parts of it are hidden, or a left-out term depends on activations.
     """
     if walk.double and not (returns and walk.to_loss.isdisjoint(walk.roots)):  # of a product with second derivatives, there are none
         raise UnsupportedError(
@@ -147,6 +147,7 @@ def refuse_graph(walk: Walk, returns: bool) -> None:
             "Of any other term, call backward outside of the context; or leave it out, with backpack.leave_out(penalty), if it was computed in a "
             "forward pass of its own."
         )
+    walk.refuse_left_out()
     if walk.hidden:
         raise UnsupportedError(
             "A part of the model is checkpointed with use_reentrant=True, which hides its graph and its parameters: their quantities would be "

@@ -448,10 +448,12 @@ def test_results_do_not_keep_the_graph() -> None:
     assert all(fields.keys() == {"grad_batch", "diag_ggn_exact", "kfac", "variance", "sqrt_ggn_exact"} for fields in results(problem.model).values())
 
 
-def test_modules_and_parameters_die() -> None:
-    """Nothing global keeps a model: neither ``extend`` nor a context."""
+@pytest.mark.parametrize("memory", [None, 1])
+@pytest.mark.parametrize("extension", [BatchGrad, SqrtGGNExact, DiagGGNExact, KFAC])
+def test_modules_and_parameters_die(extension: type[BackpropExtension], memory: int | None) -> None:
+    """Nothing keeps a model: neither ``extend``, nor a context, nor what a pass was made of, in blocks or not."""
     problem = extended()
-    with backpack(BatchGrad()) as _:
+    with backpack(extension(), memory=memory) as _:
         forward(problem).backward()
     watched = [ref(module) for module in problem.model.modules()] + [ref(p) for p in problem.model.parameters()] + [ref(problem.losses[0])]
     tracked = len(owners._names)

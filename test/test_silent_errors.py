@@ -35,7 +35,7 @@ from backpack.extensions import (
     SumGradSquared,
     Variance,
 )
-from backpack.utils.errors import BackpackError, OverwrittenError, UnattributedError, UnsupportedError
+from backpack.utils.errors import BackpackError, NotRecordedError, OverwrittenError, UnattributedError, UnsupportedError
 
 N = 3
 
@@ -608,6 +608,29 @@ def test_results_of_earlier_passes_where_torch_refuses(extension: type) -> None:
         assert len(results(model)) == 4  # noqa: PLR2004
         with pytest.raises(RuntimeError):
             dead.backward()
+    assert results(model) == {}
+
+
+def replaced(model: Sequential) -> torch.Tensor:
+    model[2] = Linear(4, 3)
+    return model(torch.randn(5, 3)).square().sum()
+
+
+def penalized(model: Sequential) -> torch.Tensor:
+    hidden = model[0](torch.randn(5, 3))
+    return model[2](hidden).square().sum() + leave_out(hidden.norm())
+
+
+@pytest.mark.parametrize(("use", "error"), [(replaced, NotRecordedError), (penalized, UnsupportedError)])
+def test_results_of_earlier_passes_where_nothing_is_planned(use: Callable[[Sequential], torch.Tensor], error: type[Exception]) -> None:
+    """A pass that is refused as soon as its graph has been seen."""
+    model = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 3)))
+    with backpack(BatchGrad()):
+        model(torch.randn(5, 3)).square().sum().backward()
+        loss = use(model)
+        assert "grad_batch" in vars(model[0].weight)
+        with pytest.raises(error):
+            loss.backward()
     assert results(model) == {}
 
 

@@ -73,7 +73,7 @@ class Walk:
         foreign: Number of parameters in the graph that belong to no extended module.
         derived: Nodes at or downstream of derivatives of derivatives, up to what outermost modules return; ``double``: whether a root is one.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
-        leaves_out: Whether a term is left out of all quantities; ``connected``: whether results shall have a graph, so that every node is crossed.
+        left_out: Nodes where terms begin that are left out of all quantities; ``connected``: whether results shall have a graph, so that every node is crossed.
         recurrent: The layers of RNNs and GRUs; ``ends``: where parts of leaves begin and end; both found when one is read, as what is in ``memo``.
     """
 
@@ -124,20 +124,16 @@ class Walk:
                     edges_into[n] = edges_into.get(n, 0) + 1
                     if n not in nexts:
                         stack.append(n)
-        self.leaves_out = bool(left_out)
-        self._check_left_out(left_out)
+        self.left_out = left_out
         return sorted(reversed(order), key=self.leaves.__contains__)
 
-    def _check_left_out(self, starts: list[Node]) -> None:
+    def refuse_left_out(self) -> None:
         """Refuse a left-out term that depends on activations: its gradient would arrive in one sum with that of the loss.
-
-        Args:
-            starts: Nodes where left-out terms begin.
 
         Raises:
             UnsupportedError: If there is one.
         """
-        for node in search(starts):
+        for node in search(self.left_out):
             if node not in self.leaves and self.reach.get(node):
                 raise UnsupportedError(
                     f"A term given to backpack.leave_out() depends on activations that the loss uses, too ({node.name()}, upstream of which lies "
