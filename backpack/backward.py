@@ -362,11 +362,9 @@ def _remove_stale(walk: Walk, uses: Iterable[Parameter], extensions: Iterable[Ba
     Returns:
         Those of parameters of which the pass will write others.
     """
-    stale, fields, used = [], [extension.savefield for extension in extensions], set(map(id, uses))
+    stale, fields, used = [], [extension.savefield for extension in extensions], {id(parameter): parameter for parameter in uses}
     accumulating = {active.number for active in _entered.contexts if active.context.accumulate}
-    for parameter in owners.carriers():
-        if id(parameter) not in used and id(parameter) not in walk.models:  # another thread may be writing there
-            continue
+    for parameter in owners.carriers_among(used, lambda: walk.models):  # elsewhere, another thread may be writing
         carried, notes = vars(parameter), owners.notes(parameter)
         for field in fields:
             if field not in carried:

@@ -229,6 +229,17 @@ STILL: dict[str, Callable[[Tasks, Tensor], tuple[Tensor, int]]] = {
         ),
         2,
     ),
+    "slices": lambda net, x: (losses([net.heads[0]((hidden := net.trunk(x))[:3]), net.heads[1](hidden[3:])]), 3),
+    "a slice, and numbers": lambda net, x: (losses([net.heads[0]((hidden := net.trunk(x))[:3]), net.heads[1](hidden[torch.arange(3, 6)])]), 3),
+    "slices, and a part": lambda net, x: (
+        losses([net.heads[0]((hidden := net.trunk(x))[:3]), net.heads[1](hidden[3:]), hidden.split(3)[1].sin()]),
+        3,
+    ),
+    "side by side": lambda net, x: (
+        torch.cat([net.heads[k](hidden[torch.arange(k, 6, 2)]) for hidden in [net.trunk(x)] for k in range(2)], 1).square().sum(),
+        3,
+    ),
+    "all, by numbers": lambda net, x: (losses([net.heads[k](hidden[torch.arange(6)]) for hidden in [net.trunk(x)] for k in range(2)]), 6),
     "other rows, beside": lambda net, x: (net.trunk(x).square().sum() + net.gate(x[:2]).view(1, -1).sum(), None),
 }
 

@@ -162,3 +162,20 @@ def test_rules_of_users_are_told_which_samples(index: list[int]) -> None:
     for gradients, norms, variance in zip(each["BatchGrad"], found["BatchL2Grad"], found["Variance"], strict=True):
         close(norms, gradients[index].flatten(1).square().sum(1))
         close(variance, gradients[index].var(0, correction=0))
+
+
+@pytest.mark.parametrize("name", ["layers", "positions", "time first"])
+def test_several_choices_in_one_pass(name: str) -> None:
+    make, shape = MODELS[name]
+    torch.manual_seed(0)
+    model, lossfunc, x, y = extend(make().double()), extend(nn.CrossEntropyLoss()), torch.rand(4, *shape).double(), torch.tensor([0, 1, 1, 0])
+    each = of_all(model, lossfunc, x, y)
+    chosen = extensions.SumGradSquared(subsampling=[0]), extensions.Variance(subsampling=[1, 2]), extensions.BatchDiagGGNExact(subsampling=[3, 1])
+    with backpack(extensions.BatchL2Grad(), *chosen, extensions.DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    for parameter, rows, diagonals in zip(model.parameters(), each["BatchGrad"], each["BatchDiagGGNExact"], strict=True):
+        close(parameter.batch_l2, rows.flatten(1).square().sum(1), 1e-8)
+        close(parameter.sum_grad_squared, rows[0].square(), 1e-8)
+        close(parameter.variance, rows[[1, 2]].var(0, correction=0), 1e-8)
+        close(parameter.diag_ggn_exact_batch, diagonals[[3, 1]], 1e-8)
+        close(parameter.diag_ggn_exact, diagonals.sum(0), 1e-8)

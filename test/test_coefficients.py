@@ -77,6 +77,26 @@ class Clipped(Swish):
         return Swish.backward(ctx, grad.clamp(-1, 1))
 
 
+class Nearly(Swish):
+    """Has one that is wrong by a thousandth."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, slope = ctx.saved_tensors
+        s = torch.sigmoid(slope * x)
+        wrong = grad * 0.999 + grad.detach() * 0.001
+        return grad * (s + slope * x * s * (1 - s)), (wrong * x * x * s * (1 - s)).sum_to_size(slope.shape)
+
+
+class Lazy(Swish):
+    """Returns nothing for the parameter where nothing arrives."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        of_input, of_parameter = Swish.backward(ctx, grad)
+        return of_input, of_parameter if grad.detach().any() else None
+
+
 class Net(nn.Module):
     """A function with a parameter between two layers."""
 
@@ -101,6 +121,7 @@ CASES: dict[str, tuple[type[Function], tuple[int, ...], bool, bool]] = {
     "slopes, rows of samples": (Swish, (3,), True, True),
     "not differentiable": (Once, (3,), False, False),
     "not rightly": (Cut, (3,), False, False),
+    "not quite rightly": (Nearly, (3,), False, False),
 }
 
 
@@ -132,13 +153,13 @@ def test_calls_do_not_grow_with_samples(monkeypatch: pytest.MonkeyPatch) -> None
     calls, backward = [], Quantize.backward
     monkeypatch.setattr(Quantize, "backward", staticmethod(lambda ctx, grad: (calls.append(grad), backward(ctx, grad))[1]))
     counts = []
-    for samples in (400, 800):
+    for samples in (400, 400, 800):  # the first time, batching rules are tried
         net, x = extend(Net(Quantize, (1,), False)), torch.randn(samples, 4)
         with backpack(BatchGrad()):
             net(x).square().sum().backward()
         counts.append(len(calls))
         calls.clear()
-    assert counts[0] == counts[1] < 40
+    assert counts[1] == counts[2] < 40
 
 
 @pytest.mark.parametrize("function", [Once, Swish])
@@ -196,3 +217,77 @@ def test_coefficients_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with backpack(BatchGrad()), sizes:
         loss.backward()
     assert sizes.largest <= 25 * 400 * 50  # twenty columns or so that tell where samples lie; there are fifty entries
+
+
+@pytest.mark.parametrize("samples", [1, 5, 12])
+def test_backwards_that_return_none_at_times(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only the sum over samples is zero, masks tell; where a sample has no gradient, nothing does."""
+    monkeypatch.setattr(coefficients, "_WORTH", 1)
+    torch.manual_seed(0)
+    net, x = extend(Net(Lazy, (), False).double()), torch.randn(samples, 4).double()
+    signs = torch.tensor([1.0, 0.0])[torch.arange(samples) % 2].double().unsqueeze(1)
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match="Lazy .* returns None at times"):
+        (net(x) * signs).sum().backward()
+    assert not hasattr(net.p, "grad_batch")
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True")
+def test_results_that_can_be_differentiated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coefficients, "_WORTH", 1)
+    torch.manual_seed(0)
+    net, x = extend(Net(Swish, (), False).double()), torch.randn(12, 4).double()
+    with backpack(BatchGrad()):
+        net(x).square().sum().backward(create_graph=True)
+    rows = [torch.autograd.grad(net(x[n : n + 1]).square().sum(), net.p, create_graph=True)[0] for n in range(12)]
+    (found,) = torch.autograd.grad(net.p.grad_batch.square().sum(), net.a.weight)
+    (expected,) = torch.autograd.grad(torch.stack(rows).square().sum(), net.a.weight)
+    close(found, expected)
+    net.zero_grad()
+
+
+def test_half_precision_proves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terms of both signs cancel, up to what a wrong second derivative would change."""
+    monkeypatch.setattr(coefficients, "_WORTH", 1)
+    torch.manual_seed(0)
+    net, x = extend(Net(Cut, (), False).bfloat16()), torch.randn(64, 4).bfloat16()
+    signs = torch.randn(64, 1).sign().bfloat16()
+    with backpack(BatchGrad()):
+        (net(x) * signs).sum().backward()
+    rows = [torch.autograd.grad((net(x[n : n + 1]) * signs[n]).sum(), net.p)[0] for n in range(64)]
+    torch.testing.assert_close(net.p.grad_batch, torch.stack(rows), rtol=0.1, atol=0.02)
+
+
+class Normalized(Function):
+    """A softmax, whose backward gives what cancels for columns that are the same for all entries."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        result = x.softmax(-1)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (result,) = ctx.saved_tensors
+        return result * (grad - (result * grad).sum(-1, keepdim=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(3))
+def test_what_cancels_is_no_sign_of_something_else(seed: int, dtype: torch.dtype) -> None:
+    """The sum of probabilities is one: its derivative is made of rounding errors, and a backward that is linear does not look so."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 7), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(x) + 0.37 * Normalized.apply(self.a(x)).sum(1, keepdim=True)
+
+    torch.manual_seed(seed)
+    net, x = extend(Sums().to(dtype)), torch.randn(5, 4).to(dtype)
+    with backpack(DiagGGNExact()):
+        extend(nn.MSELoss(reduction="sum"))(net(x), torch.zeros(5, 2).to(dtype)).backward()
+    assert net.a.weight.diag_ggn_exact.max() < 1e-10
+    close(net.b.weight.diag_ggn_exact, 2 * x.square().sum(0).expand(2, 4), 1e-5)

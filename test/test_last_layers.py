@@ -108,6 +108,14 @@ CASES = {
         head(lambda own, x: own.b(own.a(x).tanh()).unflatten(1, (2, 2)), a=BELOW, b=HEAD), (5,), CE, lambda n: labels(n, 2, classes=2), 0, 0
     ),
     "classes turned": Case(head(lambda own, x: own.b(own.a(x).tanh()).flip(1), a=BELOW, b=HEAD), (5,), CE, classes, 0, 0),
+    "entries in another order": Case(
+        head(lambda own, x: own.b(own.a(x).tanh()).unflatten(1, (2, 2)).mT, a=BELOW, b=HEAD), (5,), Whole, lambda n: torch.rand(n, 2, 2), 0, 0
+    ),
+    "positions, entries in another order": Case(
+        head(lambda own, x: own.b(own.a(x).tanh()).transpose(1, 2), a=BELOW, b=HEAD), (2, 5), nn.MSELoss, lambda n: torch.rand(n, 4, 2)
+    ),
+    "frozen": Case(head(lambda own, x: F.linear(own.a(x).tanh(), own.w.detach()), a=BELOW, w=parameter(4, 3)), (5,), CE, classes, 0, 0),
+    "views": Case(head(lambda own, x: own.b(own.a(x).tanh()).view(-1, 1, 4).transpose(1, 2).squeeze(2), a=BELOW, b=HEAD), (5,), CE, classes),
     "used twice": Case(head(lambda own, x: own.b(own.a(x).tanh()) + own.b(own.a(x).sin()), a=BELOW, b=HEAD), (5,), CE, classes, 0, 0),
 }
 
@@ -181,6 +189,22 @@ def test_losses_with_negative_weights(read: list[bool]) -> None:
     assert min(value.min() for value in expected.values()) < 0
     for key, value in expected.items():
         close(collect(found, "diag_h_batch")[key], value)
+
+
+def test_weights_that_are_made(read: list[bool]) -> None:
+    """The columns of what they are made of are read behind the layer."""
+
+    def problem() -> Problem:
+        torch.manual_seed(0)
+        made = build("matrix", 3)
+        made.model = Net(lambda own, x: F.linear(own.a(x).tanh(), own.w.T.square(), own.c), a=made.model.a, w=made.model.w, c=nn.Parameter(torch.rand(4).double()))
+        return made
+
+    oracle, found = Oracle(problem()), problem()
+    run(found, DiagGGNExact())
+    assert read == []
+    for key, value in oracle.diag_ggn_batch(oracle.hessian_exact).items():
+        close(collect(found, "diag_ggn_exact")[key], value.sum(0))
 
 
 @pytest.mark.parametrize("function", [True, False])

@@ -55,3 +55,38 @@ def test_against_oracle(name: str, samples: int, monkeypatch: pytest.MonkeyPatch
         close(parameter.grad_batch, torch.stack(rows))
         squares = [sum(2 * torch.autograd.grad(entry, parameter, retain_graph=True)[0].square() for entry in out[0]) for out in outputs]
         close(parameter.diag_ggn_exact_batch, torch.stack(squares))
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True")
+@pytest.mark.parametrize("name", ["from the left", "from the right", "upper triangle"])
+def test_results_that_can_be_differentiated(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = extend(Solves(SOLVED[name]).double()), torch.randn(5, 3).double()
+    with backpack(BatchGrad()):
+        net(x).square().sum().backward(create_graph=True)
+    found = torch.autograd.grad(net.matrix.grad_batch.square().sum(), [net.a.weight, net.matrix])
+    rows = [torch.autograd.grad(net(x[n : n + 1]).square().sum(), net.matrix, create_graph=True)[0] for n in range(5)]
+    for gradient, expected in zip(found, torch.autograd.grad(torch.stack(rows).square().sum(), [net.a.weight, net.matrix]), strict=True):
+        close(gradient, expected)
+    net.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["from the left", "from the right"])
+def test_complex_systems(name: str) -> None:
+    """The parameter is real: the product would be another one."""
+    torch.manual_seed(0)
+    net = extend(Solves(lambda a, h: SOLVED[name](a * (1 + 0.5j), h.to(torch.complex128)).abs()).double())
+    x = torch.randn(5, 3).double()
+    with backpack(BatchGrad()):
+        net(x).square().sum().backward()
+    rows = [torch.autograd.grad(net(x[n : n + 1]).square().sum(), net.matrix)[0] for n in range(5)]
+    close(net.matrix.grad_batch, torch.stack(rows))
+
+
+def test_right_hand_sides_of_data_alone() -> None:
+    torch.manual_seed(0)
+    net, x = extend(Solves(lambda a, h: solve(a, h.detach(), left=False) + h).double()), torch.randn(5, 3).double()
+    with backpack(BatchGrad()):
+        net(x).square().sum().backward()
+    rows = [torch.autograd.grad(net(x[n : n + 1]).square().sum(), net.matrix)[0] for n in range(5)]
+    close(net.matrix.grad_batch, torch.stack(rows))

@@ -91,7 +91,7 @@ class Excluding:
         names = [entry for entry in self._exclude if isinstance(entry, str)]
         parameters = model() if names else ()
         for entry in names:
-            if owners.ending(entry, parameters) and owners.named(entry).isdisjoint(parameters):
+            if owners.named(entry).isdisjoint(parameters) and owners.ending(entry, parameters):
                 raise ArgumentError(
                     f"{type(self).__name__}: exclude={entry!r} names parameters of another extended model, and none of this one. "
                     f"Did you mean {exclusion('*.' + entry)}? Give the parameters themselves if you mean those of the other one."

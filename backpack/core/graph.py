@@ -21,7 +21,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 from backpack.core.checkpoints import checkpointed, keep, saved_names, value_name
 from backpack.core.engine import calling
 from backpack.core.slots import Edge
-from backpack.utils.columns import compare_mixture, distinct_columns
+from backpack.utils.columns import are_linear, compare_mixture, distinct_columns
 from backpack.utils.errors import UnsupportedError
 
 LEAF = "torch::autograd::AccumulateGrad"
@@ -39,7 +39,6 @@ _TRUSTED: set[tuple] = set()
 """Kinds of nodes whose batching rules have been compared with plain calls."""
 _TRIED: set[tuple] = set()
 """Those for which columns were made, as those of a pass proved nothing."""
-_COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
 _OUTPUTS, _MANY = "backpack.outputs", 8
 MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 """Poolings that save the positions of the maxima."""
@@ -63,6 +62,11 @@ def operation(node: Node) -> str:
     if not (name and number):
         return node.name()
     return f"{name.removesuffix('Backward')}Derivative" if name.endswith("Backward") else name
+
+
+def _custom(node: BackwardCFunction) -> str:
+    # what messages call a custom function
+    return f"{node.name().removesuffix('Backward')} (a torch.autograd.Function)"
 
 
 @cache
@@ -261,7 +265,10 @@ def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -
 
     def defined(*args: Tensor) -> tuple[Tensor, ...]:
         out = one(*args)
-        missing[:] = [t is None for t in out]
+        lacks = [t is None for t in out]
+        if missing and missing != lacks:
+            raise UnsupportedError(f"The backward of {_custom(node)} returns None at times, and a gradient at others. Let it return zeros.")
+        missing[:] = lacks
         return tuple(t for t in out if t is not None)
 
     found: Sequence[Tensor] = ()
@@ -284,9 +291,9 @@ def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -
     if separate:  # one column after the other; of none, one tells the shapes
         rows = [defined(*row) for row in zip(*(p if count else p.new_zeros(1, *p.shape[1:]) for p in parts), strict=True)]
         found = [torch.stack(row)[:count] for row in zip(*rows, strict=True)]
-    if custom and count and not probing and not compare_mixture(parts, found, lambda *mixed: [-t for t in defined(*(-c for c in mixed))], False)[0]:
+    if custom and count and not probing and not are_linear(parts, found, defined):
         raise UnsupportedError(
-            f"The backward of {node.name().removesuffix('Backward')} (a torch.autograd.Function) is not linear in the gradient, as if it clipped, "
+            f"The backward of {_custom(node)} is not linear in the gradient, as if it clipped, "
             "normalized or drew something, so that it is no derivative that could carry curvature. First-order quantities remain: the contributions "
             "of the samples to .grad. For others, let it be linear, or let a hook change the gradient behind it."
         )
@@ -368,18 +375,6 @@ def saved_maxima(nodes: Iterable[Node]) -> Tensor | None:
         if operation(node) in MAX_POOLS and not checkpointed(node):
             return node._saved_result1
     return None
-
-
-def compiled(node: Node) -> bool:
-    """Say whether a node stands for a whole part of the model, made by ``torch.compile`` or replayed as a CUDA graph.
-
-    Args:
-        node: A graph node.
-
-    Returns:
-        Whether it does.
-    """
-    return isinstance(node, BackwardCFunction) and type(node)._forward_cls.__module__.startswith(_COMPILERS)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
 from weakref import ref
@@ -183,6 +183,19 @@ class _Owners:
         """
         found = [reference() for reference, _ in filter(None, map(self._carriers.get, list(self._carriers)))]
         return [parameter for parameter in found if parameter is not None]
+
+    def carriers_among(self, used: Mapping[int, Parameter], around: Callable[[], Mapping[int, Parameter]]) -> list[Parameter]:
+        """List those of some parameters that carry results, or did.
+
+        Args:
+            used: Parameters by id.
+            around: Returns others, likewise; called if parameters that are not used carry some.
+
+        Returns:
+            The parameters.
+        """
+        alone = len(self._carriers) <= len(used) and set(self._carriers) <= used.keys()
+        return [parameter for key, parameter in (used if alone else {**around(), **used}).items() if key in self._carriers]
 
     def __contains__(self, parameter: object) -> bool:
         entry = self._names.get(id(parameter))

@@ -10,12 +10,13 @@ from torch.nn import MultiheadAttention, Parameter
 
 from backpack.core.batches import batch_of, first_shape, lacks_batch
 from backpack.core.calls import ModuleCall
-from backpack.core.graph import compiled, operation, reads_data, saved, shape_of
+from backpack.core.graph import operation, reads_data, saved, shape_of
 from backpack.core.linear import RESHAPES
 from backpack.core.samples import Layout, settle
 from backpack.core.slots import Edge
 from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, State
+from backpack.utils.differentiation import compiled
 from backpack.utils.errors import MixedSamplesError, NotRecordedError, UnattributedError, UnsupportedError
 
 _NOT_COMPILED = 'Run the forward pass of a compiled model under `torch.compiler.set_stance("force_eager")` where you ask for quantities.'

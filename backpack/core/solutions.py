@@ -32,7 +32,7 @@ def to_matrix(node: Node, columns: Tensor, layout: Layout) -> Tensor | None:
     sides = call_node(node, [columns, *[None] * (len(outputs_of(node)) - 1)])[1]
     if sides is None:
         return None
-    solution = saved(node, "result").detach()
+    solution = saved(node, "result")
     products = einsum("vdk,ek->vkde", sides, solution) if left else einsum("kd,vke->vkde", solution, sides)
     found = add_rows(products.neg_(), layout)
     if not triangular:

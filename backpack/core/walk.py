@@ -73,7 +73,8 @@ class Walk:
         foreign: Number of parameters in the graph that belong to no extended module.
         derived: Nodes at or downstream of derivatives of derivatives, up to what outermost modules return; ``double``: whether a root is one.
         hidden: Whether a part of the graph is hidden in a reentrant checkpoint.
-        left_out: Nodes where terms begin that are left out of all quantities; ``connected``: whether results shall have a graph, so that every node is crossed.
+        left_out: Nodes where terms begin that are left out of all quantities.
+        connected: Whether results shall have a graph, so that every node is crossed.
         recurrent: The layers of RNNs and GRUs; ``ends``: where parts of leaves begin and end; both found when one is read, as what is in ``memo``.
     """
 

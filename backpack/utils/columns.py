@@ -256,6 +256,31 @@ def compare_mixture(
     return True, differ
 
 
+def are_linear(columns: Sequence[Tensor], found: Sequence[Tensor], plain: Callable[..., Sequence[Tensor]]) -> bool:
+    """Say whether a function that may be any has treated columns as a linear one would.
+
+    Args:
+        columns: Arguments ``[V, *]``, at least one column.
+        found: The results ``[V, *]``.
+        plain: The function, which takes one column.
+
+    Returns:
+        Whether the result for a mixture of negative columns is the negative mixture of the results, up to rounding errors: of results that
+        cancel, these are as large as those of others would be.
+    """
+
+    def negative(*mixed: Tensor) -> list[Tensor]:
+        return [-t for t in plain(*(-c for c in mixed))]
+
+    if compare_mixture(columns, found, negative, False)[0]:
+        return True
+    others = [distinct_columns(c[:1]) * c.abs().amax() if c.numel() else c[:1] for c in columns]
+    more = plain(*(other[0] for other in others))
+    columns = [torch.cat([part, other]) for part, other in zip(columns, others, strict=True)]
+    found = [torch.cat([part, other[None]]) for part, other in zip(found, more, strict=True)]
+    return compare_mixture(columns, found, negative, False)[0]
+
+
 def _pieces(columns: Tensor) -> Sequence[Tensor]:
     # whole columns would take several times their memory where they are mixed, in double precision: cut along the longest axis
     if columns.numel() <= _PIECE or columns.dim() == 1:

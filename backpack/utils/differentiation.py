@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from backpack.utils.errors import DifferentiationError, UnsupportedError
 
 _NORMS = frozenset(f"Native{kind}NormBackward0" for kind in ("Layer", "Batch"))
+_COMPILERS = ("torch._functorch._aot_autograd", "torch.cuda.graphs")
 _DERIVED_NORMS = [f"Native{kind}NormBackwardBackward0" for kind in ("Layer", "Batch")]
 
 
@@ -271,6 +272,18 @@ def square_root(value: Tensor) -> Tensor:
         return value.sqrt()
     positive = value > 0
     return value.where(positive, 1).sqrt().where(positive, 0)
+
+
+def compiled(node: Node) -> bool:
+    """Say whether a node stands for a whole part of the model, made by ``torch.compile`` or replayed as a CUDA graph.
+
+    Args:
+        node: A graph node.
+
+    Returns:
+        Whether it does.
+    """
+    return isinstance(node, BackwardCFunction) and type(node)._forward_cls.__module__.startswith(_COMPILERS)
 
 
 def version_of(tensor: Tensor) -> int:
