@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from math import sqrt
 from typing import Any
 
@@ -230,6 +231,38 @@ def test_where_quantities_start(name: str) -> None:
         found.append([value(p, extension).clone() for p in net.parameters()])
     for plain, ours in zip(*found, strict=True):
         close(ours, factor * plain)
+
+
+class OfGradients(OfDistance):
+    """Reads what arrives: one, whatever the loss is multiplied by."""
+
+    def backpropagate(self, ext: Any, module: Module, g_inp: Any, g_out: Any, columns: None) -> Tensor:
+        return g_out[0].sqrt() * super().backpropagate(ext, module, g_inp, g_out, columns)
+
+
+@pytest.mark.parametrize("chosen", [OfDistance, OfGradients])
+@pytest.mark.parametrize("name", ["DiagGGNExact", "DiagGGNMC"])
+def test_columns_of_users_are_neither_drawn_nor_scaled_twice(name: str, chosen: type[OfDistance]) -> None:
+    (x, y), usual, handed, net, lossfunc = data(), extensions.DiagGGNExact(), getattr(extensions, name)(), model(nn.Sigmoid()), extend(Distance())
+    handed.set_module_extension(Distance, chosen())
+    found = []
+    for extension in (usual, handed):
+        with backpack(extension):
+            (0.3 * lossfunc(net(x), y)).backward()
+        found.append([value(p, extension).clone() for p in net.parameters()])
+    for plain, ours in zip(*found, strict=True):
+        close(ours, 100 * plain)
+
+
+@pytest.mark.parametrize("bent", [False, True])
+def test_rules_of_the_library_that_are_handed_over_are_its_own(bent: bool) -> None:
+    """Beside other extensions, too, which a rule of a user's is not."""
+    (x, y), net, lossfunc = data(), model(nn.ReLU()), extend(Distance())
+    handed, usual = extensions.DiagGGNExact(), extensions.KFLR()
+    handed.set_module_extension(nn.ReLU, made(DiagGGNBaseModule, (Straight if bent else ReLUDerivatives)()), overwrite=True)
+    with backpack(handed, usual), pytest.raises(UnsupportedError, match="say something else for each") if bent else nullcontext():
+        lossfunc(net(x), y).backward()
+    assert hasattr(net[0].weight, "kflr") is not bent
 
 
 def test_other_passes_have_the_rule_of_the_library() -> None:

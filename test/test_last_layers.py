@@ -197,7 +197,8 @@ def test_weights_that_are_made(read: list[bool]) -> None:
     def problem() -> Problem:
         torch.manual_seed(0)
         made = build("matrix", 3)
-        made.model = Net(lambda own, x: F.linear(own.a(x).tanh(), own.w.T.square(), own.c), a=made.model.a, w=made.model.w, c=nn.Parameter(torch.rand(4).double()))
+        made.model.c = nn.Parameter(torch.rand(4).double())
+        made.model.function = lambda own, x: F.linear(own.a(x).tanh(), own.w.T.square(), own.c)
         return made
 
     oracle, found = Oracle(problem()), problem()
