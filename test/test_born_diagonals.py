@@ -286,3 +286,27 @@ def test_graph(read: list[bool]) -> None:
         lossfunc(problem.model(problem.x), problem.terms[0].target).backward(create_graph=True)
     close(problem.model[0].weight.diag_h.detach(), expected["0.weight"].sum(0))
     assert not read
+
+
+@pytest.mark.parametrize("base", ["logaddexp", "logaddexp2"])
+@pytest.mark.parametrize("far", [float("inf"), 1000.0, 90.0])
+def test_sums_of_exponentials_of_which_one_is_nothing(far: float, base: str) -> None:
+    """The function is linear in the other argument there, or as good as that; torch's own second derivative is not a number for some."""
+    add, parts = getattr(torch, base), torch.tensor([False, True, False, False])
+
+    def model() -> Net:
+        forward = lambda own, x: own.b(add(own.a(x).masked_fill(parts, -far), own.w.masked_fill(parts.roll(1), -far)))  # noqa: E731
+        torch.manual_seed(0)
+        return Net(forward, a=Linear(4, 4), b=Linear(4, 3), w=nn.Parameter(torch.rand(4))).double()
+
+    net, x, y = extend(model()), torch.rand(3, 4).double(), torch.arange(3)
+    with backpack(DiagHessian()):
+        extend(nn.CrossEntropyLoss())(net(x), y).backward()
+    plain = model()
+    plain.function = lambda own, x: own.b(
+        torch.where(parts, own.w, torch.where(parts.roll(1), own.a(x), add(own.a(x), own.w)))  # what is far away is not there
+    )
+    gradients = torch.autograd.grad(nn.functional.cross_entropy(plain(x), y), list(plain.parameters()), create_graph=True)
+    for found, own, gradient in zip(net.parameters(), plain.parameters(), gradients, strict=True):
+        rows = [torch.autograd.grad(entry, own, retain_graph=True)[0].flatten() for entry in gradient.flatten()]
+        close(found.diag_h, torch.stack(rows).diagonal().reshape(own.shape))

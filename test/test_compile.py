@@ -15,8 +15,8 @@ from torch.nn import Linear, Module, ReLU, Sequential, Tanh
 from torch.nn import functional as F
 
 from backpack import backpack, clear, disable, extend
-from backpack.core.graph import compiled
 from backpack.extensions import HMP, KFLR, BatchGrad, DiagGGNExact, DiagHessian, Variance
+from backpack.utils.differentiation import compiled
 from backpack.utils.errors import BackpackError
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:The .grad attribute:UserWarning")

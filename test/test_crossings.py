@@ -306,6 +306,11 @@ LOOPS: dict[str, Callable[[Loop, Tensor], Tensor]] = {
     "numbers that are rolled": lambda net, h: torch.stack([torch.stack([v.sin().roll(2) for v in u]) for u in net.inner(h)]) + h,
     "sign of a vector of all": lambda net, h: torch.copysign(net.inner(h), net.vector) + net.vector,
     "distances": lambda net, h: torch.cdist(net.inner(h), net.last.weight[:, :4].sin()).repeat(1, 2)[:, :4],
+    "distances to nothing": lambda net, h: net.inner(h) + torch.cdist(h, net.vector[None][:0]).sum(1, keepdim=True),
+    "a number, by its place": each(lambda net, u, i: u * u.sum().index_select(0, torch.tensor(0))),
+    "a number, by its number": each(lambda net, u, i: u * u.sum().gather(0, torch.tensor(0))),
+    "a number of all for one row": lambda net, h: h * h.sum(1).index_copy(0, torch.tensor([0]), net.gains[0].sin())[:, None],
+    "a number of all, added to one row": lambda net, h: h * h.sum(1).scatter_add(0, torch.tensor(0), net.gains.sum())[:, None],
     "distances, one by one": each(lambda net, u, i: torch.cdist(net.inner(u)[None], net.inner.weight.sin())[0]),
 }
 STEPS = torch.arange(1, 4, **DOUBLE)[:, None]
@@ -424,7 +429,16 @@ COMPLEX: dict[str, Callable[[Complex, Tensor], Tensor]] = {
     "tanh": lambda net, z: net.tanh(z / 4),
     "sigmoid": lambda net, z: net.sigmoid(z / 4),
     "norm": lambda net, z: net.norm(z),
+    "singular vectors": lambda net, z: 1j * torch.linalg.svd(matrices(net, z))[0].abs().sum(-1),
+    "singular vectors, sample by sample": lambda net, z: 1j * torch.stack([torch.linalg.svd(m)[0].abs().sum(-1) for m in matrices(net, z)]),
+    "eigenvectors": lambda net, z: 1j * torch.linalg.eig(matrices(net, z))[1].abs().sum(-1),
+    "eigenvectors, sample by sample": lambda net, z: torch.stack([v.abs().sum(-1) + e for e, v in map(torch.linalg.eig, matrices(net, z))]),
+    "eigenvectors of symmetric matrices": lambda net, z: 1j * torch.linalg.eigh(matrices(net, z) + matrices(net, z).mH)[1].abs().square()[..., 0],
 }
+
+
+def matrices(net: Complex, z: Tensor) -> Tensor:
+    return z[:, :, None] * net.fourier + torch.eye(4, **DOUBLE) * torch.arange(1, 5)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 4])

@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 from backpack import backpack, extend
 from backpack.core import graph
 from backpack.core.checkpoints import checkpointed
-from backpack.core.graph import call_node, compiled, outputs_of, saved, saved_maxima, sequence_number, setting_reader, shape_of, tensor_at
+from backpack.core.graph import call_node, outputs_of, saved, saved_maxima, sequence_number, setting_reader, shape_of, tensor_at
 from backpack.extensions import BatchGrad
 from backpack.utils.columns import compare_mixture
+from backpack.utils.differentiation import compiled
 
 
 def test_input_metadata_are_shapes_of_outputs() -> None:
@@ -158,6 +159,19 @@ def test_batching_rules_that_are_right_are_trusted(dtype: torch.dtype, zeros: in
     with torch.no_grad():
         call_node(node, [columns])
     assert len(graph._TRUSTED) == 1
+
+
+def test_batching_rules_that_are_right_for_one_entry_are_not_trusted_for_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of ``index_copy`` spreads the gradient of a number over the axis."""
+    monkeypatch.setattr(graph, "_TRUSTED", set())
+    number = torch.rand((), dtype=torch.float64, requires_grad=True)
+    for length in (1, 5):
+        rows = torch.rand(length, dtype=torch.float64, requires_grad=True)
+        columns = torch.rand(3, length, dtype=torch.float64)
+        node = rows.index_copy(0, torch.tensor([0]), number).grad_fn
+        with torch.no_grad():
+            found = call_node(node, [columns])[1]
+        torch.testing.assert_close(found.reshape(3, -1).sum(1), columns[:, 0])
 
 
 def test_pieces_of_a_tensor_are_summed_column_by_column() -> None:

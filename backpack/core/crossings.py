@@ -22,6 +22,7 @@ from backpack.core.selections import SELECTS, selection
 from backpack.core.solutions import to_matrix
 from backpack.core.ways import OF_ONE, SPLIT, STATIC, Crossing, State, Way, axis_kept, summed
 from backpack.utils.columns import blocks
+from backpack.utils.errors import UnsupportedError
 
 _MASKED = 2**24
 """Entries of columns that are masked at once."""
@@ -163,6 +164,8 @@ def _to_points(node: Node, columns: Tensor, layout: Layout, number: int) -> list
     """
     sides = saved(node, "x1"), saved(node, "x2")
     points, own = (side.reshape(side.shape[-2:]) for side in (sides[number], sides[1 - number]))
+    if not points.numel():
+        return [columns.new_zeros(len(columns), layout.samples, *points.shape) if side == number else None for side in range(2)]
     power, lead = saved(node, "p") if has_saved(node, "p") else 2.0, (len(columns), len(own))
     grad, distances = (part.mT if number == 0 else part for part in (columns, saved(node, "result")))
     grad, distances = (part.reshape(-1, *lead[1:], len(points)).expand(*lead, -1).reshape(-1, len(points), 1) for part in (grad, distances))
@@ -345,6 +348,9 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
 
     Returns:
         The crossing of each needed input.
+
+    Raises:
+        RuntimeError: If the node takes no such columns.
     """
     known = known_crossings(node, states, shapes)
     points = _shared_points(node, next(iter(states.values())))
@@ -367,7 +373,12 @@ def crossings_of(node: Node, states: dict[int, Layout], shapes: tuple[torch.Size
     samples, axis = next((layout.samples, layout.axis) for layout in states.values())
     columns = [probe(m.shape, states[nr], m.dtype, m.device) if nr in states else None for nr, m in enumerate(tensors)]
     with torch.no_grad():  # as autograd runs its nodes
-        gradients = call_node(node, columns, probing=True)
+        try:
+            gradients = call_node(node, columns, probing=True)
+        except RuntimeError as error:  # complex singular vectors take only some columns: of one sample, to which all belongs, zeros tell as much
+            if isinstance(error, UnsupportedError) or not all(layout.of_one for layout in states.values()):
+                raise
+            gradients = call_node(node, [None if c is None else torch.zeros_like(c) for c in columns], probing=True)
     crossings: list[Crossing | None] = []
     settled = True
     for shape, returned in zip(shapes, gradients, strict=True):

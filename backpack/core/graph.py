@@ -277,7 +277,8 @@ def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -
         separate = torch.is_grad_enabled() or count < _SEVERAL or name in _ALONE
         if not separate:
             found = _batched(defined, parts)
-            key = type(node), node.name(), *(p.dim() for p in parts)
+            shapes = [*(p.shape[1:] for p in parts), *(shape_of(edge) for edge in node.next_functions if edge[0] is not None)]
+            key = type(node), node.name(), *(tuple([size == 1 for size in shape]) for shape in shapes)  # a rule may be wrong for other axes only
             if key not in _TRUSTED:
                 same, proven = compare_mixture(parts, found, defined)
                 if same and not proven and key not in _TRIED:  # zeros prove nothing, as those of samples without a gradient: others do

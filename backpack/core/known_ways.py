@@ -11,6 +11,8 @@ from backpack.core.selections import SELECTS, numbered_rows, rows_of_slice, sele
 from backpack.core.ways import Crossing, Way, rearranged, same_axis, summed
 
 _ADDS = frozenset({"IndexAdd", "IndexCopy", "ScatterAdd", "ScatterReduce"})
+_DECOMPOSITIONS = frozenset({"LinalgEig", "LinalgEigh", "LinalgSvd", "LinalgQr"})
+"""Operations that make several tensors of each matrix on the last two axes."""
 
 
 def _of_selected(node: Node, layout: Layout) -> list[Crossing | None] | None:
@@ -99,7 +101,7 @@ def _of_added(node: Node, layout: Layout, shapes: tuple[torch.Size | None, ...])
         if shape is None:
             crossings.append(None)
             continue
-        if shape[:dim] + shape[dim + 1 :] != full[:dim] + full[dim + 1 :]:
+        if len(shape) != len(full) or shape[:dim] + shape[dim + 1 :] != full[:dim] + full[dim + 1 :]:
             return None
         if layout.axis == dim and number:
             if len(index) != shape[dim]:
@@ -178,4 +180,8 @@ def known_crossings(node: Node, states: dict[int, Layout], shapes: tuple[torch.S
         known = known or _of_added(node, layout, shapes) or _of_groups(node, layout, shapes) or _of_sparse(node, layout, shapes)
         if known is not None:
             return known
-    return rearranged(node, number, layout, shapes) if all(state == layout for state in states.values()) else None
+    if not all(state == layout for state in states.values()):
+        return None
+    if operation(node) in _DECOMPOSITIONS and layout.axis < len(shapes[0]) - 2:
+        return [Crossing(Way.DATA, layout, layout)]
+    return rearranged(node, number, layout, shapes)

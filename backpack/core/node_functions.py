@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
-from math import inf, pi
+from math import inf, log, pi
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
+from torch.nn.functional import logsigmoid
 
 from backpack.core.graph import has_saved, operation, saved, saves_tensor, shape_of, tensor_at
 from backpack.core.linear import LINEAR, LINEAR_IN_LOG_PROBABILITIES, PIECEWISE_LINEAR
@@ -57,6 +58,11 @@ _ENTRYWISE = {
 }
 # where the argument is clamped: the function is linear beyond, and torch's second derivative not a number
 _CURVED_WITHIN = {"gelu": (-40, 40), "gelu_backward": (-40, 40), "mish": (-inf, 40)}
+# where one argument is much smaller, or minus infinity: torch's second derivative is not a number, and that of these functions zero
+_STABLE = {
+    "logaddexp": lambda self, other: self - logsigmoid(self - other),
+    "logaddexp2": lambda self, other: self - logsigmoid((self - other) * log(2)) / log(2),
+}
 # whose first derivative torch takes for zero where they are: so is the second one, which is not finite, and harmless for what is always zero
 _NORMS = frozenset({"norm", "linalg_vector_norm"})
 _ZERO_AT_ZERO = _NORMS | {"std"}
@@ -277,7 +283,7 @@ def coupling(node: Node, active: Collection[int]) -> Coupling:
         if still is not None and still.any():
             powers = _powers_of_others(arguments["self"], still & ~flat, power)
             return powers.sum(arguments["dim"], arguments["keepdim"]).pow(1 / power).to(like.dtype)
-        return getattr(torch.ops.aten, name)(**arguments).to(like.dtype)
+        return _STABLE.get(name, getattr(torch.ops.aten, name))(**arguments).to(like.dtype)
 
     return Coupling(function, [given[argument] for argument in variables], list(variables.values()), axes)
 

@@ -128,7 +128,7 @@ def selection(node: Node) -> Selection | None:
         return Selection(0, shape[:2], places[::-1] if saved(node, "batch_first") else places)
     if name not in ("Index", "IndexPut"):
         full, (dim, rows) = list(shape_of((node, 0))), numbered_rows(node) or (0, None)
-        if rows is None or full[:dim] + full[dim:][1:] != list(shape[:dim] + shape[dim:][1:]):  # for some entries along other axes alone
+        if rows is None or not shape or full[:dim] + full[dim:][1:] != list(shape[:dim] + shape[dim:][1:]):  # for some entries along other axes alone
             return None
         return Selection(dim % len(shape), shape[dim:][:1], (rows,))
     given = saved(node, "indices")
