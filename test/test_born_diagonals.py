@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -199,6 +200,37 @@ def test_against_oracle(name: str, samples: int, memory: int | None, read: list[
     for key, value in expected.items():
         close(collect(problem, "diag_h_batch")[key], value)
         close(collect(problem, "diag_h")[key], value.sum(0))
+
+
+# what a parameter of this shape is made into, before something curved is done to it
+MADE: dict[str, tuple[Callable[[Tensor], Tensor], tuple[int, ...]]] = {
+    "itself": (lambda w: w, (4,)),
+    "sums": (lambda w: w.cumsum(0), (4,)),
+    "with another entry": (lambda w: w + w.roll(1, 0), (4,)),
+    "in another order": (lambda w: w.flip(0), (4,)),
+    "broadcast": (lambda w: w * torch.arange(1.0, 5.0).to(w), (1,)),
+    "expanded": (lambda w: (3 * w).expand(4), (1,)),
+    "a part": (lambda w: w.split(4)[1], (8,)),
+    "the largest": (lambda w: w.max(0)[0], (3, 4)),
+    "rows": (lambda w: (2 * w.T)[1], (4, 2)),
+    "in lower precision": (lambda w: w.float(), (4,)),
+}
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("curved", [torch.exp, lambda w: w.sin().square()], ids=["exp", "two operations"])
+def test_curvature_of_what_parameters_are_made_into(curved: Callable[[Tensor], Tensor], name: str, samples: int) -> None:
+    made, shape = MADE[name]
+    case = net(lambda own, x: own.b((x + curved(made(own.w)).to(x)).tanh()), 4, w=parameter(*shape), b=linear(4, 4))
+    with default_dtype(torch.float64):
+        torch.manual_seed(0)
+        problem = case(samples)
+    expected = Oracle(deepcopy(problem)).diag_h_batch
+    run(problem, DiagHessian(), BatchDiagHessian())
+    for key, value in expected.items():
+        close(collect(problem, "diag_h_batch")[key], value, 1e-6 if name == "in lower precision" else 1e-9)
+        close(collect(problem, "diag_h")[key], value.sum(0), 1e-6 if name == "in lower precision" else 1e-9)
 
 
 @pytest.mark.parametrize("index", [[2, 0], [1, 1, 2], []], ids=str)

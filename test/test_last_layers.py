@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.nn import Conv2d, CrossEntropyLoss, Linear, Module, Sequential, Tanh
 from torch.nn import functional as F
 
-from backpack import backpack, extend
+from backpack import backpack, extend, register
+from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.passing import Pass
 from backpack.extensions import HBP, KFLR, BatchDiagGGNExact, BatchDiagHessian, DiagGGNExact, DiagHessian, SqrtGGNExact, flows
 from backpack.utils.columns import ScatteredColumns
+from backpack.utils.errors import UnsupportedError
 
 
 class Case(NamedTuple):
@@ -116,6 +118,7 @@ CASES = {
     ),
     "frozen": Case(head(lambda own, x: F.linear(own.a(x).tanh(), own.w.detach()), a=BELOW, w=parameter(4, 3)), (5,), CE, classes, 0, 0),
     "views": Case(head(lambda own, x: own.b(own.a(x).tanh()).view(-1, 1, 4).transpose(1, 2).squeeze(2), a=BELOW, b=HEAD), (5,), CE, classes),
+    "as many channels": Case(net(partial(Linear, 4, 4), Tanh, partial(nn.Conv1d, 4, 4, 1)), (4, 4), nn.MSELoss, lambda n: torch.rand(n, 4, 4)),
     "used twice": Case(head(lambda own, x: own.b(own.a(x).tanh()) + own.b(own.a(x).sin()), a=BELOW, b=HEAD), (5,), CE, classes, 0, 0),
 }
 
@@ -303,3 +306,22 @@ def test_graphs_of_derivatives_are_kept_as_before(read: list[bool]) -> None:
         lossfunc(model(problem.x), problem.terms[0].target).backward(create_graph=True)
     assert not any(read)
     assert model[2].weight.diag_ggn_exact.requires_grad
+
+
+class Own(Linear):
+    """A layer of a user's."""
+
+
+class TenTimes(LinearDerivatives):
+    """A rule of a user's, which says something else at the parameters."""
+
+    def _weight_jac_t_mat_prod(self, *args: Any, **kwargs: Any) -> Tensor:
+        return 10 * super()._weight_jac_t_mat_prod(*args, **kwargs)
+
+
+def test_rules_of_users_are_asked(read: list[bool]) -> None:
+    register(Own, TenTimes())
+    model, x, y = extend(Sequential(Linear(5, 3), Tanh(), Own(3, 4)).double()), torch.rand(6, 5).double(), torch.arange(6) % 4
+    with backpack(DiagGGNExact()), pytest.raises(UnsupportedError, match="another product than that of `columns` and `rows`"):
+        extend(CE())(model(x), y).backward()
+    assert read == []

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, einsum
 from torch.autograd.graph import Node
 
-from backpack.core.graph import call_node, operation, outputs_of, saved, shape_of
+from backpack.core.graph import call_node, operation, saved, shape_of
 from backpack.core.samples import Layout, add_rows
 
 _MATRIX = 2
@@ -29,7 +29,7 @@ def to_matrix(node: Node, columns: Tensor, layout: Layout) -> Tensor | None:
     left = saved(node, "left")
     if layout.axis != left:
         return None
-    sides = call_node(node, [columns, *[None] * (len(outputs_of(node)) - 1)])[1]
+    sides = call_node(node, [columns])[1]
     if sides is None:
         return None
     solution = saved(node, "result")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack.core.calls import ModuleCall
+from backpack.core.derivatives.agreement import agreeing
 from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives, Grads, Samples
 from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.loss_nodes import LossNode
@@ -109,7 +110,7 @@ def take_rules(walk: Walk, extensions: Iterable[BackpropExtension]) -> bool:
             )
         _provide(call, rule)
         _BEFORE[call] = call.found, call.derivatives
-        call.derivatives = reading_own(rule, hidden(call.module, call))
+        call.derivatives = reading_own(agreeing(rule), hidden(call.module, call))
         call.found = call.found._replace(rule=call.derivatives)
         again.append(call)
     return bool(again)

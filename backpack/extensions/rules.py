@@ -18,6 +18,7 @@ from backpack.core.arrangements import repetitions
 from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.affine import AffineDerivatives
 from backpack.core.derivatives.affine_squares import squares_at_output, sum_of_squares
+from backpack.core.derivatives.agreement import keeps_product
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.embedding import add_at, place_at
 from backpack.core.derivatives.tied import TiedDerivatives, cancels
@@ -90,10 +91,7 @@ def _owned(result: Tensor, carried: Tensor) -> Tensor:
 
 
 class ColumnRule(Rule):
-    """The columns themselves: ``J^T S``, one for each sample, ``{source: [V, N, *parameter]}``.
-
-    With subsampling: ``[V, len(subsampling), *parameter]``, in the order asked for.
-    """
+    """The columns themselves, ``J^T S``: ``{source: [V, N, *parameter]}``, or ``[V, n, *parameter]`` of chosen samples in the order asked for."""
 
     def __init__(self, flow: Any, subsampling: Subsampling) -> None:
         self.subsampling = subsampling
@@ -277,7 +275,7 @@ def find_faster(extension: Any, rule: BaseDerivatives, name: str) -> Faster | No
         fitting = [
             function
             for cls, derivatives, names, function in _FASTER
-            if isinstance(extension, cls) and _reads_alike(type(extension), cls) and isinstance(rule, derivatives) and name in names
+            if isinstance(extension, cls) and _reads_alike(type(extension), cls) and keeps_product(rule, derivatives, name) and name in names
         ]
         _FOUND[key] = fitting[-1] if fitting else None
     return _FOUND[key]

@@ -12,6 +12,7 @@ from weakref import ref
 
 from torch.nn import Module
 
+from backpack.core.derivatives.agreement import agreeing
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.utils.class_table import ClassTable
 from backpack.utils.errors import ArgumentTypeError
@@ -80,7 +81,7 @@ def register(module_class: type[Module], rule: BaseDerivatives | type[BaseDeriva
     if not isinstance(rule, BaseDerivatives):
         raise ArgumentTypeError(f"The rule of {module_class.__name__} must be derivatives (backpack.core.derivatives.basederivatives), got {rule!r}.")
     methods = {name: getattr_static(module_class, name) for name in _METHODS[ref(module_class)]}
-    _RULES[module_class] = rule, methods
+    _RULES[module_class] = agreeing(rule), methods
     for table in _FOUND:
         table.clear()
     return None

@@ -1,0 +1,156 @@
+"""Products that users write for layers like those of the library: asked for, compared with what is read in another way, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from math import sqrt
+from typing import Any
+
+import pytest
+import torch
+from test_extensions import close
+from torch import Tensor, nn
+
+from backpack import backpack, extend, extensions, register
+from backpack.core.derivatives.embedding import EmbeddingDerivatives
+from backpack.core.derivatives.linear import LinearDerivatives
+from backpack.extensions.module_extensions import DiagGGNBaseModule
+from backpack.utils.errors import UnsupportedError
+
+
+class Masked(nn.Linear):
+    """Some weights count for nothing."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.arange(self.weight.numel()).view_as(self.weight) % 3 > 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight * self.mask, self.bias)
+
+
+@register(Masked)
+class MaskedDerivatives(LinearDerivatives):
+    """Writes products, and leaves the rest to the class of another layer."""
+
+    def _weight_jac_t_mat_prod(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return super()._weight_jac_t_mat_prod(module, *args, **kwargs) * module.mask
+
+    def _jac_t_mat_prod(self, module: nn.Module, g_inp: Any, g_out: Any, mat: Tensor, subsampling: Any = None) -> Tensor:
+        return mat @ (module.weight * module.mask)
+
+
+class Another(nn.Linear):
+    """The same layer."""
+
+
+@register(Another)
+class AnotherDerivatives(LinearDerivatives):
+    """The same products, written in another way."""
+
+    def _weight_jac_t_mat_prod(
+        self, module: nn.Module, g_inp: Any, g_out: Any, mat: Tensor, sum_batch: bool = True, subsampling: Any = None
+    ) -> Tensor:
+        x = module.input0 if subsampling is None else module.input0[subsampling]
+        return torch.einsum("vn...o,n...i->voi" if sum_batch else "vn...o,n...i->vnoi", mat, x)
+
+
+class Larger(nn.Embedding):
+    """A table in other units, as in the first transformers."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * sqrt(self.embedding_dim)
+
+
+@register(Larger)
+class LargerDerivatives(EmbeddingDerivatives):
+    """In the same units."""
+
+    def _weight_jac_t_mat_prod(self, module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return super()._weight_jac_t_mat_prod(module, *args, **kwargs) * sqrt(module.embedding_dim)
+
+
+class Words(nn.Module):
+    """Sums up what is looked up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = Larger(6, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.last(self.table(tokens).sum(1))
+
+
+def expected(model: nn.Module, x: Tensor, y: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Per-sample gradients of the sum of losses, and the diagonal of the Gauss-Newton matrix of each sample."""
+    gradients, diagonals, parameters = [], [], list(model.parameters())
+    for row, label in zip(x, y, strict=True):
+        out = model(row[None])
+        gradients.append(torch.autograd.grad(nn.functional.cross_entropy(out, label[None]), parameters, retain_graph=True))
+        jacobians = [torch.stack(j) for j in zip(*(torch.autograd.grad(o, parameters, retain_graph=True) for o in out[0]), strict=True)]
+        p = out[0].detach().softmax(0)
+        diagonals.append([torch.einsum("c...,cd,d...->...", j, p.diag() - p.outer(p), j) for j in jacobians])
+    return [torch.stack(g) for g in zip(*gradients, strict=True)], [torch.stack(d) for d in zip(*diagonals, strict=True)]
+
+
+def problem(make: Callable[[], nn.Module], tokens: bool = False, samples: int = 5) -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    model = extend(make().double())
+    return model, torch.randint(6, (samples, 3)) if tokens else torch.rand(samples, 4).double(), torch.arange(samples) % 3
+
+
+def layers(kind: type[nn.Module]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(kind(4, 4), nn.Tanh(), kind(4, 3))
+
+
+READ = ["BatchL2Grad", "SumGradSquared", "Variance", "DiagGGNExact", "BatchDiagGGNExact"]
+
+
+@pytest.mark.parametrize("samples", [1, 5])
+@pytest.mark.parametrize(("make", "tokens"), [(layers(Another), False), (Words, True)], ids=["in another way", "another table"])
+def test_products_of_users_are_heard(make: Callable[[], nn.Module], tokens: bool, samples: int) -> None:
+    model, x, y = problem(make, tokens, samples)
+    with backpack(extensions.BatchGrad(), *(getattr(extensions, name)() for name in READ)):
+        extend(nn.CrossEntropyLoss(reduction="sum"))(model(x), y).backward()
+    for parameter, rows, diagonals in zip(model.parameters(), *expected(model, x, y), strict=True):
+        close(parameter.grad_batch, rows)
+        close(parameter.batch_l2, rows.flatten(1).square().sum(1))
+        close(parameter.sum_grad_squared, rows.square().sum(0))
+        close(parameter.variance, rows.var(0, correction=0) if samples > 1 else torch.zeros_like(parameter))
+        close(parameter.diag_ggn_exact, diagonals.sum(0))
+        close(parameter.diag_ggn_exact_batch, diagonals)
+
+
+@pytest.mark.parametrize("extension", [*READ, "DiagHessian", "KFAC", "KFLR", "KFRA"])
+def test_layers_that_are_none_of_columns_are_refused(extension: str) -> None:
+    model, x, y = problem(layers(Masked))
+    with (
+        backpack(getattr(extensions, extension)()),
+        pytest.raises(UnsupportedError, match="MaskedDerivatives._weight_jac_t_mat_prod .* another product"),
+    ):
+        extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    assert not any(hasattr(p, getattr(extensions, extension)().savefield) for p in model.parameters())
+
+
+def test_what_asks_for_products_is_right_there() -> None:
+    model, x, y = problem(layers(Masked))
+    with backpack(extensions.BatchGrad(), extensions.SqrtGGNExact()):
+        extend(nn.CrossEntropyLoss(reduction="sum"))(model(x), y).backward()
+    for parameter, rows, diagonals in zip(model.parameters(), *expected(model, x, y), strict=True):
+        close(parameter.grad_batch, rows)
+        close(parameter.sqrt_ggn_exact.square().sum((0, 1)), diagonals.sum(0))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_rules_that_are_handed_over(masked: bool) -> None:
+    model, x, y = problem(layers(nn.Linear))
+    for layer in model[::2]:
+        layer.register_buffer("mask", torch.ones(4).double().index_fill(0, torch.tensor(2), 1 - masked))
+    extension = extensions.DiagGGNExact()
+    extension.set_module_extension(nn.Linear, DiagGGNBaseModule(MaskedDerivatives()), overwrite=True)
+    with backpack(extension), pytest.raises(UnsupportedError, match="another product") if masked else nullcontext():
+        extend(nn.CrossEntropyLoss(reduction="sum"))(model(x), y).backward()
+    if not masked:
+        for parameter, diagonals in zip(model.parameters(), expected(model, x, y)[1], strict=True):
+            close(parameter.diag_ggn_exact, diagonals.sum(0))
