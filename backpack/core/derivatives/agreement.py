@@ -74,7 +74,7 @@ def _agreeing(cls: type[AffineDerivatives]) -> type[AffineDerivatives]:
         return cls.vectors(self, module)
 
     def param_mjp(self: AffineDerivatives, *args: Any, **kwargs: Any) -> Tensor:
-        with _unasked():
+        with unasked():
             return cls._param_mjp(self, *args, **kwargs)
 
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
@@ -82,8 +82,12 @@ def _agreeing(cls: type[AffineDerivatives]) -> type[AffineDerivatives]:
 
 
 @contextmanager
-def _unasked() -> Iterator[None]:
-    # what a product looks at is its own business
+def unasked() -> Iterator[None]:
+    """Compare nothing for the time being: what a product looks at is its own business.
+
+    Yields:
+        Nothing.
+    """
     before, _state.asks = getattr(_state, "asks", True), False
     try:
         yield
@@ -96,7 +100,7 @@ def _compare(rule: AffineDerivatives, module: Module) -> None:
         return
     mat = distinct_columns(torch.empty(1, *module.output.shape, dtype=module.input0.dtype, device=module.input0.device))
     for name in (name for name in ("weight", "bias") if getattr(module, name) is not None):
-        with _unasked():
+        with unasked():
             read = getattr(AffineDerivatives, f"_{name}_jac_t_mat_prod")(rule, module, None, (mat[0],), mat)
             written = rule._param_mjp(name, module, None, (mat[0],), mat)
         allowed = sqrt(torch.finfo(read.dtype).eps) * max(largest(read), largest(written))
