@@ -88,8 +88,8 @@ class ChainFlow(Flow):
             raise BranchingError(
                 f"{self.quantity} is exact on sequences of modules only, but {plan.walk.where(node)} lies between modules, on the way to "
                 "{names}. Use modules for all operations, without branches (extend(model, use_converter=True) writes many of them; write "
-                "extend(model) again after one was replaced), or the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC) or the matrix-free products of "
-                "backpack.hessianfree, which take any graph, or leave these parameters out: {exclude}.",
+                "extend(model) again after one was replaced), or the generalized Gauss-Newton quantities (DiagGGN, KFLR, KFAC) or the matrix-free "
+                "products of backpack.hessianfree, which take any graph, or leave these parameters out: {exclude}.",
                 plan.walk.named(bits),
             )
         for (node, _), count in plan.arrivals.items():
