@@ -134,7 +134,8 @@ for name, run in runs.items():
     assert run["ratio"][0].median() > run["ratio"][-1].median(), "the gradient has not sunk towards its noise"
 
 # %%
-# From the input at the top to the output at the bottom. Yellow: mostly signal. Blue: mostly the noise of the mini-batch.
+# From the input at the top to the output at the bottom. Yellow: mostly signal. Blue: mostly the noise of the mini-batch. Once nearly all images are
+# known, a single one may bring nearly all of a gradient: then its square is as large as its noise, and no signal is left (darkest blue).
 SHORT = {
     "self_attn.": "attention.",
     "in_proj_weight": "q, k, v",

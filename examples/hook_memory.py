@@ -121,7 +121,7 @@ left.set(
     xlabel="time [duration of the call]",
     ylabel="memory in use [MiB]",
     xlim=(0, 1),
-    ylim=(0, None),
+    ylim=(0, 1.25 * max(peaks.values())),
 )
 left.legend(title="peak", loc="upper left")
 

@@ -107,7 +107,7 @@ correlation = (factor / sizes.outer(sizes))[index][:, index]
 vowels = sum(c in "aeiou" for c in letters)
 among = correlation[:vowels, :vowels][~torch.eye(vowels, dtype=torch.bool)].mean()
 between = correlation[:vowels, vowels:].mean()
-print(f"mean correlation among vowels {among:.3f}, of vowels and consonants {between:.3f}")
+print(f"mean correlation among vowels {among:.3f}, of vowels and consonants {between:.3f}: vowels are taken for vowels")
 assert among < between, "vowels are not taken for vowels"
 
 # %%
@@ -121,7 +121,7 @@ shown = axes.imshow(image.numpy(), cmap="RdBu", vmin=-0.3, vmax=0.3)
 axes.set(title="Taken for each other", xticks=range(len(letters)), yticks=range(len(letters)), xticklabels=letters, yticklabels=letters)
 axes.set(xlabel="character", ylabel="character")
 axes.tick_params(length=0)
-left.colorbar(shown, ax=axes, label="correlation of gradients", shrink=0.8, extend="min")
+left.colorbar(shown, ax=axes, label="correlation of gradients (red: taken for each other)", shrink=0.8, extend="min")
 
 axes = right.subplots()
 axes.axis("off")

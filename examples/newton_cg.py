@@ -169,6 +169,7 @@ colours = plt.get_cmap("viridis")
 for number, residuals in enumerate(history):
     right.plot(residuals, color=colours(number / len(history)), linewidth=1)
 right.axhline(0.03, color=GREY, linestyle=":")
+right.annotate("small enough", (0, 0.03), xytext=(0, -11), textcoords="offset points", color=GREY)
 right.set(title="Conjugate gradients", xlabel="products with the GGN", ylabel="relative residual", yscale="log")
 bar = figure.colorbar(plt.cm.ScalarMappable(plt.Normalize(1, len(history)), colours), ax=right, label="step of Newton's method")
 save(figure, "newton_cg")

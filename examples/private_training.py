@@ -129,9 +129,10 @@ levels = norms.quantile(torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95]), dim=1)
 right.fill_between(range(T), levels[0], levels[4], color=BLUE, alpha=0.15, linewidth=0, label="90 % of the samples")
 right.fill_between(range(T), levels[1], levels[3], color=BLUE, alpha=0.3, linewidth=0, label="half of them")
 right.plot(levels[2], color=BLUE, label="median")
+BOX = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 1}
 for C, colour in zip(CLIPS, [GREY, BLUE, ORANGE], strict=True):
     right.axhline(C, color=colour, linestyle=":")
-    right.annotate(f"C = {C:g}", (T, C), xytext=(0, 3), textcoords="offset points", ha="right", color=colour)
+    right.annotate(f"C = {C:g}", (T, C), xytext=(0, 3), textcoords="offset points", ha="right", color=colour, bbox=BOX)
 right.set(title="Norms before clipping (C = 1, $\\varepsilon$ = 2)", xlabel="step", ylabel="norm of a sample's gradient", yscale="log", xlim=(0, T))
 right.legend(loc="lower left", bbox_to_anchor=(0, 0.12))
 save(figure, "private_training")
