@@ -8,6 +8,7 @@ from torch.nn import Parameter
 
 from backpack.core.arrangements import repetitions
 from backpack.core.derivatives.affine import AffineDerivatives
+from backpack.core.derivatives.agreement import keeps_product
 from backpack.core.derivatives.embedding import LookupDerivatives
 from backpack.core.flow import Columns, Use, add_columns
 from backpack.core.plan import Plan
@@ -95,7 +96,7 @@ class KroneckerRule(Rule):
 
     def at_call(self, use: Use, name: str) -> KroneckerState:
         rule, samples = use.call.derivatives, max(use.layout.samples, 1)
-        if isinstance(rule, LookupDerivatives) and not self._mean_input:
+        if keeps_product(rule, LookupDerivatives, name) and not self._mean_input:
             sums = apply_to_all(use.value, lambda mat: add_rows(rule.sums_over_positions(use.call, mat), use.layout).unsqueeze(2))
             return KroneckerState(rule.input_moment(use.call, 1 / samples) if self._reads_input else None, OutputSide(sums))
         if not isinstance(rule, AffineDerivatives):

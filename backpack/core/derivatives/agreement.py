@@ -1,47 +1,77 @@
-"""Whether rules of users that derive from those of affine layers, and write products of their own, say in two ways the same.
+"""Rules of users that derive from those of the library, and say something else: whatever is read off them has to know.
 
-Norms, variances, diagonals and Kronecker factors are read off ``columns`` and ``rows``, and never ask for a product: where a rule computes its
-products in another way, to be faster or because the layer is another one, both are compared at each execution that is read.
+The library's rules are told little (the columns of an affine layer, the derivative of an activation), from which all follows, and take shortcuts
+besides. Where a user's rule tells something else, shortcuts of the class that it derives from are not taken. Where it writes a product of its own,
+to be faster or because the layer is another one, this is compared with what is told, at each execution of which that is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from math import sqrt
 from threading import local
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.basederivatives import BaseDerivatives, Samples
+from backpack.core.derivatives.basederivatives import BaseDerivatives, BaseLossDerivatives, BaseParameterDerivatives
+from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.utils.columns import distinct_columns
-from backpack.utils.errors import UnsupportedError
+from backpack.utils.errors import ArgumentError, UnsupportedError
 from backpack.utils.precision import largest
 
-_PRODUCTS = ("_weight_jac_t_mat_prod", "_bias_jac_t_mat_prod", "_param_mjp")
+_CHECKED = frozenset(
+    """jac_mat_prod jac_t_mat_prod param_mjp weight_jac_mat_prod bias_jac_mat_prod residual_mat_prod sqrt_hessian sqrt_hessian_sampled
+    make_hessian_mat_prod sum_hessian""".split()
+)
+"""Products that check shapes, and call those with an underscore in front, which rules write."""
+_AGREES = "__agrees__"
 _state = local()
 
 
-def agreeing(rule: BaseDerivatives) -> BaseDerivatives:
-    """Let a rule refuse to show inputs as columns, where it says with its products that they are none.
+class _Kind(NamedTuple):
+    """What all follows from in a kind of rules.
 
-    Args:
-        rule: The rule.
-
-    Returns:
-        A rule with the same attributes, of a class derived from that of the rule; the rule itself if it brings no products of its own.
+    Attributes:
+        told: Names of the methods.
+        follows: Names of those that the kind itself makes of these, or refuses, and its rules may write again, as shortcuts.
     """
-    own = isinstance(rule, AffineDerivatives) and not all(map(_is_of_library, (getattr(type(rule), name) for name in _PRODUCTS)))
-    if not own:
-        return rule
-    other = object.__new__(_agreeing(type(rule)))
-    other.__dict__ = rule.__dict__
-    return other
+
+    told: frozenset[str]
+    follows: frozenset[str]
+
+
+_KINDS: dict[type[BaseDerivatives], _Kind] = {
+    AffineDerivatives: _Kind(
+        frozenset({"columns", "rows", "output_from_rows"}),
+        frozenset(
+            """vectors easier fills_blocks weight_blocks sum_of_products sum_at_diagonal input_moment _weight_jac_t_mat_prod _bias_jac_t_mat_prod
+            _weight_jac_mat_prod _bias_jac_mat_prod""".split()
+        ),
+    ),
+    ElementwiseDerivatives: _Kind(
+        frozenset({"df", "d2f", "slope", "curvature"}),
+        frozenset({"_jac_mat_prod", "_jac_t_mat_prod", "ea_jac_t_mat_jac_prod", "hessian_diagonal", "_residual_mat_prod"}),
+    ),
+    BaseLossDerivatives: _Kind(
+        frozenset({"_sqrt_hessian"}),
+        frozenset("_signed_sqrt_hessian _least_sqrt_hessian least_columns _sqrt_hessian_sampled _make_hessian_mat_prod _sum_hessian".split()),
+    ),
+}
+
+
+def _is_ours(cls: type) -> bool:
+    return cls.__module__.startswith("backpack.")
+
+
+def _written(rule: BaseDerivatives) -> frozenset[str]:
+    # what users have written, in classes or on the object
+    return frozenset(vars(rule)).union(*(vars(cls) for cls in type(rule).__mro__[:-1] if not _is_ours(cls)))
 
 
 def keeps_product(rule: BaseDerivatives, derivatives: type[BaseDerivatives], name: str) -> bool:
@@ -55,30 +85,77 @@ def keeps_product(rule: BaseDerivatives, derivatives: type[BaseDerivatives], nam
     Returns:
         Whether it is one of these, and no user has written another product; in rules of affine layers, both are compared.
     """
-    product = getattr(type(rule), f"_{name}_jac_t_mat_prod", None)
-    return isinstance(rule, derivatives) and (isinstance(rule, AffineDerivatives) or product is None or _is_of_library(product))
+    if not isinstance(rule, derivatives):
+        return False
+    return isinstance(rule, AffineDerivatives) or _written(rule).isdisjoint({"_param_mjp", f"_{name}_jac_t_mat_prod"})
 
 
-def _is_of_library(method: Any) -> bool:
-    return method.__module__.startswith("backpack.")
+def agreeing(rule: BaseDerivatives) -> BaseDerivatives:
+    """Let a rule of a user's say the same in all ways in which it is read, or refuse.
+
+    Args:
+        rule: The rule.
+
+    Returns:
+        A rule with the same attributes, of a class derived from that of the rule; the rule itself if there is nothing to mend.
+
+    Raises:
+        ArgumentError: If it overrides a product that only checks shapes.
+    """
+    kind = next((kind for kind in _KINDS if isinstance(rule, kind)), None)
+    written = _written(rule)
+    if not written or _AGREES in vars(type(rule)):
+        return rule
+    if unasked_for := sorted(written & _CHECKED):
+        name = unasked_for[0]
+        raise ArgumentError(f"{type(rule).__name__} overrides {name}, which checks shapes and calls _{name}. Write `_{name}` instead.")
+    methods = {} if kind is None else _mended(type(rule), kind, written)
+    if not methods:
+        return rule
+    other = object.__new__(_derived(type(rule), tuple(methods.items())))
+    other.__dict__ = rule.__dict__
+    return other
 
 
 @cache
-def _agreeing(cls: type[AffineDerivatives]) -> type[AffineDerivatives]:
-    def columns(self: AffineDerivatives, module: Module, subsampling: Samples | slice = None) -> Tensor:
-        _compare(self, module)
-        return cls.columns(self, module, subsampling)
-
-    def vectors(self: AffineDerivatives, module: Module) -> Tensor | None:
-        _compare(self, module)
-        return cls.vectors(self, module)
-
-    def param_mjp(self: AffineDerivatives, *args: Any, **kwargs: Any) -> Tensor:
-        with unasked():
-            return cls._param_mjp(self, *args, **kwargs)
-
+def _derived(cls: type[BaseDerivatives], methods: tuple[tuple[str, Callable], ...]) -> type[BaseDerivatives]:
     named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), {"columns": columns, "vectors": vectors, "_param_mjp": param_mjp, **named})
+    return type(cls.__name__, (cls,), dict(methods) | named | {_AGREES: True})
+
+
+@cache
+def _mended(cls: type[BaseDerivatives], kind: type[BaseDerivatives], written: frozenset[str]) -> dict[str, Callable]:
+    told, follows = _KINDS[kind]
+    draws = {"_sqrt_hessian_sampled"} if "_make_distribution" in written else frozenset()
+    methods = {name: getattr(kind, name) for name in follows - written - draws} if told & written else {}
+    methods = {name: method for name, method in methods.items() if getattr(cls, name) is not method}
+    if kind is AffineDerivatives and written & {"_param_mjp", "_weight_jac_t_mat_prod", "_bias_jac_t_mat_prod", "vectors"}:
+        read = {"columns": cls.columns, "vectors": methods.get("vectors", cls.vectors)}
+        methods |= {name: _after(_compare_products, method) for name, method in read.items()} | {"_param_mjp": _quiet(cls._param_mjp)}
+    if kind is ElementwiseDerivatives and written & {"_jac_mat_prod", "_jac_t_mat_prod"}:
+        methods |= {"df": _after(_compare_slopes, cls.df)}
+    if kind is ElementwiseDerivatives and "_residual_mat_prod" in written:
+        given = methods.get("hessian_diagonal", cls.hessian_diagonal)
+        methods |= {"hessian_diagonal": _after(_compare_residuals, given), "_residual_mat_prod": _quiet(cls._residual_mat_prod)}
+    return methods
+
+
+def _after(compare: Callable[..., None], method: Callable) -> Callable:
+    def compared(self: BaseDerivatives, module: Module, *args: Any, **kwargs: Any) -> Any:
+        if getattr(_state, "asks", True):
+            with unasked():
+                compare(self, module, *args)
+        return method(self, module, *args, **kwargs)
+
+    return compared
+
+
+def _quiet(method: Callable) -> Callable:
+    def asked(self: BaseDerivatives, *args: Any, **kwargs: Any) -> Any:
+        with unasked():
+            return method(self, *args, **kwargs)
+
+    return asked
 
 
 @contextmanager
@@ -95,18 +172,39 @@ def unasked() -> Iterator[None]:
         _state.asks = before
 
 
-def _compare(rule: AffineDerivatives, module: Module) -> None:
-    if not getattr(_state, "asks", True):
-        return
-    mat = distinct_columns(torch.empty(1, *module.output.shape, dtype=module.input0.dtype, device=module.input0.device))
+def _column(module: Module) -> Tensor:
+    known = next((tensor for tensor in (module.input0, module.output) if not tensor.is_meta), module.output)  # one of which the rule keeps entries
+    return distinct_columns(torch.empty(1, *module.output.shape, dtype=known.dtype, device=known.device))
+
+
+def _compare_products(rule: AffineDerivatives, module: Module, *_: Any) -> None:
+    mat = _column(module)
     for name in (name for name in ("weight", "bias") if getattr(module, name) is not None):
-        with unasked():
-            read = getattr(AffineDerivatives, f"_{name}_jac_t_mat_prod")(rule, module, None, (mat[0],), mat)
-            written = rule._param_mjp(name, module, None, (mat[0],), mat)
-        allowed = sqrt(torch.finfo(read.dtype).eps) * max(largest(read), largest(written))
-        if read.shape != written.shape or not ((read - written).abs() <= allowed).all():
-            raise UnsupportedError(
-                f"{rule._title(f'_{name}_jac_t_mat_prod', module)} is another product than that of `columns` and `rows`, off which norms, variances, "
-                "diagonals and Kronecker factors are read. Let them say the same, if the layer multiplies columns by its weight; otherwise derive "
-                "from BaseParameterDerivatives, and write the products."
-            )
+        read = getattr(AffineDerivatives, f"_{name}_jac_t_mat_prod")(rule, module, None, (mat[0],), mat)
+        _refuse_difference(rule, module, f"_{name}_jac_t_mat_prod", "`columns` and `rows`", read, rule._param_mjp(name, module, None, (mat[0],), mat))
+    if (vectors := rule.vectors(module)) is not None:
+        _refuse_difference(rule, module, "vectors", "`columns`", rule.columns(module)[:, 0, :, 0], vectors)
+
+
+def _compare_slopes(rule: ElementwiseDerivatives, module: Module, *_: Any) -> None:
+    mat = _column(module)
+    read = mat * rule.df(module, None, (mat[0],))
+    for name in ("_jac_t_mat_prod", "_jac_mat_prod"):
+        _refuse_difference(rule, module, name, "`df`", read, getattr(rule, name)(module, None, (mat[0],), mat.clone()))
+
+
+def _compare_residuals(rule: ElementwiseDerivatives, module: Module, g_in: Any, g_out: Any) -> None:
+    mat = _column(module)
+    read = mat * rule.hessian_diagonal(module, g_in, g_out)
+    _refuse_difference(rule, module, "_residual_mat_prod", "`hessian_diagonal`", read, rule._residual_mat_prod(module, g_in, g_out, mat.clone()))
+
+
+def _refuse_difference(rule: BaseDerivatives, module: Module, name: str, others: str, read: Tensor, written: Tensor) -> None:
+    allowed = sqrt(torch.finfo(read.dtype).eps) * max(largest(read), largest(written))
+    if read.shape != written.shape or not ((read - written).abs() <= allowed).all():
+        kind = BaseParameterDerivatives if isinstance(rule, BaseParameterDerivatives) else BaseDerivatives
+        raise UnsupportedError(
+            f"{rule._title(name, module)} says something else than {others}, off which other quantities are read: norms, variances, diagonals, "
+            f"Kronecker factors, products. Let them say the same, if the layer is of this kind; otherwise derive from {kind.__name__}, and write "
+            "the products."
+        )
