@@ -26,6 +26,7 @@ from backpack.core.derivatives.basederivatives import BaseParameterDerivatives
 from backpack.core.derivatives.kinds import LinearMapDerivatives
 from backpack.core.derivatives.linear import LinearDerivatives
 from backpack.core.derivatives.registry import derivatives_for, register
+from backpack.core.flow import Columns, Use
 from backpack.custom_module.permute import Permute
 from backpack.custom_module.slicing import Slicing
 from backpack.extensions import (
@@ -47,6 +48,7 @@ from backpack.extensions.backprop_extension import FAIL_ERROR, FAIL_SILENT, FAIL
 from backpack.extensions.firstorder.base import FirstOrderBackpropExtension, FirstOrderModuleExtension, GradientExtension
 from backpack.extensions.firstorder.batch_grad import batch_grad_base
 from backpack.extensions.module_extension import ModuleExtension
+from backpack.extensions.rules import ColumnRule
 from backpack.extensions.secondorder.base import ExactGGNExtension, SecondOrderBackpropExtension
 from backpack.utils.errors import OverwrittenError, ShapeError, UnsupportedError
 
@@ -1417,3 +1419,77 @@ def test_linear_map_with_other_arguments() -> None:
     register(Times, LinearMapDerivatives)
     for model, values in zip(models, expected, strict=True):
         torch.testing.assert_close(quantities(model), values)
+
+
+class ThreeTimes(ColumnRule):
+    """Columns that are three times as large."""
+
+    def at_call(self, use: Use, name: str) -> Columns:
+        return {source: 3 * columns for source, columns in super().at_call(use, name).items()}
+
+    def at_leaf(self, columns: Columns) -> Columns:
+        return {source: 3 * part for source, part in super().at_leaf(columns).items()}
+
+
+def reading(kind: type[BackpropExtension]) -> BackpropExtension:
+    """Return an extension that reads columns in another way, and saves elsewhere."""
+
+    class Own(kind):
+        def rule_at(self, samples: int) -> ThreeTimes:
+            return ThreeTimes(self.flow, self.samples(samples))
+
+    extension = Own()
+    extension.savefield = "own"
+    return extension
+
+
+class Halved(Linear):
+    """A weight that is made of the parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight / 2, self.bias)
+
+
+@pytest.mark.parametrize("layer", [Linear, Halved])
+@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize(
+    ("kind", "factor"), [(BatchGrad, 3), (BatchL2Grad, 9), (SumGradSquared, 9), (Variance, 9), (DiagGGNExact, 9), (SqrtGGNExact, 3), (DiagHessian, 9)]
+)
+def test_other_ways_to_read_columns_are_nobody_elses(kind: type[BackpropExtension], factor: int, order: int, layer: type[Module]) -> None:
+    """In the same pass, the library's quantity is its own, and the user's the user's."""
+    problem, extensions = build(lambda: layer(4, 4), Tanh, lambda: layer(4, 3)), [kind(), reading(kind)]
+    (term,) = problem.terms
+    model, lossfunc = extend(problem.model), extend(term.module)
+    with backpack(kind()):
+        lossfunc(model(problem.x), term.target).backward()
+    field = extensions[0].savefield
+    expected = [getattr(p, field).clone() for p in model.parameters()]
+    with backpack(*extensions[::order]):
+        lossfunc(model(problem.x), term.target).backward()
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        close(getattr(parameter, field), value)
+        close(parameter.own, factor * value)
+
+
+def test_what_subclasses_make_of_results_with_notes() -> None:
+    """They are given the results themselves."""
+
+    class Deviation(Variance):
+        def finish(self, state: Any, parameter: Parameter) -> Tensor:
+            return super().finish(state, parameter).sqrt()
+
+    class Traces(KFLR):
+        def finish(self, state: Any, parameter: Parameter) -> list[Tensor]:
+            return [factor.trace() for factor in super().finish(state, parameter)]
+
+    problem, deviation, traces = standard(), Deviation(), Traces()
+    deviation.savefield, traces.savefield = "deviation", "traces"
+    (term,) = problem.terms
+    model, lossfunc = extend(problem.model), extend(term.module)
+    with backpack(Variance(), deviation, KFLR(), traces):
+        lossfunc(model(problem.x), term.target).backward()
+    for parameter in model.parameters():
+        close(parameter.deviation.square(), parameter.variance)
+        assert len(parameter.traces) == parameter.dim()
+        for trace, factor in zip(parameter.traces, parameter.kflr, strict=True):
+            close(trace, factor.trace())

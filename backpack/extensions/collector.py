@@ -80,7 +80,7 @@ class Collector(ReadsMade):
         self.cut: Container[Flow] = ()
         self._kept: dict[tuple[int, BackpropExtension], Any] = {}
         self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(GRADIENT, ()) if spares})
-        self._keys = {extension: extension.rule_key() for extension in self._extensions}
+        self._keys = {extension: (extension.rule_key(), type(extension).rule_at) for extension in self._extensions}
         keys = list(self._keys.values())
         self.finishes = {ext: ext.finish_beside if keys.count(key) > 1 else ext.finish for ext, key in self._keys.items()}
         self._rules: dict[tuple[BackpropExtension, int], Rule] = {}

@@ -37,9 +37,9 @@ def goes_by_blocks(extension: BackpropExtension, rule: Rule, adds: bool) -> bool
         adds: Whether other columns come by themselves.
 
     Returns:
-        Whether it is: unless samples are chosen, or a user has changed what is made of columns.
+        Whether it is: unless samples are chosen, or a user reads columns in another way, or makes something else of them.
     """
-    plain = isinstance(rule, ColumnRule) and rule.subsampling is None and (extension.adds_up or not adds)
+    plain = type(rule) is ColumnRule and rule.subsampling is None and (extension.adds_up or not adds)
     return plain and isinstance(extension.combined_by(), Sum | PerSample | CentredSquares)
 
 

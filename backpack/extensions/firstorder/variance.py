@@ -35,11 +35,11 @@ class Variance(OfSquares, SubsamplingExtension, GradientExtension):
     savefield = "variance"
     combination = CentredSquares()
 
-    def finish(self, state: Columns, parameter: Parameter) -> Noted:
+    def finish(self, state: Columns, parameter: Parameter) -> Noted | Tensor:
         gradients = wide(state[0][0])
         # Tensor.var over the first axis is ten times slower on a CPU
         variance = (gradients - gradients.mean(0)).square().mean(0) if len(gradients) else gradients.sum(0)
-        return Noted(variance, lambda: gradients.sum(0))
+        return Noted(variance, lambda: gradients.sum(0)) if self.combined_by() else variance
 
     def of_moments(self, squares: Tensor, total: Callable[[], Tensor], samples: int) -> Noted:
         gradient = total()

@@ -200,7 +200,11 @@ class HBP(OfLayers, SecondOrderBackpropExtension):
             use.notes["outputs"] = OutputSide({}, use.notes["moment"]())
         return self.rule_at(use.layout.samples).at_call(use, name)
 
-    def finish(self, state: Any, parameter: Parameter) -> Noted:
+    def finish(self, state: Any, parameter: Parameter) -> Any:
+        found = self._factors(state)
+        return found if self.combined_by() else found.value
+
+    def _factors(self, state: Any) -> Noted:
         if self._averages:
             factors = self._from_average(*state)
             return Noted(factors, structure_by(state[0].call.derivatives) if len(factors) > 1 else None)
