@@ -320,3 +320,46 @@ def test_products_that_only_check_shapes_are_not_to_be_written() -> None:
 
     with pytest.raises(ArgumentError, match="Public overrides param_mjp, .* Write `_param_mjp` instead"):
         register(Twice, Public)
+
+
+class Threefold(LinearDerivatives):
+    """Tells outputs that are three times as large."""
+
+    def rows(self, module: nn.Module, mat: Tensor) -> Tensor:
+        return 3 * super().rows(module, mat)
+
+
+def test_gradients_are_autograds_whatever_users_tell() -> None:
+    """Where layers have many positions, sums over samples stand for them, if a rule of the library made them."""
+    register(Another, Threefold)
+    torch.manual_seed(0)
+    model, x = extend(nn.Sequential(Another(4, 3), nn.Tanh())), torch.rand(2, 64, 4)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    with backpack(extensions.BatchGrad(), extensions.Variance()):
+        model(x).square().sum().backward()
+    register(Another, AnotherDerivatives)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+        torch.testing.assert_close(parameter.grad_batch.sum(0), 3 * gradient)
+
+
+class Tied(Words):
+    """The table is the weight of the layer that makes the prediction, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 6, bias=False)
+        self.last.weight = self.table.weight
+
+
+@pytest.mark.parametrize("samples", [1, 5])
+def test_tables_of_users_that_are_tied(samples: int) -> None:
+    model, x, y = problem(Tied, True, samples)
+    with backpack(extensions.BatchGrad(), *(getattr(extensions, name)() for name in READ)):
+        extend(nn.CrossEntropyLoss(reduction="sum"))(model(x), y).backward()
+    (parameter,), ((rows,), (diagonals,)) = model.parameters(), expected(model, x, y)
+    close(parameter.grad_batch, rows)
+    close(parameter.batch_l2, rows.flatten(1).square().sum(1))
+    close(parameter.sum_grad_squared, rows.square().sum(0))
+    close(parameter.diag_ggn_exact, diagonals.sum(0))
+    close(parameter.diag_ggn_exact_batch, diagonals)

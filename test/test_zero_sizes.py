@@ -27,6 +27,9 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "no positions, Linear": (lambda: nn.Sequential(nn.Linear(3, 2), Total()), (0, 3)),
     "no positions, LayerNorm": (lambda: nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2), Total()), (0, 3)),
     "no positions, RMSNorm": (lambda: nn.Sequential(nn.Linear(3, 2), nn.RMSNorm(2), Total()), (0, 3)),
+    "no features, LayerNorm": (lambda: nn.Sequential(nn.Linear(3, 0), nn.LayerNorm(0), nn.Linear(0, 2)), (3,)),
+    "no features, GroupNorm": (lambda: nn.Sequential(nn.Linear(3, 0), nn.GroupNorm(2, 0), nn.Linear(0, 2)), (3,)),
+    "no features, PReLU": (lambda: nn.Sequential(nn.Linear(3, 0), nn.PReLU(0), nn.Linear(0, 2)), (3,)),
     "no positions, GroupNorm": (lambda: nn.Sequential(nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(0, 2)), (4, 0)),
 }
 NAMES = """BatchGrad BatchL2Grad SumGradSquared Variance DiagGGNExact DiagGGNMC BatchDiagGGNExact DiagHessian BatchDiagHessian SqrtGGNExact

@@ -197,7 +197,10 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
     def row(unit: Tensor) -> Tensor:
         return torch.stack(multiply(tuple(part.expand(values[0].shape) for part in unit)))
 
-    rows = vmap(row, chunk_size=max(1, _TOGETHER // values[0].numel()))(units) if parts is not None else torch.stack(list(map(row, units)))
+    if not values[0].numel():
+        rows = grad.new_zeros(size, count, *values[0].shape)
+    else:
+        rows = vmap(row, chunk_size=max(1, _TOGETHER // values[0].numel()))(units) if parts is not None else torch.stack(list(map(row, units)))
     matrices = rows.movedim([2 + axis for axis in coupled], list(range(2, 2 + len(coupled)))).reshape(size, size, prod(kept)).movedim(2, 0)
 
     if (settled := settle(layout)).of_one:

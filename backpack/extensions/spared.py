@@ -166,12 +166,13 @@ def _rows(plan: Plan, unit: Unit) -> Size | None:
 
     Returns:
         ``[N, G, O, L]``; ``None`` if it is no affine layer that is used once, at several positions, without backward hooks, of its own or its
-            parameters', outside of checkpoints and in full precision; or if functional code may have hooked a tensor between layer and parameters
-            that is out of reach.
+            parameters', with a rule of the library, outside of checkpoints and in full precision; or if functional code may have hooked a tensor
+            between layer and parameters that is out of reach.
     """
     call = unit.call
     several = unit.arrangement is not None or len(call.outputs[0].shape) > 2  # noqa: PLR2004
-    if not several or not unit.layout.plain or "weight" not in unit.parameters or unit.split or not isinstance(call.derivatives, AffineDerivatives):
+    affine = isinstance(call.derivatives, AffineDerivatives) and unit.is_ours  # whatever a user writes, .grad is autograd's
+    if not several or not unit.layout.plain or "weight" not in unit.parameters or unit.split or not affine:
         return None
     types = {call.outputs[0].dtype, *(parameter.dtype for parameter in unit.parameters.values())}
     if len(types) > 1 or types.isdisjoint(_TYPES) or any(plan.uses[parameter] > 1 for parameter in unit.parameters.values()):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch.nn import Parameter
 
 from backpack.core.derivatives.affine import AffineDerivatives
-from backpack.core.derivatives.agreement import keeps_product
 from backpack.core.derivatives.embedding import EmbeddingDerivatives
 from backpack.core.flow import Use
 from backpack.core.plan import Plan
@@ -23,7 +22,7 @@ def joins(use: Use, plan: Plan, parameter: Parameter) -> bool:
         Whether it can.
     """
     rule, several = use.call.derivatives, plan.uses[parameter] > 1
-    if keeps_product(rule, EmbeddingDerivatives, "weight"):
+    if isinstance(rule, EmbeddingDerivatives) and type(rule).__module__.startswith("backpack."):
         return several or not use.layout.plain
     # others unfold inputs, which are as long as many samples where these do not share a call
     return several and isinstance(rule, AffineDerivatives) and (use.layout.plain or rule.any_batch_axis)

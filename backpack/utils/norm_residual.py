@@ -30,7 +30,7 @@ class ResidualRoot:
         one, other = x_hat * stretch.where(usable, 0), k / stretch.where(usable, torch.inf)
         self.shape = Size([rows, size + 2, size])
         self._last = torch.stack([one + other, one - other], 1) * (scale / (2 * size) ** 0.5).unsqueeze(2)
-        self._scale, self._mean = scale * a.abs().sqrt(), 1 / size if centred else 0
+        self._scale, self._mean = scale * a.abs().sqrt(), 1 / max(1, size) if centred else 0
 
     def __getitem__(self, at: tuple[Tensor, Tensor]) -> Tensor:
         group, number = at

@@ -113,7 +113,7 @@ class PReLUDerivatives(PiecewiseLinearDerivatives, BaseParameterDerivatives):
     ) -> Tensor:
         entries = mat * subsample(module.input0, subsampling=subsampling).clamp(max=0)
         channels = module.weight.numel()
-        per_sample = entries.reshape(*mat.shape[:2], channels, prod(mat.shape[2:]) // channels).sum(3)
+        per_sample = entries.reshape(*mat.shape[:2], channels, prod(mat.shape[2:]) // max(1, channels)).sum(3)
         return per_sample.sum(1) if sum_batch else per_sample
 
     def _weight_jac_mat_prod(self, module: PReLU, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:

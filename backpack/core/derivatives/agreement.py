@@ -85,11 +85,12 @@ def keeps_product(rule: BaseDerivatives, derivatives: type[BaseDerivatives], nam
         name: Name of the parameter.
 
     Returns:
-        Whether it is one of these, and no user has written another product; in rules of affine layers, both are compared.
+        Whether it is one of these, and no user has written a method of the class again; in rules of affine layers, both are compared.
     """
     if not isinstance(rule, derivatives):
         return False
-    return isinstance(rule, AffineDerivatives) or _written(rule).isdisjoint({"_param_mjp", f"_{name}_jac_t_mat_prod"})
+    methods = {method for method in _written(rule) if callable(getattr(rule, method)) and not method.startswith("__")}
+    return isinstance(rule, AffineDerivatives) or methods.isdisjoint({*dir(derivatives), f"_{name}_jac_t_mat_prod"})
 
 
 def agreeing(rule: BaseDerivatives) -> BaseDerivatives:
@@ -121,7 +122,7 @@ def agreeing(rule: BaseDerivatives) -> BaseDerivatives:
 
 @cache
 def _derived(cls: type[BaseDerivatives], methods: tuple[tuple[str, Callable], ...]) -> type[BaseDerivatives]:
-    named = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    named = {"__module__": "rules" if _is_ours(cls) else cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
     return type(cls.__name__, (cls,), dict(methods) | named | {_AGREES: True})
 
 
@@ -132,7 +133,7 @@ def _mended(cls: type[BaseDerivatives], kind: type[BaseDerivatives], written: fr
     methods = {name: getattr(kind, name) for name in follows - written - draws} if told & written else {}
     methods = {name: method for name, method in methods.items() if getattr(cls, name) is not method}
     if kind is AffineDerivatives and written & {"_param_mjp", "_weight_jac_t_mat_prod", "_bias_jac_t_mat_prod", "vectors"}:
-        read = {"columns": cls.columns, "vectors": methods.get("vectors", cls.vectors)}
+        read = {name: methods.get(name, getattr(cls, name)) for name in ("columns", "rows", "vectors", "input_moment")}
         methods |= {name: _after(_compare_products, method) for name, method in read.items()} | {"_param_mjp": _quiet(cls._param_mjp)}
     if kind is ElementwiseDerivatives and written & {"_jac_mat_prod", "_jac_t_mat_prod"}:
         methods |= {"df": _after(_compare_slopes, cls.df)}
@@ -213,7 +214,7 @@ def _compare_residuals(rule: ElementwiseDerivatives, module: Module, g_in: Any, 
 
 def _refuse_difference(rule: BaseDerivatives, module: Module, name: str, others: str, read: Tensor, written: Tensor) -> None:
     allowed = sqrt(torch.finfo(read.dtype).eps) * max(largest(read), largest(written))
-    if read.shape != written.shape or not ((read - written).abs() <= allowed).all():
+    if read.shape != written.shape or ((read - written).abs() > allowed).any():  # what is not finite tells nothing
         kind = BaseParameterDerivatives if isinstance(rule, BaseParameterDerivatives) else BaseDerivatives
         raise UnsupportedError(
             f"{rule._title(name, module)} says something else than {others}, off which other quantities are read: norms, variances, diagonals, "

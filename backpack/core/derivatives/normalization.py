@@ -158,6 +158,8 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives, BlockCurvedDerivatives):
         Returns:
             ``[V, N, *]`` from ``mat`` ``[V, N, *]``.
         """
+        if not mat.numel():
+            return mat.clone()
         rows = mat.reshape(mat.shape[0], *x_hat.shape)
         if x_hat.requires_grad or not self.centred:
             along = (rows * x_hat).mean(-1, keepdim=True)
@@ -206,7 +208,7 @@ class GroupStatisticsDerivatives(ScaleShiftDerivatives, BlockCurvedDerivatives):
 
     def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:
         x_hat, scale, h, a = self._second_order(module, g_out)
-        size = x_hat.shape[1]
+        size = max(1, x_hat.shape[1])
         diagonal = 2 * x_hat * h / size + a * ((1 - 1 / size if self.centred else 1) - 3 * x_hat.square() / size)
         return (-scale.square() * diagonal).reshape(module.input0.shape)
 
