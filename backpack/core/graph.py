@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.nn.modules._functions import BackwardHookFunction
@@ -26,7 +26,6 @@ from backpack.utils.errors import UnsupportedError
 
 LEAF = "torch::autograd::AccumulateGrad"
 """Name of the node of a leaf tensor."""
-_SEVERAL = 2
 _AS_IT_IS = frozenset({"Expand", "_DDPSinkBackward"})
 """Nodes that are not called: a sum over samples would be in the way, or DistributedDataParallel would take it for the backward pass."""
 HOOKED = BackwardHookFunction._backward_cls
@@ -39,7 +38,7 @@ _TRUSTED: set[tuple] = set()
 """Kinds of nodes whose batching rules have been compared with plain calls."""
 _TRIED: set[tuple] = set()
 """Those for which columns were made, as those of a pass proved nothing."""
-_OUTPUTS, _MANY = "backpack.outputs", 8
+_OUTPUTS, _SEVERAL, _MANY = "backpack.outputs", 2, 8
 MAX_POOLS = frozenset({"MaxPool2DWithIndices", "MaxPool3DWithIndices", "AdaptiveMaxPool2D", "AdaptiveMaxPool3D"})
 """Poolings that save the positions of the maxima."""
 
@@ -277,9 +276,10 @@ def call_node(node: Node, columns: list[Tensor | None], probing: bool = False) -
         separate = torch.is_grad_enabled() or count < _SEVERAL or name in _ALONE
         if not separate:
             found = _batched(defined, parts)
+            indices = (getattr(node, name) for name in _indices(type(node)))  # rules may be right for some sizes only
             shapes = [*(p.shape[1:] for p in parts), *(shape_of(edge) for edge in node.next_functions if edge[0] is not None)]
-            key = type(node), node.name(), *(tuple([size == 1 for size in shape]) for shape in shapes)  # a rule may be wrong for other axes only
-            if key not in _TRUSTED:
+            key = type(node), node.name(), *(tuple([size == 1 for size in shape]) for shape in (*shapes, *(i.shape for i in indices if is_tensor(i))))
+            if custom or key not in _TRUSTED:  # what a custom function has saved may be anything
                 same, proven = compare_mixture(parts, found, defined)
                 if same and not proven and key not in _TRIED:  # zeros prove nothing, as those of samples without a gradient: others do
                     _TRIED.add(key)
@@ -376,6 +376,11 @@ def saved_maxima(nodes: Iterable[Node]) -> Tensor | None:
         if operation(node) in MAX_POOLS and not checkpointed(node):
             return node._saved_result1
     return None
+
+
+@cache
+def _indices(cls: type) -> tuple[str, ...]:
+    return tuple(name.removeprefix("_raw") for name in saved_names(cls) if "ind" in name)
 
 
 @cache

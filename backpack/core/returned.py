@@ -11,10 +11,11 @@ from typing import NamedTuple
 from torch import Size
 from torch.autograd.graph import Node
 
-from backpack.core.batches import known_axis, lists_samples, rows_of, sample_axis
+from backpack.core.batches import batch_of, counts_others, known_axis, lengths_of, lists_samples, rows_of, sample_axis, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.downstream import is_reshaped
 from backpack.core.mixing import comes_from_data
+from backpack.core.samples import Layout
 from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, State
 from backpack.utils.errors import UnsupportedError
@@ -95,6 +96,39 @@ def refuse_other_axes(walk: Walk, returned: Collection[Returned]) -> Iterator[Un
                 "these parameters out of all extensions: {exclude}.",
                 walk.named(walk.reach[one.node]),
             )
+
+
+def is_turned(walk: Walk, node: Node, mark: Mark, known: State | None) -> bool:
+    """Say whether the rows of a model's output are something else than the samples that it was given, which lie on another axis.
+
+    Args:
+        walk: The graph.
+        node: Node that made the output.
+        mark: Mark of the call there.
+        known: Where samples lie there, seen from a loss or a later module; ``None`` if they are not known.
+
+    Returns:
+        Whether they are: where both lengths are exchanged; where a loss has taken rows for samples that are neither what was given, nor parts of it;
+        or where they are as many as another argument is long, such as times, and no layer was given so many.
+    """
+    call = mark.call
+    shape, first = call.outputs[mark.index].shape, batch_of(call)
+    owns = call.module._modules or walk.bits.keys() & map(id, call.module._parameters.values())
+    if owns and known is None and turns(call):
+        return True
+    at_rows = known is None or (isinstance(known, Layout) and not known.axis and shape[:1] == (known.samples,))
+    if not first or not at_rows or first not in shape[1:] or shape[0] == first:
+        return False
+    inside = first in shape[1:-1]
+    if known is not None and inside and known.samples == 1:
+        return True
+    parts = not inside and (shape[0] == 1 or shape[0] % first == 0)  # of samples, and features that are as many
+    if known is not None and not parts and counts_others(call, shape, walk.marks[node]):
+        return True
+    if not owns or shape[1] != first or first == 1 or shape[0] not in lengths_of(call):
+        return False
+    given = [inner.tensor_inputs[0].shape for inner in walk.calls if not inner.root and inner.tensor_inputs]
+    return not any(tensor[:1] == shape[:1] and tensor[1:2] != (first,) for tensor in given)
 
 
 def _is_followed(walk: Walk, one: Returned) -> bool:

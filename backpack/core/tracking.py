@@ -12,7 +12,7 @@ from torch import Size
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack.core.batches import agrees_with_data, batch_of, counts_others, known_axis, lists_samples, rows_of, turns
+from backpack.core.batches import agrees_with_data, batch_of, known_axis, lists_samples, rows_of
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.chosen import refuse_choices, refuse_put_rows
 from backpack.core.crossings import lies_elsewhere
@@ -27,7 +27,7 @@ from backpack.core.misplacing import factors_agree, refuse_misplaced
 from backpack.core.mixing import is_same_for_all
 from backpack.core.origins import is_of_parameter
 from backpack.core.refusals import ambiguous, bare, mixing, other_rows, refuse_prediction, sizes, turned, unequal
-from backpack.core.returned import Returned, refuse_lists_of_one, refuse_other_axes, unlike
+from backpack.core.returned import Returned, is_turned, refuse_lists_of_one, refuse_other_axes, unlike
 from backpack.core.samples import Layout, settle, unite
 from backpack.core.slots import Edge
 from backpack.core.starts import Start, start_at, start_at_output, start_at_time, start_beside
@@ -133,13 +133,9 @@ class Tracking:
             if self._of_one is not None and isinstance(known, Layout) and known.samples > 1:
                 self._refuse_positions(mark, known)
             return
-        owns = call.module._modules or self.walk.bits.keys() & map(id, call.module._parameters.values())
-        if call.root and known is None and owns and turns(call):
+        if call.root and is_turned(self.walk, node, mark, known):
             raise turned(call)
-        shape, first = call.outputs[mark.index].shape, batch_of(call) if call.root else None
-        behind = isinstance(known, Layout) and first and first in shape[1:-1] and shape[:1] == (known.samples,) != (first,) and not known.axis
-        if behind and (known.samples == 1 or counts_others(call, shape, self.walk.marks[node])):
-            raise turned(call)  # rows, as a loss has them, of samples on another axis
+        shape = call.outputs[mark.index].shape
         start = start_at_output(self.walk, node, mark, known is not None)
         if sure := call.root and rows_of(call, self.walk.marks[node]) is not None:
             self._guessed.pop(node, None)  # its rows are the samples, however many it was given
@@ -154,7 +150,8 @@ class Tracking:
             if self._second_order:
                 refuse_prediction(call, call.outputs[mark.index].shape, start.samples, start.axis)
             elsewhere = known is not SPLIT and start.samples == self._samples_at[node] and known.axis != start.axis  # time first, as long
-            if not elsewhere and any(other is not node for other in self._outputs_of(call)):
+            apart = known is SPLIT and start.samples > 1  # each sample of what comes later uses all of its rows
+            if apart or (not elsewhere and any(other is not node for other in self._outputs_of(call))):
                 self._note(unlike(self.walk, call, node, start.samples, self._samples_at[node]))
                 return
             if known is not SPLIT:
