@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable
 from math import inf, nan
@@ -172,6 +173,22 @@ def test_batching_rules_that_are_right_for_one_entry_are_not_trusted_for_several
         with torch.no_grad():
             found = call_node(node, [columns])[1]
         torch.testing.assert_close(found.reshape(3, -1).sum(1), columns[:, 0])
+
+
+def test_batching_rules_that_are_right_for_an_index_with_an_axis_are_not_trusted_for_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of ``index_reduce`` reads a number of an index that has no axis in another way."""
+    monkeypatch.setattr(graph, "_TRUSTED", set())
+    torch.manual_seed(0)
+    rows, added = (torch.rand(3, n, 3, dtype=torch.float64, requires_grad=True) for n in (4, 1))
+    columns = torch.rand(5, *rows.shape, dtype=torch.float64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the operation is new
+        nodes = [rows.index_reduce(1, torch.tensor(index), added, "mean").grad_fn for index in ([2], 2)]
+    for node in nodes:
+        with torch.no_grad():
+            found = call_node(node, [columns])
+        for number, part in enumerate(found):
+            torch.testing.assert_close(part.reshape(5, -1), torch.stack([node(column)[number] for column in columns]).reshape(5, -1))
 
 
 def test_pieces_of_a_tensor_are_summed_column_by_column() -> None:

@@ -142,7 +142,7 @@ def _is_followed(walk: Walk, one: Returned) -> bool:
 
 def _keeps(shape: Sequence[int], one: Returned) -> bool:
     # whether a tensor has the rows on another axis than the first; the last one is rather that of features
-    features = one.state is not SPLIT or len(shape) > _MATRIX or one.samples % max(1, one.rows) == 0
+    features = one.state is not SPLIT or len(shape) > _MATRIX
     return one.rows in (shape[1:-1] if features else shape[1:])
 
 

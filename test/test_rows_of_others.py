@@ -1,0 +1,153 @@
+"""Rows that are times, members, draws or another call's samples: refused where nothing tells that they are samples, with nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases_nets import Net, parameter
+from test_extensions import close
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack import backpack, extend, results
+from backpack.extensions import BatchDiagGGNExact, BatchGrad
+from backpack.utils.errors import BackpackError, UnsupportedError
+
+N = 4
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "function": F.mse_loss,
+    "module": extend(nn.MSELoss()),
+    "by hand": lambda out, target: (out - target).square().sum(),
+}
+
+
+def net(forward: Callable[..., Any], **parts: Callable[[], Any]) -> nn.Module:
+    return extend(Net(forward, **{name: make() for name, make in parts.items()}).double())
+
+
+def linear(*sizes: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(*sizes)
+
+
+def decoder() -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+
+
+TRAJECTORIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "step by step": lambda own, z, t: torch.stack([own.h(z * now) for now in t]),
+    "at once": lambda own, z, t: own.h(z * t[:, None, None]),
+    "scaled": lambda own, z, t: torch.einsum("t,nd->tnd", t, own.h(z)),
+    "without features": lambda own, z, t: torch.stack([own.h(z * now).sum(1) for now in t]),
+}
+
+
+@pytest.mark.parametrize("times", [3, 5])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("way", TRAJECTORIES)
+def test_times_are_no_samples(way: str, loss: str, times: int) -> None:
+    """A model of states and times that returns times first; with samples in front, it is exact."""
+    torch.manual_seed(0)
+    model, z, t = net(TRAJECTORIES[way], h=decoder), torch.rand(N, 2).double(), torch.rand(times).double()
+    out = model(z, t)
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=rf"given a tensor of shape \[4, 2\] and returns \[{times}, 4"):
+        LOSSES[loss](out, torch.ones_like(out)).backward()
+    assert results(model) == {}
+    turned = extend(Net(lambda own, z, t: own.model(z, t).transpose(0, 1), model=model))
+    with backpack(BatchGrad()):
+        out = turned(z, t)
+        LOSSES[loss](out, torch.ones_like(out)).backward()
+    for p in model.parameters():
+        rows = [torch.autograd.grad(LOSSES[loss](o := turned(z[n : n + 1], t), torch.ones_like(o)), p)[0] for n in range(N)]
+        close(p.grad_batch, torch.stack(rows) / (1 if loss == "by hand" else N))
+
+
+MEMBERS: dict[str, Callable[[], nn.Module]] = {
+    "matrices from the left": lambda: net(lambda own, z: (own.w @ z.T).tanh(), w=parameter(3, 2)),
+    "scales": lambda: net(lambda own, z: (own.w * own.h(z)[:, 0]).tanh(), w=parameter(3, 1), h=linear(2, 1)),
+    "turned": lambda: net(lambda own, z: own.h(z).tanh().T, h=linear(2, 3)),
+}
+
+
+@pytest.mark.parametrize("extension", [BatchGrad, BatchDiagGGNExact])
+@pytest.mark.parametrize("loss", ["function", "module"])
+@pytest.mark.parametrize("way", MEMBERS)
+def test_members_are_no_samples(way: str, loss: str, extension: type) -> None:
+    """Of outputs with two axes, too."""
+    model = MEMBERS[way]()
+    with backpack(extension()), pytest.raises(UnsupportedError):
+        LOSSES[loss](model(torch.rand(N, 2).double()), torch.rand(3, N).double()).backward()
+    assert results(model) == {}
+
+
+@pytest.mark.parametrize("draws", [2, 4, 8])
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("make", [linear(3, 2), lambda: nn.Sequential(nn.Linear(3, 2))], ids=["layer", "model"])
+def test_draws_of_a_second_model_are_no_samples(make: Callable[[], nn.Module], loss: str, draws: int) -> None:
+    encoder, last = extend(make().double()), net(lambda own, z: own.h(z).squeeze(-1), h=linear(2, 1))
+    with backpack(BatchGrad()), pytest.raises(UnsupportedError):
+        out = last(encoder(torch.rand(N, 3).double())[None] + torch.rand(draws, N, 2).double())
+        LOSSES[loss](out, torch.ones_like(out)).backward()
+    assert results(encoder) == results(last) == {}
+
+
+def of_two_calls(join: Callable[..., Tensor]) -> Callable[[], Tensor]:
+    model = extend(nn.Linear(3, 2).double())
+    return lambda: join(model, *(torch.rand(N, 3).double() for _ in range(2)))
+
+
+def two_orders(m: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+    rows, one, other = torch.cat([m(a), m(b)]), torch.arange(2 * N).flip(0), torch.arange(2 * N).roll(3)
+    return rows[one].square().sum() + rows[other].tanh().sum()
+
+
+def masks(m: nn.Module, a: Tensor, b: Tensor) -> Tensor:
+    rows, mask = torch.cat([m(a), m(b)]), torch.tensor([1, 0, 1, 0, 0, 1, 1, 0]).bool()
+    return (rows[mask] * rows[~mask]).square().sum()
+
+
+def changed(table: nn.Module, *_: Tensor) -> Tensor:
+    tokens = torch.tensor([1, 2, 3, 4])
+    first = table(tokens.clone() * 1)
+    return torch.cat([first, table(tokens.add_(2) * 1)]).square().sum()
+
+
+def with_a_table(m: nn.Module, x: Tensor) -> Tensor:
+    rows, scales = m(x)
+    return (rows @ scales.exp().T).square().sum()
+
+
+MIXED: dict[str, Callable[[], Tensor]] = {
+    "in two orders": of_two_calls(two_orders),
+    "masks": of_two_calls(masks),
+    "joined behind a residual": of_two_calls(lambda m, a, b: torch.cat([m(x) * m(x).tanh() for x in (a, b)]).square().sum()),
+    "rows of data and a parameter": lambda: (
+        net(lambda own, x: own.h(x) @ torch.cat([own.p, x[1:]]).T, h=linear(3, 3), p=parameter(1, 3))(torch.rand(N, 3).double()).square().sum()
+    ),
+    "a table beside": lambda: with_a_table(net(lambda own, x: (own.h(x), own.p * 1), h=linear(3, 3), p=parameter(N, 3)), torch.rand(N, 3).double()),
+    "a table beside, as it is": lambda: with_a_table(
+        net(lambda own, x: (own.h(x), own.p.expand(N, 3)), h=linear(3, 3), p=parameter(N, 3)), torch.rand(N, 3).double()
+    ),
+    "tokens that were changed": lambda: changed(net(lambda own, i: own.table(i), table=lambda: nn.Embedding(9, 3))),
+}
+
+
+@pytest.mark.parametrize("way", MIXED)
+def test_samples_that_meet_are_refused(way: str) -> None:
+    torch.manual_seed(0)
+    loss = MIXED[way]()
+    with backpack(BatchGrad()), pytest.raises(BackpackError):
+        loss.backward()
+
+
+def test_channels_of_samples_with_kernels_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = net(lambda own, x: own.c(x.transpose(0, 1)).transpose(0, 1), c=lambda: nn.Conv1d(N, N, 3, padding=1, groups=N))
+    x = torch.rand(N, 1, 6).double()
+    with backpack(BatchGrad()):
+        model(x).square().sum().backward()
+    out = model(x)
+    for p in model.parameters():
+        close(p.grad_batch, torch.stack([torch.autograd.grad(row.square().sum(), p, retain_graph=True)[0] for row in out]))
