@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from math import sqrt
 from threading import local
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ _CHECKED = frozenset(
     make_hessian_mat_prod sum_hessian""".split()
 )
 """Products that check shapes, and call those with an underscore in front, which rules write."""
-_AGREES = "__agrees__"
+_AGREES, _DERIVED = "__agrees__", "__derived__"
 _COMPARED: WeakKeyDictionary[Module, set] = WeakKeyDictionary()
 _state = local()
 
@@ -73,7 +72,8 @@ def _is_ours(cls: type) -> bool:
 
 def _written(rule: BaseDerivatives) -> frozenset[str]:
     # what users have written, in classes or on the object
-    return frozenset(vars(rule)).union(*(vars(cls) for cls in type(rule).__mro__[:-1] if not _is_ours(cls)))
+    written = {*getattr(rule, "__dict__", ())}.union(*(vars(cls) for cls in type(rule).__mro__[:-1] if not _is_ours(cls)))
+    return frozenset(name for name in written if not name.startswith("__"))
 
 
 def keeps_product(rule: BaseDerivatives, derivatives: type[BaseDerivatives], name: str) -> bool:
@@ -89,7 +89,7 @@ def keeps_product(rule: BaseDerivatives, derivatives: type[BaseDerivatives], nam
     """
     if not isinstance(rule, derivatives):
         return False
-    methods = {method for method in _written(rule) if callable(getattr(rule, method)) and not method.startswith("__")}
+    methods = {method for method in _written(rule) if callable(getattr(rule, method))}
     return isinstance(rule, AffineDerivatives) or methods.isdisjoint({*dir(derivatives), f"_{name}_jac_t_mat_prod"})
 
 
@@ -105,28 +105,28 @@ def agreeing(rule: BaseDerivatives) -> BaseDerivatives:
     Raises:
         ArgumentError: If it overrides a product that only checks shapes.
     """
-    kind = next((kind for kind in _KINDS if isinstance(rule, kind)), None)
-    written = _written(rule)
-    if not written or _AGREES in vars(type(rule)):
+    cls, kind, written = type(rule), next((kind for kind in _KINDS if isinstance(rule, kind)), None), _written(rule)
+    if _AGREES in vars(cls):
         return rule
     if unasked_for := sorted(written & _CHECKED):
         name = unasked_for[0]
-        raise ArgumentError(f"{type(rule).__name__} overrides {name}, which checks shapes and calls _{name}. Write `_{name}` instead.")
-    methods = {} if kind is None else _mended(type(rule), kind, written)
-    if not methods:
+        raise ArgumentError(f"{cls.__name__} overrides {name}, which checks shapes and calls _{name}. Write `_{name}` instead.")
+    if kind is None or not written or not hasattr(rule, "__dict__"):
         return rule
-    other = object.__new__(_derived(type(rule), tuple(methods.items())))
+    if _DERIVED not in vars(cls):  # nothing global keeps classes of users
+        setattr(cls, _DERIVED, {})
+    derived = vars(cls)[_DERIVED]
+    if written not in derived:
+        named = {"__module__": "rules" if _is_ours(cls) else cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        methods = _mended(cls, kind, written)
+        derived[written] = type(cls.__name__, (cls,), methods | named | {_AGREES: True}) if methods else None
+    if derived[written] is None:
+        return rule
+    other = object.__new__(derived[written])
     other.__dict__ = rule.__dict__
     return other
 
 
-@cache
-def _derived(cls: type[BaseDerivatives], methods: tuple[tuple[str, Callable], ...]) -> type[BaseDerivatives]:
-    named = {"__module__": "rules" if _is_ours(cls) else cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (cls,), dict(methods) | named | {_AGREES: True})
-
-
-@cache
 def _mended(cls: type[BaseDerivatives], kind: type[BaseDerivatives], written: frozenset[str]) -> dict[str, Callable]:
     told, follows = _KINDS[kind]
     draws = {"_sqrt_hessian_sampled"} if "_make_distribution" in written else frozenset()
