@@ -13,9 +13,11 @@ from torch.autograd.graph import Node
 
 from backpack.core.batches import batch_of, counts_others, known_axis, lengths_of, lists_samples, rows_of, sample_axis, turns
 from backpack.core.calls import Mark, ModuleCall
+from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.downstream import is_reshaped
 from backpack.core.mixing import comes_from_data
 from backpack.core.samples import Layout
+from backpack.core.starts import Start
 from backpack.core.walk import Walk
 from backpack.core.ways import SPLIT, State
 from backpack.utils.errors import UnsupportedError
@@ -98,7 +100,7 @@ def refuse_other_axes(walk: Walk, returned: Collection[Returned]) -> Iterator[Un
             )
 
 
-def is_turned(walk: Walk, node: Node, mark: Mark, known: State | None) -> bool:
+def is_turned(walk: Walk, node: Node, mark: Mark, known: State | None, losses: Iterable[Start]) -> bool:
     """Say whether the rows of a model's output are something else than the samples that it was given, which lie on another axis.
 
     Args:
@@ -106,6 +108,7 @@ def is_turned(walk: Walk, node: Node, mark: Mark, known: State | None) -> bool:
         node: Node that made the output.
         mark: Mark of the call there.
         known: Where samples lie there, seen from a loss or a later module; ``None`` if they are not known.
+        losses: All losses: axis 1 of what is given to a cross-entropy has classes.
 
     Returns:
         Whether they are: where both lengths are exchanged; where a loss has taken rows for samples that are neither what was given, nor parts of it;
@@ -122,7 +125,8 @@ def is_turned(walk: Walk, node: Node, mark: Mark, known: State | None) -> bool:
     inside = first in shape[1:-1]
     if known is not None and inside and known.samples == 1:
         return True
-    parts = not inside and (shape[0] == 1 or shape[0] % first == 0)  # of samples, and features that are as many
+    classes = any(start.below == (node, mark.nr) and isinstance(start.call.derivatives, CrossEntropyLossDerivatives) for start in losses)
+    parts = not inside and (classes or shape[0] == 1 or shape[0] % first == 0)  # of samples, and features that are as many
     if known is not None and not parts and counts_others(call, shape, walk.marks[node]):
         return True
     if not owns or shape[1] != first or first == 1 or shape[0] not in lengths_of(call):

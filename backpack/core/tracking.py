@@ -133,7 +133,7 @@ class Tracking:
             if self._of_one is not None and isinstance(known, Layout) and known.samples > 1:
                 self._refuse_positions(mark, known)
             return
-        if call.root and is_turned(self.walk, node, mark, known):
+        if call.root and is_turned(self.walk, node, mark, known, self.losses.values()):
             raise turned(call)
         shape = call.outputs[mark.index].shape
         start = start_at_output(self.walk, node, mark, known is not None)
