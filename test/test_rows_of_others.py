@@ -64,6 +64,27 @@ def test_times_are_no_samples(way: str, loss: str, times: int) -> None:
         close(p.grad_batch, torch.stack(rows) / (1 if loss == "by hand" else N))
 
 
+FIRST: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module], tuple[int, ...], tuple[int, ...]]] = {
+    "a mask": (lambda own, mask, x: mask.softmax(1) @ own.h(x), linear(2, 2), (3, 3), (N, 3, 2)),
+    "points": (lambda own, p, x: own.h(x) @ p.sin().T, linear(3, 2), (3, 2), (N, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_arguments_in_front_of_the_samples(loss: str, name: str) -> None:
+    """They are as long as another axis of samples that a layer is given as they are."""
+    forward, make, first, shape = FIRST[name]
+    torch.manual_seed(0)
+    model, a, x = net(forward, h=make), torch.rand(first).double(), torch.rand(shape).double()
+    with backpack(BatchGrad()):
+        out = model(a, x)
+        LOSSES[loss](out, torch.ones_like(out)).backward()
+    for p in model.parameters():
+        rows = [torch.autograd.grad(LOSSES[loss](o := model(a, x[n : n + 1]), torch.ones_like(o)), p)[0] for n in range(N)]
+        close(p.grad_batch, torch.stack(rows) / (1 if loss == "by hand" else N))
+
+
 MEMBERS: dict[str, Callable[[], nn.Module]] = {
     "matrices from the left": lambda: net(lambda own, z: (own.w @ z.T).tanh(), w=parameter(3, 2)),
     "scales": lambda: net(lambda own, z: (own.w * own.h(z)[:, 0]).tanh(), w=parameter(3, 1), h=linear(2, 1)),

@@ -11,10 +11,11 @@ from typing import NamedTuple
 from torch import Size
 from torch.autograd.graph import Node
 
-from backpack.core.batches import batch_of, counts_others, known_axis, lengths_of, lists_samples, rows_of, sample_axis, turns
+from backpack.core.batches import batch_of, counts_others, given_to, known_axis, lengths_of, lists_samples, rows_of, sample_axis, turns
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.downstream import is_reshaped
+from backpack.core.memory import place_of
 from backpack.core.mixing import comes_from_data
 from backpack.core.samples import Layout
 from backpack.core.starts import Start
@@ -112,7 +113,7 @@ def is_turned(walk: Walk, node: Node, mark: Mark, known: State | None, losses: I
 
     Returns:
         Whether they are: where both lengths are exchanged; where a loss has taken rows for samples that are neither what was given, nor parts of it;
-        or where they are as many as another argument is long, such as times, and no layer was given so many.
+        or where they are as many as another argument is long, such as times, and no layer was given that, or so many of something else.
     """
     call = mark.call
     shape, first = call.outputs[mark.index].shape, batch_of(call)
@@ -131,8 +132,9 @@ def is_turned(walk: Walk, node: Node, mark: Mark, known: State | None, losses: I
         return True
     if not owns or shape[1] != first or first == 1 or shape[0] not in lengths_of(call):
         return False
-    given = [inner.tensor_inputs[0].shape for inner in walk.calls if not inner.root and inner.tensor_inputs]
-    return not any(tensor[:1] == shape[:1] and tensor[1:2] != (first,) for tensor in given)
+    arguments = {place_of(tensor) for tensor in given_to(call) if tensor.shape[:1] == shape[:1]} - {0}
+    given = [inner.tensor_inputs[0] for inner in walk.calls if not inner.root and inner.tensor_inputs]
+    return not any(slot.shape[:1] == shape[:1] and (slot.shape[1:2] != (first,) or place_of(slot.tensor) in arguments) for slot in given)
 
 
 def _is_followed(walk: Walk, one: Returned) -> bool:
