@@ -308,9 +308,24 @@ def test_products_on_the_object_are_heard() -> None:
     rule._weight_jac_t_mat_prod = lambda *args, **kwargs: 2 * LinearDerivatives._weight_jac_t_mat_prod(rule, *args, **kwargs)
     register(Twice, rule)
     model, x, y = problem(layers(Twice))
-    with backpack(extensions.BatchL2Grad()), pytest.raises(UnsupportedError, match="says something else"):
-        extend(nn.CrossEntropyLoss())(model(x), y).backward()
+    loss = extend(nn.CrossEntropyLoss())(model(x), y)
+    for _ in range(2):
+        with backpack(extensions.BatchL2Grad(), retain_graph=True), pytest.raises(UnsupportedError, match="says something else"):
+            loss.backward(retain_graph=True)
     register(Twice, TwiceColumns)
+
+
+def test_products_on_the_object_are_heard_at_other_layers() -> None:
+    rule = EmbeddingDerivatives()
+    rule._weight_jac_t_mat_prod = lambda *args, **kwargs: 2 * EmbeddingDerivatives._weight_jac_t_mat_prod(rule, *args, **kwargs)
+    register(Larger, rule)
+    model, x, y = problem(Words, True)
+    with backpack(*(getattr(extensions, name)() for name in READ)):
+        extend(nn.CrossEntropyLoss(reduction="sum"))(model(x), y).backward()
+    register(Larger, LargerDerivatives)
+    for parameter, rows, diagonals in zip(model.parameters(), *expected(model, x, y), strict=True):
+        close(parameter.batch_l2, rows.flatten(1).square().sum(1))  # the square root of four features is two
+        close(parameter.diag_ggn_exact, diagonals.sum(0))
 
 
 def test_products_that_only_check_shapes_are_not_to_be_written() -> None:

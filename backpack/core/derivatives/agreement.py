@@ -111,15 +111,16 @@ def agreeing(rule: BaseDerivatives) -> BaseDerivatives:
     if unasked_for := sorted(written & _CHECKED):
         name = unasked_for[0]
         raise ArgumentError(f"{cls.__name__} overrides {name}, which checks shapes and calls _{name}. Write `_{name}` instead.")
-    if kind is None or not written or not hasattr(rule, "__dict__"):
+    own = {name for name, value in getattr(rule, "__dict__", {}).items() if callable(value) and hasattr(cls, name)}
+    if not (own or (kind and written and hasattr(rule, "__dict__"))):
         return rule
     if _DERIVED not in vars(cls):  # nothing global keeps classes of users
         setattr(cls, _DERIVED, {})
     derived = vars(cls)[_DERIVED]
     if written not in derived:
         named = {"__module__": "rules" if _is_ours(cls) else cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-        methods = _mended(cls, kind, written)
-        derived[written] = type(cls.__name__, (cls,), methods | named | {_AGREES: True}) if methods else None
+        methods = {} if kind is None else _mended(cls, kind, written)
+        derived[written] = type(cls.__name__, (cls,), methods | named | {_AGREES: True}) if methods or own else None
     if derived[written] is None:
         return rule
     other = object.__new__(derived[written])
@@ -145,22 +146,22 @@ def _mended(cls: type[BaseDerivatives], kind: type[BaseDerivatives], written: fr
 
 def _after(compare: Callable[..., None], method: Callable) -> Callable:
     def compared(self: BaseDerivatives, module: Module, *args: Any, **kwargs: Any) -> Any:
-        if getattr(_state, "asks", True) and not _has_been(compare, self, module):
+        done, key = _compared(module), (compare, type(self))
+        if getattr(_state, "asks", True) and key not in done:
             with unasked():
                 compare(self, module, *args)
+            done.add(key)  # it is read block by block, and nothing of it changes
         return method(self, module, *args, **kwargs)
 
     return compared
 
 
-def _has_been(compare: Callable[..., None], rule: BaseDerivatives, module: Module) -> bool:
-    # whether this execution was compared before: it is read block by block, and nothing of it changes
+def _compared(module: Module) -> set:
+    # what has been compared at an execution
     try:
-        done = _COMPARED.setdefault(module, set())
+        return _COMPARED.setdefault(module, set())
     except TypeError:  # a view of it that nobody else holds
-        return False
-    key = compare, type(rule)
-    return key in done or bool(done.add(key))
+        return set()
 
 
 def _quiet(method: Callable) -> Callable:
