@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,18 +45,30 @@ TRAJECTORIES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
+GIVEN: dict[str, tuple[Callable[[Tensor, Tensor], tuple], Callable[..., tuple[Tensor, Tensor]]]] = {
+    "arguments": (lambda z, t: (z, t), lambda z, t: (z, t)),
+    "a mapping": (lambda z, t: ({"z": z, "t": t},), lambda given: (given["z"], given["t"])),
+    "an object": (lambda z, t: (SimpleNamespace(z=z, t=t),), lambda given: (given.z, given.t)),
+    "a list": (lambda z, t: ([z, t],), tuple),
+    "a tuple": (lambda z, t: ((z, t),), tuple),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("times", [3, 5])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("way", TRAJECTORIES)
-def test_times_are_no_samples(way: str, loss: str, times: int) -> None:
+def test_times_are_no_samples(way: str, loss: str, times: int, given: str) -> None:
     """A model of states and times that returns times first; with samples in front, it is exact."""
     torch.manual_seed(0)
-    model, z, t = net(TRAJECTORIES[way], h=decoder), torch.rand(N, 2).double(), torch.rand(times).double()
-    out = model(z, t)
+    give, read = GIVEN[given]
+    model = net(lambda own, *given: TRAJECTORIES[way](own, *read(*given)), h=decoder)
+    z, t = torch.rand(N, 2).double(), torch.rand(times).double()
+    out = model(*give(z, t))
     with backpack(BatchGrad()), pytest.raises(UnsupportedError, match=rf"given a tensor of shape \[4, 2\] and returns \[{times}, 4"):
         LOSSES[loss](out, torch.ones_like(out)).backward()
     assert results(model) == {}
-    turned = extend(Net(lambda own, z, t: own.model(z, t).transpose(0, 1), model=model))
+    turned = extend(Net(lambda own, z, t: own.model(*give(z, t)).transpose(0, 1), model=model))
     with backpack(BatchGrad()):
         out = turned(z, t)
         LOSSES[loss](out, torch.ones_like(out)).backward()

@@ -53,8 +53,20 @@ def first_shape(call: ModuleCall) -> torch.Size:
         The shape of the first tensor; without one, of the first in a mapping or an object, where all agree; no axes if nothing tells.
     """
     nested = [] if call.tensor_inputs or lists_samples(call) else nested_in(call)
-    if len({tensor.shape[0] for tensor in nested if tensor.shape} - {1}) > 1:  # nodes and edges, say
-        return torch.Size()
+    disagree = len({tensor.shape[0] for tensor in nested if tensor.shape} - {1}) > 1  # nodes and edges, say
+    return torch.Size() if disagree else leading_shape(call)
+
+
+def leading_shape(call: ModuleCall) -> torch.Size:
+    """Return the shape of the first tensor that a module was called with, in whatever.
+
+    Args:
+        call: Its call.
+
+    Returns:
+        The shape; no axes without such a tensor, or if it may be one of a list of samples.
+    """
+    nested = [] if call.tensor_inputs or lists_samples(call) else nested_in(call)
     return next((tensor.shape for tensor in call.tensor_inputs or nested if tensor.shape), torch.Size())
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import Node
 from torch.nn import MultiheadAttention, Parameter
 
-from backpack.core.batches import batch_of, first_shape, lacks_batch
+from backpack.core.batches import batch_of, lacks_batch, leading_shape
 from backpack.core.calls import ModuleCall
 from backpack.core.graph import operation, reads_data, saved, shape_of
 from backpack.core.linear import RESHAPES
@@ -325,12 +325,12 @@ def turned(call: ModuleCall) -> UnsupportedError:
     Returns:
         The error.
     """
-    given, shape = list(first_shape(call)), next(list(slot.shape) for slot in call.outputs if slot.shape)
+    given, shape = list(leading_shape(call)), next(list(slot.shape) for slot in call.outputs if slot.shape)
     squeezed = " (squeeze() drops that of a single sample, too: use squeeze(-1))" * (batch_of(call) == 1)
     return UnsupportedError(
         f"{call} was given a tensor of shape {given} and returns {shape}: samples lie on axis 0 of what a model returns, which would be {shape[0]} "
-        f"there, but it was given {batch_of(call)}. Give it the samples on axis 0, and return them there; exchange or merge axes outside of the "
-        f"model, if the loss needs it{squeezed}."
+        f"there, but it was given {batch_of(call) or given[0]}. Give it the samples on axis 0, and return them there; exchange or merge axes outside "
+        f"of the model, if the loss needs it{squeezed}."
     )
 
 
