@@ -127,9 +127,13 @@ def test_draws_of_a_second_model_are_no_samples(make: Callable[[], nn.Module], l
     assert results(encoder) == results(last) == {}
 
 
-def of_two_calls(join: Callable[..., Tensor]) -> Callable[[], Tensor]:
+def of_calls(join: Callable[..., Tensor], calls: int = 2) -> Callable[[], Tensor]:
     model = extend(nn.Linear(3, 2).double())
-    return lambda: join(model, *(torch.rand(N, 3).double() for _ in range(2)))
+    return lambda: join(model, *(torch.rand(N, 3).double() for _ in range(calls)))
+
+
+def alike(one: Tensor, other: Tensor) -> Tensor:
+    return (one * other).sum(1)
 
 
 def two_orders(m: nn.Module, a: Tensor, b: Tensor) -> Tensor:
@@ -154,9 +158,12 @@ def with_a_table(m: nn.Module, x: Tensor) -> Tensor:
 
 
 MIXED: dict[str, Callable[[], Tensor]] = {
-    "in two orders": of_two_calls(two_orders),
-    "masks": of_two_calls(masks),
-    "joined behind a residual": of_two_calls(lambda m, a, b: torch.cat([m(x) * m(x).tanh() for x in (a, b)]).square().sum()),
+    "in two orders": of_calls(two_orders),
+    "masks": of_calls(masks),
+    "joined behind a residual": of_calls(lambda m, a, b: torch.cat([m(x) * m(x).tanh() for x in (a, b)]).square().sum()),
+    "pairs": of_calls(lambda m, a, b, c, d: torch.cat([torch.cat([m(a), m(b)], 1), torch.cat([m(c), m(d)], 1)]).square().sum(), 4),
+    "similarities": of_calls(lambda m, a, b, c, d: torch.cat([alike(m(a), m(b)), alike(m(c), m(d))]).tanh().square().sum(), 4),
+    "a pair and a row": of_calls(lambda m, a, b, c: torch.cat([m(a) - m(b), m(c)]).square().sum(), 3),
     "rows of data and a parameter": lambda: (
         net(lambda own, x: own.h(x) @ torch.cat([own.p, x[1:]]).T, h=linear(3, 3), p=parameter(1, 3))(torch.rand(N, 3).double()).square().sum()
     ),
@@ -174,6 +181,26 @@ def test_samples_that_meet_are_refused(way: str) -> None:
     loss = MIXED[way]()
     with backpack(BatchGrad()), pytest.raises(BackpackError):
         loss.backward()
+
+
+PAIRS: dict[str, Callable[..., Tensor]] = {
+    "a row in both": lambda a, b, c, d: torch.cat([alike(a, b), alike(a, c)]).tanh().square().sum(),
+    "all rows in both": lambda a, b, c, d: torch.cat([alike(a, b), alike(b, a), a[:, 0], b[:, 1]]).exp().sum(),
+    "pairs side by side": lambda a, b, c, d: torch.stack([alike(a, b), alike(c, d)], 1).logsumexp(1).sum(),
+    "losses": lambda a, b, c, d: alike(a, b).exp().sum() + torch.stack([alike(c, d).sin().sum(), alike(a, c).sum()]).sum(),
+    "a pair of pairs": lambda a, b, c, d: (torch.cat([a, b], 1) * torch.cat([c, d], 1)).exp().sum(),
+}
+
+
+@pytest.mark.parametrize("way", PAIRS)
+def test_rows_of_several_calls_are_a_sample(way: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = extend(nn.Linear(3, 2).double()), [torch.rand(N, 3).double() for _ in range(4)]
+    with backpack(BatchGrad()):
+        PAIRS[way](*map(model, inputs)).backward()
+    for p in model.parameters():
+        rows = [torch.autograd.grad(PAIRS[way](*(model(x[n : n + 1]) for x in inputs)), p)[0] for n in range(N)]
+        close(p.grad_batch, torch.stack(rows))
 
 
 def test_channels_of_samples_with_kernels_of_their_own() -> None:

@@ -36,6 +36,7 @@ class _Rows(NamedTuple):
     joined: bool
     order: Node | None = None  # what has chosen some of them, or put them in another order
     bare: bool = False  # whether it is a single row, without an axis of rows
+    united: bool = False  # whether rows i of several calls have become one
 
 
 def refuse_joined(walk: Walk) -> None:
@@ -47,7 +48,7 @@ def refuse_joined(walk: Walk) -> None:
     Raises:
         UnsupportedError: If models were called with other data each time, and what they returned was joined.
     """
-    found: dict[Node, _Rows | None] = {}  # None where rows of different calls have been compared, or united
+    found: dict[Node, _Rows | None] = {}  # None where rows of different calls have been compared
     for node in reversed(walk.order if walk.apart else ()):
         roots = [mark.call for mark in walk.marks.get(node, ()) if mark.call.root and not mark.call.is_loss]
         if not walk.reach.get(node) or roots:
@@ -76,7 +77,7 @@ def _passed_on(models: list[ModuleCall], found: dict[Node, _Rows | None]) -> fro
     # the call whose rows, alone, other models were given; else these tell the samples
     edges = [slot.edge for call in models for slot in call.tensor_inputs if slot.edge is not None]
     given = {found[node] for node, _ in edges if node in found}
-    return next(iter(given)).calls if len(given) == 1 and all(rows is not None and not rows.joined for rows in given) else frozenset()
+    return next(iter(given)).calls if len(given) == 1 and all(rows is not None and not (rows.joined or rows.united) for rows in given) else frozenset()
 
 
 def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
@@ -87,7 +88,7 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
         upstream: What is known of its inputs.
 
     Returns:
-        What is known of its output; ``None`` where rows of different calls have been united, so that they belong to one sample.
+        What is known of its output; ``None`` where rows of different calls belong to one sample, as each meets another, or all meet those of one.
     """
     name, shape = operation(node), shape_of((node, 0))
     calls, joined = frozenset().union(*(rows.calls for rows in upstream)), [rows for rows in upstream if rows.joined]
@@ -97,7 +98,9 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
         return None  # each row meets another one
     if joins:
         if saved(node, "dim") not in (0, -len(shape)):
-            return joined[0] if joined else upstream[0] if len(calls) == 1 else None
+            return joined[0] if joined else upstream[0] if len(calls) == 1 else _Rows(calls, False, False, united=True)
+        if any(rows.united for rows in upstream) and sum(len(rows.calls) for rows in upstream) > len(calls):
+            return None
         below = len(calls) > 1 and (name == "Cat" or all(rows.bare for rows in upstream))
         return _Rows(calls, name == "Stack" or any(rows.stacked for rows in upstream), bool(joined) or below)
     if name in _FILLS:
@@ -107,7 +110,7 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
     if len(upstream) == 1 or len(calls) == 1:
         rows = upstream[0]._replace(bare=_is_bare(node, upstream[0]))
         return rows._replace(order=node) if _chooses(node) else rows
-    return _Rows(frozenset().union(*(rows.calls for rows in joined)), False, True) if joined else None
+    return _Rows(frozenset().union(*(rows.calls for rows in joined or upstream)), False, bool(joined), united=not joined)
 
 
 def _turns(node: Node) -> bool:
