@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
 from math import inf, nan
 
 import pytest
 import torch
+from cases import CASES as TABLE
 from test_extensions import close
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend
-from backpack.extensions import GGNMP, HMP, BatchDiagGGNExact, BatchDiagGGNMC, BatchDiagHessian, DiagGGNExact, DiagGGNMC, DiagHessian
+from backpack.extensions import (
+    GGNMP,
+    HMP,
+    BatchDiagGGNExact,
+    BatchDiagGGNMC,
+    BatchDiagHessian,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+    SqrtGGNExact,
+    SumGradSquared,
+)
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.utils.errors import LossValueError, UnsupportedError
 
@@ -112,6 +126,64 @@ def test_scaler_where_no_labels_can_be_drawn() -> None:
     scaler.update()
     assert torch.equal(model.weight, before)
     assert scaler.get_scale() == 2.0  # noqa: PLR2004
+
+
+PER_SAMPLE = {BatchGrad: 0, BatchL2Grad: 0, BatchDiagGGNExact: 0, SqrtGGNExact: 1, BatchDiagHessian: 0}
+SUMS = {name for name in TABLE if name.startswith(("addmm onto", "addmm with", "stack of matrices, activations added", "EmbeddingBag, weights with"))}
+"""The product of a parameter and data is one for all samples, with a column for each that is zero at the others: zero times no number is none."""
+CHOICES = {name for name in TABLE if name.startswith(("hardest", "EmbeddingBag of lists", "a table beside a constant"))}
+"""What a sample is, or which rows it uses, depends on all numbers."""
+
+
+@pytest.mark.parametrize("case", [name for name in TABLE if name not in SUMS | CHOICES])
+def test_other_samples_of_the_table(case: str) -> None:
+    """Each has what it has beside a sample of numbers."""
+    refused, numbers = (NotImplementedError, LossValueError, RuntimeError), []
+    for extension, axis in PER_SAMPLE.items():
+        values = []
+        for bad in (None, nan):
+            problem = TABLE[case].build(N)
+            if not problem.x.is_floating_point() or (case.startswith("Bilinear") and extension is BatchDiagHessian):
+                return
+            with torch.no_grad():
+                problem.x[-1] = problem.x[-1] if bad is None else bad
+            for module in (problem.model, *problem.losses):
+                extend(module)
+            with suppress(*refused), backpack(extension()):
+                problem.loss(problem.outputs()).backward()
+            found = {n: getattr(p, extension().savefield, None) for n, p in problem.model.named_parameters()}
+            values.append({name: value.narrow(axis, 0, N - 1) for name, value in found.items() if value is not None})
+        numbers += values[0]
+        for name in values[0].keys() & values[1].keys():
+            close(values[1][name], values[0][name])
+    assert numbers
+
+
+ROWS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "maxima of bags": (lambda: nn.EmbeddingBag(6, 4, mode="max"), torch.tensor([[1, 2, 0], [1, 5, 1], [3, 4, 0]])),
+    "bags": (lambda: nn.EmbeddingBag(6, 4, mode="mean", padding_idx=0), torch.tensor([[1, 2, 0], [1, 5, 1], [3, 4, 0]])),
+    "padded sequences": (lambda: nn.Embedding(6, 4, padding_idx=0), torch.tensor([[1, 2, 0], [1, 5, 1], [3, 4, 0]])),
+    "slopes": (lambda: nn.PReLU(4), torch.tensor([[1, 2, -3, 0], [-1, -2, 3, 4], [nan, inf, -inf, 1.0]]).double()),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_rows_that_are_not_finite(name: str) -> None:
+    """As autograd has each sample; the row of the padding has no gradient, whatever arrives there."""
+    torch.manual_seed(0)
+    make, x = ROWS[name]
+    layer = make().double()
+    model = extend(nn.Sequential(layer, nn.Flatten(), nn.LazyLinear(2)).double())
+    model(x)
+    with torch.no_grad():
+        layer.weight[3] = layer.weight[3] if x.is_floating_point() else nan
+    with backpack(BatchGrad(), SumGradSquared()):
+        model(x).square().sum().backward()
+    rows = torch.stack([torch.autograd.grad(model(row[None]).square().sum(), layer.weight)[0] for row in x])
+    torch.testing.assert_close(layer.weight.grad_batch, rows, equal_nan=True)
+    torch.testing.assert_close(layer.weight.sum_grad_squared, rows.square().sum(0), equal_nan=True)
+    assert rows[:-1].isfinite().all()
+    assert not rows[-1].isfinite().all()
 
 
 class Masked(nn.Module):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from cases import CASES
+from cases_nets import Net
 from oracle import Oracle, Problem
 from test_extensions import QUANTITIES, Expect, close, collect, flat, run
 from torch import Tensor, nn
@@ -345,3 +346,36 @@ def test_hessian_of_normalizations_of_mixed_precision(make: Callable) -> None:
         loss.backward()
     for parameter in model.parameters():
         close(parameter.diag_ggn_exact, parameter.diag_ggn_exact_batch.sum(0), rtol=1e-5)
+
+
+PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "root mean square": lambda z: z * z.square().mean(1, keepdim=True).rsqrt(),
+    "power": lambda z: z * (z.square().mean(1, keepdim=True) + 1e-6).pow(-0.5),
+    "inverse": lambda z: z * z.norm(dim=1, keepdim=True).reciprocal(),
+    "sign": lambda z: (z * z).sign() * (z * z),
+    "pool": lambda z: nn.functional.lp_pool1d(z, 2, 2),
+}
+
+
+@pytest.mark.parametrize("size", [1.0, 1e4, 1e6])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_hessian_of_products_of_sizes_that_are_far_apart(name: str, size: float) -> None:
+    """Pairs of columns with opposite signs cancel where a factor is small as what it is made of is large, and where it is small as it is."""
+    torch.manual_seed(0)
+    parts = {"first": nn.Linear(4, 4), "last": nn.Linear(2 if name == "pool" else 4, 3)}
+    model = Net(lambda own, x: own.last(PRODUCTS[name](own.first(x))), **parts).double()
+    with torch.no_grad():
+        model.first.weight *= size
+        model.first.bias *= size
+    x = torch.randn(5, 4)
+
+    def loss(weight: Tensor) -> Tensor:
+        out = torch.func.functional_call(model, {"first.weight": weight}, x.to(weight.dtype))
+        return nn.functional.mse_loss(out, torch.ones_like(out))
+
+    expected = torch.autograd.functional.hessian(loss, model.first.weight).reshape(16, 16).diag().reshape(4, 4)
+    model = extend(model.float())
+    with backpack(extensions.DiagHessian()):
+        out = model(x)
+        nn.functional.mse_loss(out, torch.ones_like(out)).backward()
+    close(model.first.weight.diag_h.double(), expected, 1e-5)

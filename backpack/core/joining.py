@@ -77,7 +77,8 @@ def _passed_on(models: list[ModuleCall], found: dict[Node, _Rows | None]) -> fro
     # the call whose rows, alone, other models were given; else these tell the samples
     edges = [slot.edge for call in models for slot in call.tensor_inputs if slot.edge is not None]
     given = {found[node] for node, _ in edges if node in found}
-    return next(iter(given)).calls if len(given) == 1 and all(rows is not None and not (rows.joined or rows.united) for rows in given) else frozenset()
+    alone = all(rows is not None and not (rows.joined or rows.united) for rows in given)
+    return next(iter(given)).calls if len(given) == 1 and alone else frozenset()
 
 
 def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:

@@ -18,14 +18,17 @@ from torch.func import vjp, vmap
 
 from backpack.core.crossings import Gap
 from backpack.core.graph import operation, saved, shape_of, tensor_at
+from backpack.core.linear import SAME_ENTRIES, TRANSPOSES
 from backpack.core.node_functions import Product, axes_of, coupling, is_known, is_plain_attention, product
 from backpack.core.samples import Layout, along, label_tensor, plain_layout, settle, shape_of_one
+from backpack.core.slots import Edge
 from backpack.core.ways import SPLIT
 from backpack.utils.columns import ScatteredColumns, unit_columns
 from backpack.utils.eigen import eigh
-from backpack.utils.paired_columns import PairedColumns, PartOfPairs, signs_of_pairs
+from backpack.utils.paired_columns import PairedColumns, PartOfPairs, floored, signs_of_pairs, sizes_of, units_of
 from backpack.utils.precision import wide
 
+_SURE = frozenset("Rsqrt Reciprocal Exp Exp2 Sigmoid Softmax Sign".split())
 _TOGETHER = 2**18
 """Entries of rows of matrices that are computed together: one by one, those of attention take twice as long as their eigenvectors."""
 
@@ -210,7 +213,8 @@ def _of_blocks(gap: Gap, grad: Tensor) -> tuple[Tensor, list[Born]]:
         labels = along(label_tensor(settled.labels, grad.device), axis, len(kept)).expand(kept).flatten()
     flat = [value.movedim(coupled, list(range(len(coupled)))).reshape(prod(lengths), prod(kept)) for value in values]
     sized = flat if parts is None else list(flat[0].split([part.numel() for part in parts]))
-    eigenvalues, vectors = _eigenvectors(wide(matrices), _sizes_in_blocks(sized, labels, layout.samples))
+    sure = [_is_sure(gap.nexts[number]) for number in numbers]
+    eigenvalues, vectors = _eigenvectors(wide(matrices), _sizes_in_blocks(sized, sure, labels, layout.samples))
 
     # the blocks of one sample need columns of their own
     turns, most = _turns(labels, layout.samples)
@@ -250,27 +254,12 @@ def _eigenvectors(matrices: Tensor, units: Tensor) -> tuple[Tensor, Tensor]:
     return eigenvalues, vectors / units.unsqueeze(2)
 
 
-def sizes_of(values: Tensor) -> Tensor:
-    """Return the root mean square of the values of each sample, as the unit of its entries; one if it is zero, or not finite.
-
-    Args:
-        values: Tensor with the samples on the first axis.
-
-    Returns:
-        The sizes, ``[N]``.
-    """
-    return _units(wide(values).square().reshape(len(values), values.shape[1:].numel()).mean(1))
-
-
-def _units(squares: Tensor) -> Tensor:
-    return torch.where((squares > 0) & squares.isfinite(), squares.sqrt(), 1.0)
-
-
-def _sizes_in_blocks(values: list[Tensor], labels: Tensor, samples: int) -> Tensor:
+def _sizes_in_blocks(values: list[Tensor], sure: list[bool], labels: Tensor, samples: int) -> Tensor:
     """Return what ``sizes_of`` does for blocks, of which a sample may have several.
 
     Args:
         values: Values of each input, ``[entries, B]``.
+        sure: Of each, whether its size is what it seems to be.
         labels: Sample of each block.
         samples: Number of samples.
 
@@ -279,8 +268,19 @@ def _sizes_in_blocks(values: list[Tensor], labels: Tensor, samples: int) -> Tens
     """
     counts = labels.bincount(minlength=samples)
     squares = [torch.zeros(samples, dtype=wide(v).dtype, device=v.device).index_add(0, labels, wide(v).square().mean(0)) / counts for v in values]
-    units = torch.stack([_units(total)[labels] for total, v in zip(squares, values, strict=True) for _ in v], 1)
-    return torch.maximum(units, units.amax(1, keepdim=True) * torch.finfo(units.dtype).eps ** 0.5)  # see paired_columns
+    units = floored([units_of(total) for total in squares], sure)
+    return torch.stack([unit[labels] for unit, v in zip(units, values, strict=True) for _ in v], 1)
+
+
+def _is_sure(edge: Edge) -> bool:
+    # whether a value is small only where what it is made of is large, or tells that it is; a sum may be zero but for rounding errors
+    node = edge[0]
+    while operation(node) in SAME_ENTRIES | TRANSPOSES | {"Expand"}:
+        node = node.next_functions[0][0]
+    if operation(node) == "Pow":
+        exponent = saved(node, "exponent")
+        return not isinstance(exponent, Tensor) and exponent < 0
+    return operation(node) in _SURE
 
 
 def _linear_in_first(matrices: Tensor) -> tuple[Tensor, Tensor]:
@@ -346,6 +346,7 @@ def _of_product(gap: Gap, grad: Tensor, found: Product) -> tuple[Tensor, list[Bo
 
     values = [(saved(gap.node, name), layouts[number]) for name, number in zip(found.names, numbers, strict=True)]
     sizes = [sizes_of(value.unsqueeze(0) if layout is None else _samples_first(value, layout)) for value, layout in values]
+    sizes = floored(sizes, [_is_sure(gap.nexts[number]) for number in numbers])
     columns, layout = PairedColumns(size, form, sizes[1 - few] / sizes[few]), layouts[-1]
     born = []
     for number, place in zip(numbers, (few, 1 - few), strict=True):

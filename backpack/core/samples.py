@@ -260,7 +260,7 @@ def split(columns: Tensor, layout: Layout, block: slice = slice(None)) -> Tensor
     """
     numbers = torch.arange(layout.samples, device=columns.device)[block]
     mask = numbers[:, None] == label_tensor(layout.labels, columns.device)
-    return columns.unsqueeze(1) * along(mask, layout.axis, columns.dim() - 1).to(columns.dtype)
+    return torch.where(along(mask, layout.axis, columns.dim() - 1), columns.unsqueeze(1), 0)
 
 
 @lru_cache(maxsize=256)

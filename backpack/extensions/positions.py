@@ -129,7 +129,7 @@ class Contribution(NamedTuple):
         """What was looked up in the table ``[N, L]``, and what is carried to it ``[V, N, L, D]``."""
         indices, padding = self.columns[:, 0, 0], self.use.call.padding_idx
         grads = self.some.squeeze(2).mT
-        return indices, grads if padding is None else grads * (indices != padding % len(self.weight)).unsqueeze(2).to(grads.dtype)
+        return indices, grads if padding is None else grads.masked_fill((indices == padding % len(self.weight)).unsqueeze(2), 0)
 
     def as_layer(self) -> Contribution:
         """Make one-hot vectors of lookups, with a single column, which takes the place of inputs.

@@ -176,7 +176,7 @@ def signed_matrices(columns: Columns) -> dict[str, list]:
         mat = columns[source]
         given = source.signs
         for sign in (1.0,) if given is None else (1.0, -1.0):
-            chosen = mat if given is None else mat * (given == sign).to(mat.dtype).reshape(*given.shape, *[1] * (mat.dim() - 2))
+            chosen = mat if given is None else torch.where((given == sign).reshape(*given.shape, *[1] * (mat.dim() - 2)), mat, 0)
             parts["matrices"].append(chosen)
             parts["signs"].append(sign)
     return parts

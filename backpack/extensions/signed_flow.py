@@ -25,7 +25,7 @@ from backpack.core.linear import LINEAR_IN_LOG_PROBABILITIES, PRODUCTS, is_linea
 from backpack.core.node_calls import unfused
 from backpack.core.node_functions import product
 from backpack.core.plan import Plan
-from backpack.core.residuals import Born, columns_of, has_complex, is_solvable, residual, sizes_of
+from backpack.core.residuals import Born, columns_of, has_complex, is_solvable, residual
 from backpack.core.samples import Layout, add_rows, label_tensor
 from backpack.core.units import Unit
 from backpack.core.walk import Need, Walk
@@ -36,7 +36,7 @@ from backpack.extensions.separate import scattered, separate_rows
 from backpack.utils.columns import ScatteredColumns, unit_columns
 from backpack.utils.eigen import signed_root
 from backpack.utils.errors import UnsupportedError
-from backpack.utils.paired_columns import PairedColumns, PartOfPairs, signs_of_pairs
+from backpack.utils.paired_columns import PairedColumns, PartOfPairs, floored, signs_of_pairs, sizes_of
 from backpack.utils.precision import wide
 
 
@@ -122,7 +122,8 @@ class SignedSqrtFlow(RootFlow):
             return units, call.derivatives._param_mjp("weight", at, None, (grads,), grads[None], sum_batch=False)[0].unflatten(0, (count, rows))
 
         turns = None if layout.plain else repetitions(layout.labels)
-        columns = PairedColumns(size, form, sizes_of(call.weight.unsqueeze(0)) / sizes_of(call.input0), turns)
+        of_weight, of_input = floored([sizes_of(call.weight.unsqueeze(0)), sizes_of(call.input0)], [False, False])
+        columns = PairedColumns(size, form, of_weight / of_input, turns)
         _, signs = separate_rows(grad.new_zeros(2 * size, rows), signs_of_pairs(size, rows, grad), layout)
         yield Source(call.order, signs), columns.part(0), {"weight": columns.part(1, partial(add_rows, layout=layout))}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from backpack.utils.columns import norms
+from backpack.utils.precision import wide
 
 Form = Callable[[slice], tuple[Tensor, Tensor]]
 """Returns ``a`` and ``b [U, R, *]`` for some of the units ``p``."""
@@ -100,9 +102,45 @@ def signs_of_pairs(units: int, rows: int, like: Tensor) -> Tensor:
     return torch.tensor([1.0, -1.0], dtype=like.dtype, device=like.device).repeat(units).unsqueeze(1).expand(-1, rows)
 
 
+def sizes_of(values: Tensor) -> Tensor:
+    """Return the root mean square of the values of each sample, as the unit of its entries; one if it is zero, or not finite.
+
+    Args:
+        values: Tensor with the samples on the first axis.
+
+    Returns:
+        The sizes, ``[N]``.
+    """
+    return units_of(wide(values).square().reshape(len(values), values.shape[1:].numel()).mean(1))
+
+
+def units_of(squares: Tensor) -> Tensor:
+    """Return the roots of mean squares as units.
+
+    Args:
+        squares: Any tensor.
+
+    Returns:
+        The roots; one if they are zero, or not finite.
+    """
+    return torch.where((squares > 0) & squares.isfinite(), squares.sqrt(), 1.0)
+
+
+def floored(sizes: Sequence[Tensor], sure: Sequence[bool]) -> list[Tensor]:
+    """Take sizes that differ by more than rounding errors allow for larger than they seem to be.
+
+    Args:
+        sizes: Of values that are multiplied with each other.
+        sure: Of each, whether it is what it seems to be. A mean that is zero but for rounding errors is no smaller than what it is made of.
+
+    Returns:
+        The sizes.
+    """
+    least = reduce(torch.maximum, sizes) * torch.finfo(sizes[0].dtype).eps ** 0.5
+    return [size if is_sure else torch.maximum(size, least) for size, is_sure in zip(sizes, sure, strict=True)]
+
+
 def _scaled(one: Tensor, other: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor]:
-    # a mean that is zero but for rounding errors is no smaller than what it is made of: sizes that differ by more are not what they seem to be
-    least = torch.finfo(ratio.dtype).eps ** 0.5
-    scale = (norms(other.reshape(*other.shape[:2], other.shape[2:].numel())) * ratio.clamp(least, 1 / least)).sqrt().to(other.dtype)
+    scale = (norms(other.reshape(*other.shape[:2], other.shape[2:].numel())) * ratio).sqrt().to(other.dtype)
     factors = (scale * 0.5**0.5, torch.where(scale > 0, 1 / scale, 0.0) * 0.5**0.5)
     return tuple(part * factor.reshape(*factor.shape, *[1] * (part.dim() - 2)) for part, factor in zip((one, other), factors, strict=True))

@@ -85,7 +85,10 @@ class Lookups(NamedTuple):
         Returns:
             ``[V, E, D]``.
         """
-        return rows if self.factors is None else rows * self.factors[:, None].to(rows.dtype)
+        if self.factors is None:
+            return rows
+        factors = self.factors[:, None]
+        return rows.masked_fill(~factors, 0) if factors.dtype == torch.bool else rows * factors.to(rows.dtype)
 
 
 class LookupDerivatives(BaseParameterDerivatives):
@@ -275,11 +278,9 @@ class EmbeddingBagDerivatives(LookupDerivatives):
             samples = torch.searchsorted(offsets[:bags].long(), entries, right=True) - 1
         if module.padding_idx is not None:
             used = indices != module.padding_idx % len(module.weight)
-            factors = used if factors is None else factors * used
+            samples, indices, factors = samples[used], indices[used], None if factors is None else factors[used]
         if module.mode == "mean":
-            used = torch.ones_like(samples) if factors is None else factors.long()  # a count in half precision would stop at 256
-            counts = used.new_zeros(bags).index_add_(0, samples, used).clamp(min=1)
-            factors = (used.double() / counts[samples]).to(module.weight.dtype)
+            factors = torch.bincount(samples, minlength=bags)[samples].double().reciprocal().to(module.weight.dtype)
         if subsampling is None:
             return Lookups(samples, indices, factors)
         chosen = torch.as_tensor(subsampling, dtype=torch.long, device=samples.device)
