@@ -341,3 +341,16 @@ def test_settings_that_were_changed(name: str, side: int) -> None:
         close(parameter.diag_ggn_exact, diagonals[path].sum(0))
         for found, expected in zip(parameter.kflr, factors[path], strict=True):
             close(found, expected)
+
+
+@pytest.mark.parametrize(("stride", "dilation", "extra"), [(1, 2, 1), (2, 3, 2)])
+def test_output_padding_of_a_stride_or_more(stride: int, dilation: int, extra: int) -> None:
+    torch.manual_seed(0)
+    layer = nn.ConvTranspose1d(2, 3, 3, stride=stride, dilation=dilation, output_padding=extra)
+    model, lossfunc = extend(nn.Sequential(layer, nn.Flatten()).double()), extend(nn.MSELoss(reduction="sum"))
+    x = torch.randn(4, 2, 5, dtype=torch.float64)
+    out = model(x)
+    jacobian = torch.autograd.functional.jacobian(lambda w: functional_call(model, {"0.weight": w}, (x,)), layer.weight.detach())
+    with backpack(extensions.DiagGGNExact()):
+        lossfunc(out, torch.zeros_like(out)).backward()
+    torch.testing.assert_close(layer.weight.diag_ggn_exact, 2 * jacobian.square().sum((0, 1)))

@@ -982,3 +982,18 @@ def test_several_inputs() -> None:
     converted = convert(model, warns=True)
     torch.testing.assert_close(converted(x, y), model(x, y))
     torch.testing.assert_close(converted(x, y, factor=3.0), model(x, y, 3.0))
+
+
+def test_flatten_from_an_axis_that_is_computed() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.flatten(x.dim() - 1))
+
+    model, x = Model(), torch.randn(2, 3)
+    with pytest.warns(UserWarning):
+        converted = convert_module_to_backpack(model, debug=False)
+    torch.testing.assert_close(converted(x), model(x))

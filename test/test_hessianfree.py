@@ -708,3 +708,11 @@ def test_wrong_derivatives_between_parameters() -> None:
     for params in ([parameter], [x, parameter], [y, parameter]):
         with pytest.raises(UnsupportedError, match="weight_norm"):
             hessian_vector_product(loss, params, [torch.ones_like(p) for p in params])
+
+
+def test_outputs_that_are_complex() -> None:
+    torch.manual_seed(0)
+    x, v = torch.randn(2, 3, dtype=torch.float64).unbind()
+    factor = torch.tensor([1 + 2j, 0.5j, 3.0], dtype=torch.complex128)
+    x.requires_grad_()
+    torch.testing.assert_close(R_op([x * x * factor], [x], [v])[0], (2 * x * factor * v).detach())

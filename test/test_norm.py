@@ -239,3 +239,15 @@ def test_normalised_once_for_all_quantities(norm: Callable[[], Module], monkeypa
     assert seen[0].scratch is None
     for name in names:
         QUANTITIES[name].check(oracle, collect(problem, QUANTITIES[name].field))
+
+
+@pytest.mark.parametrize(("layer", "shape"), [(nn.InstanceNorm2d(3), (3, 4, 4)), (nn.InstanceNorm3d(3), (3, 2, 2, 2))])
+def test_channels_in_place_of_samples(layer: Module, shape: tuple[int, ...]) -> None:
+    """Instances without a batch axis are a single sample."""
+    torch.manual_seed(0)
+    model, x = extend(nn.Sequential(Linear(shape[-1], shape[-1], bias=False), layer).double()), torch.randn(shape, dtype=torch.float64)
+    out, weight = model(x), model[0].weight
+    with backpack(extensions.DiagGGNExact()):
+        extend(nn.MSELoss(reduction="sum"))(out, torch.zeros_like(out)).backward()
+    jacobian = torch.autograd.functional.jacobian(lambda w: layer(nn.functional.linear(x, w)), weight.detach())
+    torch.testing.assert_close(weight.diag_ggn_exact, 2 * jacobian.square().flatten(0, len(shape) - 1).sum(0))

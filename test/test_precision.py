@@ -379,3 +379,24 @@ def test_hessian_of_products_of_sizes_that_are_far_apart(name: str, size: float)
         out = model(x)
         nn.functional.mse_loss(out, torch.ones_like(out)).backward()
     close(model.first.weight.diag_h.double(), expected, 1e-5)
+
+
+def test_weights_of_entries_in_half_precision() -> None:
+    torch.manual_seed(0)
+    samples = 20000
+    x, y, weight = torch.randn(samples, 1).half(), torch.rand(samples, 1).round().half(), torch.full((samples, 1), 0.01).half()
+    model, lossfunc = extend(nn.Linear(1, 1)).half(), extend(nn.BCEWithLogitsLoss(weight=weight))
+    with backpack(extensions.DiagGGNExact()):
+        lossfunc(model(x), y).backward()
+    slope = model(x).detach().double().sigmoid()
+    expected = (weight.double() / samples * slope * (1 - slope) * x.double() ** 2).sum()
+    torch.testing.assert_close(model.weight.diag_ggn_exact.double().sum(), expected, rtol=5e-3, atol=0.0)
+
+
+def test_large_counts_in_half_precision() -> None:
+    torch.manual_seed(0)
+    model, lossfunc = extend(nn.Linear(1, 1, bias=False)).half(), extend(nn.PoissonNLLLoss())
+    model.weight.data.fill_(12.0)  # the rate is 160000, beyond half precision
+    with backpack(extensions.DiagGGNMC(mc_samples=200), extensions.DiagGGNExact()):
+        lossfunc(model(torch.ones(64, 1).half()), torch.full((64, 1), 10.0).half()).backward()
+    torch.testing.assert_close(model.weight.diag_ggn_mc, model.weight.diag_ggn_exact, rtol=0.05, atol=0.0)

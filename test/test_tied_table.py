@@ -9,11 +9,11 @@ import torch
 from cases import CASES
 from oracle import Oracle
 from test_extensions import QUANTITIES, run
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack import backpack, extend
-from backpack.extensions import BatchDiagGGNMC, BatchGrad, DiagGGNMC, SqrtGGNMC
+from backpack.extensions import BatchDiagGGNMC, BatchGrad, DiagGGNMC, SqrtGGNMC, SumGradSquared
 
 WORDS, WIDTH, LENGTH, N = 3000, 64, 4, 3  # more than a block of samples holds
 
@@ -149,3 +149,24 @@ def test_lookups_and_layer_that_cancel(extension: str) -> None:
     each = (table.sqrt_ggn_mc[0] if extension == "DiagGGNMC" else table.grad_batch).double()
     expected = {"BatchL2Grad": each.square().sum((1, 2)), "Variance": each.var(0, correction=0)}.get(extension, each.square().sum(0))
     torch.testing.assert_close(getattr(table, QUANTITIES[extension].field).double(), expected, rtol=1e-3, atol=0)
+
+
+def test_lookups_that_cancel_the_layer() -> None:
+    torch.manual_seed(0)
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.layer = nn.Embedding(6, 4), nn.Linear(4, 6, bias=False)
+            self.layer.weight = self.table.weight
+
+        def forward(self, indices: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.layer(x), self.table(indices)
+
+    model, x = extend(Tied()), torch.randn(3, 4)
+    with backpack(SumGradSquared()):
+        scores, rows = model(torch.arange(3), x)
+        (scores.diagonal() - (rows * x).sum(1) * (1 - 2**-16)).sum().backward()
+    expected = torch.zeros(6, 4)
+    expected[:3] = (x * 2**-16) ** 2
+    torch.testing.assert_close(model.table.weight.sum_grad_squared, expected, rtol=0.02, atol=1e-14)

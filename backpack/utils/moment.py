@@ -60,12 +60,12 @@ def sum_of_squared_columns(mat: Tensor, signs: Tensor | None = None) -> Tensor:
         ``[N, *]``.
     """
     mat = wide(mat)
-    factors = mat if signs is None else signs.to(mat.dtype).reshape(*signs.shape, *[1] * (mat.dim() - 2))
+    factors = None if signs is None else signs.to(mat.dtype).reshape(*signs.shape, *[1] * (mat.dim() - 2))
     if not len(mat) or mat.numel() < _EACH * len(mat):
-        squares = mat.square() if signs is None else mat.square() * factors
+        squares = mat.square() if factors is None else mat.square() * factors
         return squares[0] if len(squares) == 1 else squares.sum(0)
-    total = None
-    for column, factor in zip(mat, factors, strict=True):
-        other = column if signs is None else column * factor
-        total = column * other if total is None else total.addcmul_(column, other)
+    total = mat[0].square() if factors is None else mat[0].square() * factors[0]
+    for number, column in enumerate(mat[1:], 1):
+        # a fused sum does not round products: columns of opposite signs that are the same would not cancel
+        total = total.addcmul_(column, column) if factors is None else total.add_(column.square() * factors[number])
     return total

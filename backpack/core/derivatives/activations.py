@@ -106,7 +106,7 @@ class PReLUDerivatives(PiecewiseLinearDerivatives, BaseParameterDerivatives):
     any_batch_axis = False
 
     def slope(self, module: PReLU, at: Tensor) -> Tensor:
-        return torch.where(at > 0, 1.0, self._like_channels(module.weight[None], at)[0].to(at.dtype))
+        return torch.where(at > 0, 1.0, self._like_channels(module.weight[None], at)[0])
 
     def _weight_jac_t_mat_prod(
         self, module: PReLU, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None

@@ -24,8 +24,6 @@ from backpack.utils.subsampling import subsample
 class BatchNormNdDerivatives(ConstantJacobianDerivatives, ScaleShiftDerivatives):
     """The running statistics of each channel, on axis 1, normalise it."""
 
-    least_axes = 2
-
     def applies(self, module: Module) -> bool:
         return not module.training and module.running_mean is not None
 
