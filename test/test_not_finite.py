@@ -1,4 +1,4 @@
-"""Numbers that overflow in one sample: its quantities are not finite, those of the others are what they are, and nothing fails."""
+"""Numbers that overflow, or are large, in one sample: those of the others are what they are, and nothing fails, or is overlooked."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from copy import deepcopy
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
 from cases import CASES as TABLE
 from test_extensions import close
 from torch import Tensor, nn
+from torch.autograd import Function
 from torch.nn import functional as F
 
 from backpack import backpack, extend
 from backpack.extensions import (
     GGNMP,
     HMP,
+    KFRA,
     BatchDiagGGNExact,
     BatchDiagGGNMC,
     BatchDiagHessian,
@@ -260,3 +263,61 @@ def test_norms_of_what_is_always_zero(length: Callable[[Tensor], Tensor], sample
     for found, parameter, gradient in zip(model.parameters(), parameters, first, strict=True):
         rows = [torch.autograd.grad(entry, parameter, retain_graph=True)[0].flatten()[i] for i, entry in enumerate(gradient.flatten())]
         close(found.diag_h, torch.stack(rows).reshape(parameter.shape))
+
+
+class Mixing(nn.Module):
+    """A module without a rule in which each sample sees a bit of another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * x.tanh().roll(1, 0)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e5])
+@pytest.mark.parametrize("extension", [GGNMP, HMP, KFRA])
+def test_a_large_sample_does_not_hide_that_samples_mix(extension: type[BackpropExtension], size: float) -> None:
+    torch.manual_seed(0)
+    model, lossfunc, x = extend(nn.Sequential(nn.Linear(4, 3), Mixing())), extend(nn.MSELoss()), torch.randn(N, 4)
+    x[1] = size
+    with backpack(extension()), pytest.raises(UnsupportedError, match="mixes samples"):
+        lossfunc(model(x), torch.zeros(N, 3)).backward()
+        getattr(model[0].weight, extension().savefield)(torch.ones(1, 3, 4))  # products run the module again
+
+
+class Written(Function):
+    """A cross-entropy, differentiable twice unless its backward takes probabilities for constants."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, complete: bool) -> Tensor:
+        ctx.save_for_backward(logits, labels)
+        ctx.probabilities = None if complete else logits.softmax(1)
+        return -logits.log_softmax(1).gather(1, labels[:, None]).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        logits, labels = ctx.saved_tensors
+        probabilities = logits.softmax(1) if ctx.probabilities is None else ctx.probabilities
+        return grad_output * (probabilities - F.one_hot(labels, logits.shape[1])), None, None
+
+
+class WrittenLoss(nn.Module):
+    def __init__(self, complete: bool) -> None:
+        super().__init__()
+        self.complete = complete
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return Written.apply(logits, labels, self.complete)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e6])
+def test_a_large_sample_and_a_loss_with_a_derivative_of_its_own(size: float) -> None:
+    values, x, y = [], torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
+    x[1] = size
+    for lossfunc in (nn.CrossEntropyLoss(reduction="sum"), WrittenLoss(complete=True), WrittenLoss(complete=False)):
+        torch.manual_seed(0)
+        model, wrong = extend(nn.Linear(4, 3)), not getattr(lossfunc, "complete", True)
+        with pytest.raises(UnsupportedError, match="cannot be differentiated twice") if wrong else nullcontext(), backpack(BatchDiagGGNExact()):
+            extend(lossfunc)(model(x), y).backward()
+        values.append(getattr(model.weight, "diag_ggn_exact_batch", None))
+    assert values.pop() is None
+    others = torch.tensor([0, 2, 3, 4, 5])
+    close(values[1][others], values[0][others], 1e-5)

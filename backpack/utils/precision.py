@@ -66,9 +66,21 @@ def tolerances(values: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         The differences ``[N, 1, ...]``, relative to the largest of a sample's numbers that are finite.
     """
+    return sqrt(torch.finfo(dtype).eps) * largest_of_each(values)
+
+
+def largest_of_each(values: Tensor) -> Tensor:
+    """Return the size of the largest number of each sample that is finite; zero if none is.
+
+    Args:
+        values: The numbers ``[N, *]``.
+
+    Returns:
+        The sizes ``[N, 1, ...]``.
+    """
     sizes = values.nan_to_num(0.0, 0.0, 0.0).abs().unsqueeze(-1).flatten(1)
     sizes = sizes.amax(1) if sizes.numel() else sizes.sum(1)
-    return sqrt(torch.finfo(dtype).eps) * sizes.view(-1, *[1] * (values.dim() - 1))
+    return sizes.view(-1, *[1] * (values.dim() - 1))
 
 
 def in_type(value: Any, dtype: torch.dtype) -> Any:

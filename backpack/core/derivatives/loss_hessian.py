@@ -24,7 +24,7 @@ from backpack.utils.differentiation import lacks_terms, nodes_below, undifferent
 from backpack.utils.errors import LossValueError, MixedSamplesError, UnsupportedError
 from backpack.utils.module_state import kept_state
 from backpack.utils.nested import tensors_in
-from backpack.utils.precision import largest, tolerance, tolerances
+from backpack.utils.precision import largest, largest_of_each, tolerance, tolerances
 from backpack.utils.random_state import random_state_kept
 
 _MATRIX, _FEW = 2, 8
@@ -313,10 +313,10 @@ def _differentiated(module: Module) -> Iterator[None]:
 def _is_complete(product: Callable[[Tensor], Tensor], gradient: Callable[[Tensor], Tensor], point: Tensor) -> bool:
     # whether products with the Hessian are differences of gradients, for most samples: some may lie at a kink
     direction, precision = probe(point), torch.finfo(point.dtype).eps
-    step = precision ** (1 / 3) * max(1.0, largest(point))
+    step = precision ** (1 / 3) * largest_of_each(point.detach()).clamp(min=1.0)
     ahead, behind = (gradient((point.detach() + sign * step * direction).requires_grad_()) for sign in (1, -1))
     expected, found = (ahead - behind) / (2 * step), product(direction)
-    noise = 10 * precision * largest(ahead) / step
+    noise = 10 * precision * largest_of_each(ahead) / step
     size = max(largest(expected), largest(found))
     curved = (expected.abs().maximum(found.abs()) > noise + 0.01 * size).unsqueeze(-1).flatten(1).any(1)
     off = ((expected - found).abs() > noise + max(1e-3, precision**0.25) * size).unsqueeze(-1).flatten(1).any(1)
