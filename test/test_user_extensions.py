@@ -36,9 +36,11 @@ from backpack.extensions import (
     KFRA,
     PCHMP,
     BatchDiagGGNExact,
+    BatchDiagHessian,
     BatchGrad,
     BatchL2Grad,
     DiagGGNExact,
+    DiagGGNMC,
     DiagHessian,
     SqrtGGNExact,
     SumGradSquared,
@@ -1493,3 +1495,24 @@ def test_what_subclasses_make_of_results_with_notes() -> None:
         assert len(parameter.traces) == parameter.dim()
         for trace, factor in zip(parameter.traces, parameter.kflr, strict=True):
             close(trace, factor.trace())
+
+
+FIRST_ORDER = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
+CURVATURE = [DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, SqrtGGNExact, DiagHessian, BatchDiagHessian]
+
+
+@pytest.mark.parametrize("base", [*FIRST_ORDER, *CURVATURE])
+@pytest.mark.parametrize("memory", [None, 1])
+def test_a_subclass_says_which_samples(base: type[BackpropExtension], memory: int | None) -> None:
+    class Chosen(base):
+        def get_subsampling(self) -> list[int]:
+            return [2, 0]
+
+    values = []
+    for extension in (Chosen(), base(subsampling=[2, 0])):
+        torch.manual_seed(0)
+        model, lossfunc = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2)).double()), extend(MSELoss())
+        with backpack(extension, memory=memory):
+            lossfunc(model(torch.rand(4, 3).double()), torch.rand(4, 2).double()).backward()
+        values.append([getattr(p, extension.savefield) for p in model.parameters()])
+    torch.testing.assert_close(*values)

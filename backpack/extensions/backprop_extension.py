@@ -119,7 +119,8 @@ class BackpropExtension(Excluding, ABC):
         Returns:
             A hashable value.
         """
-        return (self.flow, None if self._subsampling is None else tuple(self._subsampling))
+        chosen = self.get_subsampling()
+        return (self.flow, None if chosen is None else tuple(chosen))
 
     def check(self, plan: Plan) -> None:  # noqa: B027  the default accepts all
         """Refuse a plan in which the quantity is not defined. The default accepts all.
@@ -245,11 +246,12 @@ class BackpropExtension(Excluding, ABC):
         Raises:
             ArgumentError: If an index is out of range.
         """
-        if self._subsampling is None:
+        chosen = self.get_subsampling()
+        if chosen is None:
             return None
-        if any(not -total <= index < total for index in self._subsampling):
-            raise ArgumentError(f"{type(self).__name__}: subsampling {list(self._subsampling)} is out of range for {total} samples.")
-        return tuple(index % total for index in self._subsampling)
+        if any(not -total <= index < total for index in chosen):
+            raise ArgumentError(f"{type(self).__name__}: subsampling {list(chosen)} is out of range for {total} samples.")
+        return tuple(index % total for index in chosen)
 
     # -------------------------------------------------------------------------------------------------------------- users'
     def set_module_extension(self, module_cls: type[Module], extension: ModuleExtension, overwrite: bool = False) -> None:

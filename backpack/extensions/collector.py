@@ -81,6 +81,7 @@ class Collector(ReadsMade):
         self._kept: dict[tuple[int, BackpropExtension], Any] = {}
         self.spared = Spared(plan, {ext: self._concerned[ext] for ext in self._of_flow.get(GRADIENT, ()) if spares})
         self._keys = {extension: (extension.rule_key(), type(extension).rule_at) for extension in self._extensions}
+        self._chosen = {extension: extension.get_subsampling() for extension in self._extensions}
         keys = list(self._keys.values())
         self.finishes = {ext: ext.finish_beside if keys.count(key) > 1 else ext.finish for ext, key in self._keys.items()}
         self._rules: dict[tuple[BackpropExtension, int], Rule] = {}
@@ -330,7 +331,7 @@ class Collector(ReadsMade):
             print(f"[DEBUG] {type(extension).__name__} saves {extension.savefield} of {owners[parameter]}")
         setattr(parameter, extension.savefield, value)
         written(value)
-        batch, chosen = self._plan.batches.get(parameter, 0), extension.get_subsampling()
+        batch, chosen = self._plan.batches.get(parameter, 0), self._chosen[extension]
         partial = chosen is not None and sorted(index % max(batch, 1) for index in chosen) != list(range(batch))
         version = version_of(parameter) if self._combines else 0
         mark = ref(value) if isinstance(value, Tensor) else mark_of(value)

@@ -41,4 +41,4 @@ class GradientExtension(FirstOrderBackpropExtension):
     flow: Flow = GRADIENT
 
     def forms_gradients(self, rows: Size, entries: int) -> bool:
-        return self._subsampling is None
+        return self.get_subsampling() is None

@@ -90,7 +90,8 @@ class GGNExtension(SecondOrderBackpropExtension):
         """The square root: other labels are drawn for a subset than for the mini-batch, hence a flow of its own. Users may change their list."""
         if self.loss_hessian_strategy == LossHessianStrategy.EXACT:
             return _EXACT
-        return SqrtFlow(self.get_num_mc_samples(), None if self._subsampling is None else tuple(self._subsampling))
+        chosen = self.get_subsampling()
+        return SqrtFlow(self.get_num_mc_samples(), None if chosen is None else tuple(chosen))
 
     def get_loss_hessian_strategy(self) -> str:
         """Return how the Hessian of the loss enters.
