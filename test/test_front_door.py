@@ -2176,3 +2176,16 @@ def test_in_place_activation_and_residual() -> None:
             return self.last(self.relu(hidden))
 
     check_step(extended(InPlace), InPlace)
+
+
+def test_results_do_not_outlive_a_gradient_of_a_graph_that_was_not_recorded() -> None:
+    """``torch.autograd.grad`` computes no quantities there, and leaves none of other data."""
+    model, x = extend(Sequential(Linear(3, 3), Tanh())), torch.rand(4, 3)
+    with backpack(BatchGrad()):
+        model(x).sum().backward()
+    assert results(model)
+    with disable():
+        loss = model(2 * x).sum()
+    with backpack(BatchGrad()):
+        torch.autograd.grad(loss, list(model.parameters()))
+    assert results(model) == {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 
 import pytest
 import torch
@@ -400,3 +401,27 @@ def test_large_counts_in_half_precision() -> None:
     with backpack(extensions.DiagGGNMC(mc_samples=200), extensions.DiagGGNExact()):
         lossfunc(model(torch.ones(64, 1).half()), torch.full((64, 1), 10.0).half()).backward()
     torch.testing.assert_close(model.weight.diag_ggn_mc, model.weight.diag_ggn_exact, rtol=0.05, atol=0.0)
+
+
+TABLES: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "module": lambda own, x: own.last(own.table(x).tanh().mean(1)),
+    "function": lambda own, x: own.last(nn.functional.embedding(x, own.table.weight).tanh().mean(1)),
+    "tied": lambda own, x: nn.functional.linear(own.table(x).tanh().mean(1), own.table.weight),
+    "one by one": lambda own, x: own.last(torch.stack([own.table(row).tanh().mean(0) for row in x])),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", TABLES)
+def test_frequent_words(name: str, dtype: torch.dtype) -> None:
+    """What a sample adds to a row at 3000 positions is summed in single precision."""
+    torch.manual_seed(0)
+    model = extend(Net(TABLES[name], table=nn.Embedding(20, 8), last=nn.Linear(8, 4)).to(dtype))
+    x = torch.randint(20, (3, 3000))
+    x[:, 700:] = 3
+    weight, exact = model.table.weight, deepcopy(model).double()
+    rows = torch.stack([torch.autograd.grad(exact(x[n : n + 1]).sum() * 1024, exact.table.weight)[0] for n in range(3)])
+    with backpack(extensions.BatchGrad(), extensions.SumGradSquared()):
+        (model(x).sum() * 1024).backward()
+    close(weight.grad_batch.double(), rows, 0.02)
+    close(weight.sum_grad_squared.double(), rows.square().sum(0), 0.04)

@@ -31,6 +31,7 @@ from backpack.custom_module.permute import Permute
 from backpack.custom_module.slicing import Slicing
 from backpack.extensions import (
     GGNMP,
+    HBP,
     HMP,
     KFLR,
     KFRA,
@@ -1516,3 +1517,21 @@ def test_a_subclass_says_which_samples(base: type[BackpropExtension], memory: in
             lossfunc(model(torch.rand(4, 3).double()), torch.rand(4, 2).double()).backward()
         values.append([getattr(p, extension.savefield) for p in model.parameters()])
     torch.testing.assert_close(*values)
+
+
+@pytest.mark.parametrize("extension", [KFRA, HMP, GGNMP, PCHMP, lambda: HBP("hessian", "sum", "average", "E[J^T E(H) J]")])
+def test_full_backward_hooks_that_look_on(extension: Callable[[], BackpropExtension]) -> None:
+    """Quantities of sequences are what they are without hooks, which torch puts between modules."""
+    values, seen = [], []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model, lossfunc = extend(Sequential(Linear(3, 4), Tanh(), Sequential(Linear(4, 4), Tanh()), Linear(4, 2)).double()), extend(MSELoss())
+        for module in model if hooked else ():
+            module.register_full_backward_hook(lambda module, g_inp, g_out: seen.append(module))
+            module.register_full_backward_pre_hook(lambda module, g_out: seen.append(module))
+        with backpack(made := extension()):
+            lossfunc(model(torch.rand(5, 3).double().requires_grad_()), torch.rand(5, 2).double()).backward()
+            found = [getattr(p, made.savefield) for p in model.parameters()]
+            values.append([f(torch.ones(1, *p.shape).double()) if callable(f) else f for f, p in zip(found, model.parameters(), strict=True)])
+    assert len(seen) == 8  # noqa: PLR2004 (two a module)
+    torch.testing.assert_close(*values, rtol=0, atol=0)

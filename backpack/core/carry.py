@@ -21,7 +21,7 @@ from backpack.core.connect import Connection
 from backpack.core.crossings import Gap
 from backpack.core.derivatives.elementwise import ElementwiseDerivatives
 from backpack.core.flow import BatchFirst, Columns, Flow, Use, add_in_place, cast, is_apart, reshaped
-from backpack.core.graph import operation, saved, saved_maxima, shape_of, tensor_at
+from backpack.core.graph import HOOKED, operation, saved, saved_maxima, shape_of, tensor_at
 from backpack.core.made import MadeUse
 from backpack.core.node_calls import Composite, Waiting, unfused
 from backpack.core.plan import Plan
@@ -84,7 +84,6 @@ class Carry:
     def _is_leaf(self, node: Node) -> bool:
         return node in self._plan.walk.leaves
 
-    # --------------------------------------------------------------------------------------------------------------- nodes
     def _at_unit(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
         call, turn = unit.call, unit.arrangement
         refuse_released(call)
@@ -345,7 +344,6 @@ class Carry:
             if use and columns is not None and crossing.way is way:
                 self.deposit(flow, upstream[:2], {source: columns})
 
-    # --------------------------------------------------------------------------------------------------------------- edges
     def deposit(self, flow: Flow, edge: Edge, value: Any, layout: Layout | None = None, own: bool = False) -> None:
         """Hand a value to an edge.
 
@@ -356,6 +354,8 @@ class Carry:
             layout: Where the samples lie in it; ``None`` if it is split.
             own: Whether nobody else holds its memory.
         """
+        while not flow.crosses_gaps and isinstance(edge[0], HOOKED):  # full backward hooks of modules hand on what arrives
+            edge = edge[0].next_functions[edge[1]]
         node, leaf = edge[0], self._is_leaf(edge[0])
         if not leaf and node not in self._plan.states:
             return

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from backpack.utils.precision import wide
+
 
 class Layout(NamedTuple):
     """Entries with index ``i`` along ``axis`` belong to sample ``labels[i]``.
@@ -342,5 +344,6 @@ def add_rows(columns: Tensor, layout: Layout) -> Tensor:
     if layout.plain:
         return columns
     layout = settle(layout)
-    out = columns.new_zeros(columns.shape[0], layout.samples, *columns.shape[2:])
-    return out.index_add_(1, label_tensor(layout.labels, columns.device), columns)
+    terms = wide(columns)  # in half precision, sums of many would stop growing
+    out = terms.new_zeros(columns.shape[0], layout.samples, *columns.shape[2:])
+    return out.index_add_(1, label_tensor(layout.labels, columns.device), terms).to(columns.dtype)

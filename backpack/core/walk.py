@@ -304,8 +304,8 @@ class Walk:
 
     @cached_property
     def models(self) -> dict[int, Parameter]:
-        """Parameters of the outermost modules, used or not, by id."""
-        return {id(p): p for call in self.calls if call.root for p in call.module.parameters()}
+        """Parameters of the outermost modules, used or not, and those that the graph uses without a call, by id."""
+        return {id(p): p for call in self.calls if call.root for p in call.module.parameters()} | {id(p): p for p in self.parameters}
 
     @cached_property
     def batches(self) -> set[int]:

@@ -15,7 +15,7 @@ from backpack.core.calls import ModuleCall
 from backpack.core.derivatives.basederivatives import BaseDerivatives
 from backpack.core.derivatives.elementwise import ActivationDerivatives
 from backpack.core.flow import Flow
-from backpack.core.graph import shape_of
+from backpack.core.graph import HOOKED, shape_of
 from backpack.core.loss_nodes import LossNode
 from backpack.core.plan import Plan
 from backpack.core.samples import Layout
@@ -82,8 +82,7 @@ class ChainFlow(Flow):
                     "them out: {exclude}.",
                     plan.walk.named(plan.walk.reach[start.below[0]] & plan.concerned),
                 )
-        if plan.gaps:
-            node = next(iter(plan.gaps))
+        for node in (node for node in plan.gaps if not isinstance(node, HOOKED)):
             bits = plan.walk.reach[node] & plan.concerned
             raise BranchingError(
                 f"{self.quantity} is exact on sequences of modules only, but {plan.walk.where(node)} lies between modules, on the way to "

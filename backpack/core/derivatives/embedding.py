@@ -32,7 +32,7 @@ def add_at(rows: Tensor, places: Tensor, count: int) -> Tensor:
     Returns:
         ``[V, count, D]``.
     """
-    columns, _, features = rows.shape
+    (columns, _, features), dtype, rows = rows.shape, rows.dtype, wide(rows)  # in half precision, sums of many would stop growing
     if columns > 1:
         places = torch.arange(columns, device=places.device)[:, None] * count + places
     rows, places, total = rows.flatten(0, 1), places.flatten(), columns * count
@@ -40,7 +40,7 @@ def add_at(rows: Tensor, places: Tensor, count: int) -> Tensor:
     found, places = torch.unique(places, return_inverse=True) if few else (None, places)
     # what autograd uses: one pass over the rows, in parallel, where index_add_ takes one step a row
     added = torch.ops.aten.embedding_dense_backward(rows, places, total if found is None else len(found), -1, False)
-    return (added if found is None else place_at(added, found, total)).reshape(columns, count, features)
+    return (added if found is None else place_at(added, found, total)).reshape(columns, count, features).to(dtype)
 
 
 def place_at(rows: Tensor, places: Tensor, count: int) -> Tensor:

@@ -48,8 +48,8 @@ class TiedDerivatives(BaseParameterDerivatives):
         if not sum_batch:
             places = places + size * torch.arange(len(places), device=places.device).unsqueeze(1)
         places = places + (size if sum_batch else size * len(places)) * columns
-        flat = result.reshape(-1, features).index_add(0, places.flatten(), grads.reshape(-1, features).to(result.dtype))
-        return flat.reshape(result.shape)
+        flat = wide(result).reshape(-1, features).index_add(0, places.flatten(), wide(grads).reshape(-1, features))
+        return flat.reshape(result.shape).to(result.dtype)
 
     def squares_of_lookups(self, module: Tied, mat: Tensor, signs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute what lookups add to the squares of the layer, summed over columns.
