@@ -146,17 +146,6 @@ def masks(m: nn.Module, a: Tensor, b: Tensor) -> Tensor:
     return (rows[mask] * rows[~mask]).square().sum()
 
 
-def changed(table: nn.Module, *_: Tensor) -> Tensor:
-    tokens = torch.tensor([1, 2, 3, 4])
-    first = table(tokens.clone() * 1)
-    return torch.cat([first, table(tokens.add_(2) * 1)]).square().sum()
-
-
-def with_a_table(m: nn.Module, x: Tensor) -> Tensor:
-    rows, scales = m(x)
-    return (rows @ scales.exp().T).square().sum()
-
-
 MIXED: dict[str, Callable[[], Tensor]] = {
     "in two orders": of_calls(two_orders),
     "masks": of_calls(masks),
@@ -164,14 +153,6 @@ MIXED: dict[str, Callable[[], Tensor]] = {
     "pairs": of_calls(lambda m, a, b, c, d: torch.cat([torch.cat([m(a), m(b)], 1), torch.cat([m(c), m(d)], 1)]).square().sum(), 4),
     "similarities": of_calls(lambda m, a, b, c, d: torch.cat([alike(m(a), m(b)), alike(m(c), m(d))]).tanh().square().sum(), 4),
     "a pair and a row": of_calls(lambda m, a, b, c: torch.cat([m(a) - m(b), m(c)]).square().sum(), 3),
-    "rows of data and a parameter": lambda: (
-        net(lambda own, x: own.h(x) @ torch.cat([own.p, x[1:]]).T, h=linear(3, 3), p=parameter(1, 3))(torch.rand(N, 3).double()).square().sum()
-    ),
-    "a table beside": lambda: with_a_table(net(lambda own, x: (own.h(x), own.p * 1), h=linear(3, 3), p=parameter(N, 3)), torch.rand(N, 3).double()),
-    "a table beside, as it is": lambda: with_a_table(
-        net(lambda own, x: (own.h(x), own.p.expand(N, 3)), h=linear(3, 3), p=parameter(N, 3)), torch.rand(N, 3).double()
-    ),
-    "tokens that were changed": lambda: changed(net(lambda own, i: own.table(i), table=lambda: nn.Embedding(9, 3))),
 }
 
 

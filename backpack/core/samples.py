@@ -260,9 +260,19 @@ def split(columns: Tensor, layout: Layout, block: slice = slice(None)) -> Tensor
     Returns:
         ``[V, len(block), *shape]``.
     """
-    numbers = torch.arange(layout.samples, device=columns.device)[block]
-    mask = numbers[:, None] == label_tensor(layout.labels, columns.device)
-    return torch.where(along(mask, layout.axis, columns.dim() - 1), columns.unsqueeze(1), 0)
+    start, stop, _ = block.indices(layout.samples)
+    found = columns.new_zeros(len(columns), stop - start, *columns.shape[1:])  # no multiples by zero: of what is no number, these are none
+    if len({*layout.labels}) == 1:
+        if start <= layout.labels[0] < stop:
+            found[:, layout.labels[0] - start] = columns
+        return found
+    labels, given = label_tensor(layout.labels, columns.device), columns.movedim(1 + layout.axis, 1)
+    rows = places = labels
+    if stop - start < layout.samples or not layout.plain:
+        rows = ((labels >= start) & (labels < stop)).nonzero()[:, 0]
+        places, given = labels[rows] - start, given[:, rows]
+    found.movedim(2 + layout.axis, 2)[:, places, rows] = given
+    return found
 
 
 @lru_cache(maxsize=256)
