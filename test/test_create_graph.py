@@ -8,10 +8,12 @@ from warnings import catch_warnings, simplefilter
 import pytest
 import torch
 from cases import CASES
+from cases_nets import Net
 from oracle import Oracle, Problem
 from table import every_second
 from test_extensions import QUANTITIES, Expect, close, collect, ggn, kronecker, run
 from torch import Tensor
+from torch.nn import CrossEntropyLoss, Linear
 
 from backpack import backpack, extend
 from backpack.utils.errors import DifferentiationError
@@ -151,3 +153,38 @@ def test_products_of_a_pass_with_a_graph_refuse_to_be_differentiated(name: str) 
         v = torch.randn(problem.model.get_parameter(label).shape, dtype=torch.float64)
         with pytest.raises(DifferentiationError, match=f"of {label} was computed.*create_graph"):
             function(v).square().sum().backward()
+
+
+ENDS = {
+    "added": lambda own, x: own.b(own.a(x).tanh()) + x,
+    "stacked": lambda own, x: torch.stack([own.b(own.a(row).tanh()) for row in x]),
+    "joined": lambda own, x: torch.cat([own.b(own.a(part).tanh()) for part in x.split(1)]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True")
+@pytest.mark.parametrize("first", [[], ["DiagHessian"], ["BatchDiagHessian"], ["DiagGGNMC"], ["BatchGrad", "KFAC"]], ids="-".join)
+@pytest.mark.parametrize("name", ["DiagGGNExact", "SqrtGGNExact", "KFLR"])
+@pytest.mark.parametrize("end", ENDS)
+def test_what_one_extension_misses_is_missed_by_all(end: str, name: str, first: list[str]) -> None:
+    """The prediction, which nobody holds, was computed by functions: the derivative is right, or refused, whoever else has asked for it."""
+    torch.manual_seed(0)
+    model, lossfunc = extend(Net(ENDS[end], a=Linear(3, 4), b=Linear(4, 3)).double()), extend(CrossEntropyLoss())
+    x, y = torch.rand(2, 3).double(), torch.tensor([0, 2])
+    slopes = []
+    for kept in (True, False):
+        active = [QUANTITIES[other].make() for other in (first if not kept else [])] + [QUANTITIES[name].make()]
+        with backpack(*active, retain_graph=True):
+            out = model(x)
+            loss = lossfunc(out, y)
+            if not kept:
+                del out
+            loss.backward(create_graph=True)
+        values = [getattr(p, active[-1].savefield) for p in model.parameters()]
+        total = sum(factor.square().sum() for value in values for factor in (value if isinstance(value, list) else [value]))
+        try:
+            slopes.append(torch.autograd.grad(total, model.a.weight)[0])
+        except DifferentiationError:
+            assert not kept
+            return
+    close(*slopes)

@@ -404,6 +404,7 @@ def test_large_counts_in_half_precision() -> None:
 
 
 TABLES: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "folded": lambda own, x: own.last((own.table(x.flatten()) * own.table.weight[3]).unflatten(0, x.shape).tanh().mean(1)),
     "module": lambda own, x: own.last(own.table(x).tanh().mean(1)),
     "function": lambda own, x: own.last(nn.functional.embedding(x, own.table.weight).tanh().mean(1)),
     "tied": lambda own, x: nn.functional.linear(own.table(x).tanh().mean(1), own.table.weight),

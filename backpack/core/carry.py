@@ -95,7 +95,7 @@ class Carry:
             call.slope = unit.slope(node)
         elif call.derivatives.reads_maxima:
             call.maxima = saved_maxima(unit.inside)
-        call.scratch = {}
+        call.scratch = {} if self._connection is None else None  # each flow says what it misses
         view = call if turn is None else BatchFirst(call, turn)
         grad = grad.reshape(slot.shape) if unit.base else grad
         grad = grad if turn is None else turn.front(grad)
@@ -186,7 +186,7 @@ class Carry:
     def _at_shared(self, node: Node, unit: Unit, grads: tuple[Tensor | None, ...]) -> None:
         call, shape = unit.call, (unit.layout.samples, *unit.call.outputs[0].shape)
         refuse_released(call)
-        call.scratch, view = {}, BatchFirst(call, unit.arrangement)
+        call.scratch, view = {} if self._connection is None else None, BatchFirst(call, unit.arrangement)
         arrived = {flow: self._split[flow].pop((node, unit.nr), {}) for flow in self._flows}  # autograd's gradient is a sum
         grad = next((c[0] for flow, c in arrived.items() if flow.is_gradient and c), None)
         for flow in self._each_flow():

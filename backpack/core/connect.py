@@ -28,7 +28,7 @@ class Connection:
 
     Attributes:
         failures: Why what is computed from now on cannot be differentiated; no entry for flows of which all can.
-        flow: The flow for which tensors are read.
+        flow: The flow for which tensors are read; while one is looked for, its record: what is missing then is missing for all flows that read it.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -36,7 +36,7 @@ class Connection:
         self._wrong = THIRD if passes_derived_norms(plan.walk.order) else None
         self.flow: Hashable = None
         self._units = {unit.call: (node, unit) for node, unit in (*plan.units.items(), *plan.shared.items())}
-        self._found: dict[Slot, Tensor | None] = {}
+        self._found: dict[Slot, tuple[Tensor | None, str | None]] = {}
 
     def reason(self, flow: Hashable) -> str | None:
         """Say why what was computed for a flow cannot be differentiated.
@@ -79,11 +79,19 @@ class Connection:
             The tensor; as it is where it depends on nothing, or cannot be connected.
         """
         if slot not in self._found:
-            self._found[slot] = self._find(slot, name, call)
-        found = self._found[slot]
-        if found is None:
-            how = "keep a reference to what the loss is given (z = out / T)" if call.is_loss else "let the model keep a reference to it"
-            self.fail(f"{name} of {call.path}, of shape {list(slot.shape)}, is not at hand any more: {how}")
+            asking, self.flow = self.flow, slot
+            try:
+                found = self._find(slot, name, call)
+            finally:
+                self.flow = asking
+            reason = self.failures.pop(slot, None)  # of something that it is made of
+            if found is None:
+                how = "keep a reference to what the loss is given (z = out / T)" if call.is_loss else "let the model keep a reference to it"
+                reason = f"{name} of {call.path}, of shape {list(slot.shape)}, is not at hand any more: {how}"
+            self._found[slot] = found, reason
+        found, reason = self._found[slot]
+        if reason is not None:
+            self.fail(reason)
         return tensor if found is None else found
 
     def _find(self, slot: Slot, name: str, call: ModuleCall) -> Tensor | None:
