@@ -193,3 +193,23 @@ def test_channels_of_samples_with_kernels_of_their_own() -> None:
     out = model(x)
     for p in model.parameters():
         close(p.grad_batch, torch.stack([torch.autograd.grad(row.square().sum(), p, retain_graph=True)[0] for row in out]))
+
+
+@pytest.mark.parametrize("graphs", [2, 3])
+def test_as_many_nodes_as_classes(graphs: int) -> None:
+    """What a model of graphs is given first are nodes, and no samples."""
+    torch.manual_seed(0)
+    x, graph = torch.rand(6, 2).double(), torch.arange(6) % graphs
+    edges = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]])
+
+    def pooled(own: Any, data: dict[str, Tensor]) -> Tensor:
+        nodes = own.h(data["x"]).tanh()
+        nodes = nodes.index_add(0, data["edges"][1], nodes[data["edges"][0]])
+        return nodes.new_zeros(int(data["graph"].max()) + 1, 6).index_add(0, data["graph"], nodes)
+
+    model, target = net(pooled, h=linear(2, 6)), torch.rand(graphs, 6).double()
+    with backpack(BatchGrad()):
+        F.mse_loss(model({"x": x, "edges": edges, "graph": graph}), target).backward()
+    losses = (pooled(model, {"x": x, "edges": edges, "graph": graph}) - target).square().mean(1) / graphs
+    for p in model.parameters():
+        close(p.grad_batch, torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses]))

@@ -183,6 +183,10 @@ def sharing_pairs(own: Any, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return cat([cat([shared, one], 1), cat([other, shared], 1)]).square().sum()
 
 
+def alike(one: Tensor, other: Tensor) -> Tensor:
+    return (one * other).sum(1)
+
+
 def halves(own: Any, a: Tensor, b: Tensor) -> Tensor:
     one, other = own.m(a), own.m(b)
     return cat([one[:2], one[2:]]).square().sum() + cat([other, other]).square().sum()
@@ -203,6 +207,12 @@ EXACT: dict[str, Program] = {
     "halves of calls": program(halves, (N, 3), (N, 3), m=linear(3, 2)),
     "two heads on pairs": program(two_heads, (N, 3), (N, 3), m=linear(3, 2), h=linear(4, 2), k=linear(4, 2)),
     "pairs that share a call": program(sharing_pairs, *[(N, 3)] * 3, m=linear(3, 2)),
+    "pairs that share what was given": program(
+        lambda own, a, b, c: cat([alike(own.m(a), own.m(b)), alike(own.m(a), own.m(c))]).tanh().square().sum(), *[(N, 3)] * 3, m=linear(3, 2)
+    ),
+    "a pair twice": program(
+        lambda own, a, b: cat([(own.m(a) - own.m(b)).exp(), (own.m(a) + own.m(b)).exp()]).square().sum(), (N, 3), (N, 3), m=linear(3, 2)
+    ),
     "draws of a mean": program(lambda own, draws: own.d(own.m(DATA).mean(0) * draws).square().sum(), (3, 5, 1), m=linear(3, 2), d=linear(2, N)),
     "two inputs of a model that returns its loss": program(
         lambda own, *x: own.m([*x]),

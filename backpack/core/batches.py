@@ -204,27 +204,27 @@ def is_single(call: ModuleCall) -> bool:
     return bool(axes) and all(len(shape) <= axis or shape[axis] == 1 for shape, axis in axes)
 
 
-def of_others(calls: Iterable[ModuleCall], is_data: Callable[[Slot], bool]) -> set[ModuleCall]:
-    """Find modules that were called several times, with other data each time.
+def of_others(calls: Iterable[ModuleCall], is_data: Callable[[Slot], bool]) -> dict[ModuleCall, ModuleCall]:
+    """Find modules that were called several times, not with the same data each time.
 
     Args:
         calls: Calls of outermost modules.
         is_data: Says of a tensor whether it depends on no parameter.
 
     Returns:
-        Their calls with data alone, or with some rows of what another module has returned.
+        Their calls with data alone, or with some rows of what another module has returned; for each the first call with the same data.
     """
-    found: dict[Any, dict[Any, ModuleCall]] = {}
+    found: dict[Any, dict[Any, list[ModuleCall]]] = {}
     for call in calls:
         nested, piece = nested_in(call), _piece(call)
         if piece is not None:
-            found.setdefault(call.recorder, {})[piece] = call
+            found.setdefault(call.recorder, {}).setdefault(piece, []).append(call)
         if all(map(is_data, call.tensor_inputs)) and not any(tensor.grad_fn is not None for tensor in nested):
             slot = next(iter(call.tensor_inputs), None)  # the mini-batch; what is not held any more was another one
             tensor, version = (next(iter(nested), None), 0) if slot is None else (slot.tensor, slot.version)
             memory = (tensor.shape, tensor.data_ptr(), tensor.stride(), version) if place_of(tensor) else id(slot if tensor is None else tensor)
-            found.setdefault(call.recorder, {})[memory] = call
-    return {call for same in found.values() if len(same) > 1 for call in same.values()}
+            found.setdefault(call.recorder, {}).setdefault(memory, []).append(call)
+    return {call: same[0] for data in found.values() if len(data) > 1 for same in data.values() for call in same}
 
 
 def _piece(call: ModuleCall) -> tuple | None:

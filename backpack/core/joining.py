@@ -52,7 +52,7 @@ def refuse_joined(walk: Walk) -> None:
     for node in reversed(walk.order if walk.apart else ()):
         roots = [mark.call for mark in walk.marks.get(node, ()) if mark.call.root and not mark.call.is_loss]
         if not walk.reach.get(node) or roots:
-            if calls := frozenset(roots) & walk.apart or _passed_on(roots, found):
+            if calls := frozenset(walk.apart[root] for root in roots if root in walk.apart) or _passed_on(roots, found):
                 found[node] = _Rows(calls, False, False)
             continue
         given = [found[n] for n, _ in node.next_functions if n in found]

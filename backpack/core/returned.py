@@ -11,7 +11,19 @@ from typing import NamedTuple
 from torch import Size
 from torch.autograd.graph import Node
 
-from backpack.core.batches import batch_of, counts_others, given_to, known_axis, leading_shape, lengths_of, lists_samples, rows_of, sample_axis, turns
+from backpack.core.batches import (
+    batch_of,
+    counts_others,
+    given_to,
+    known_axis,
+    leading_shape,
+    lengths_of,
+    lists_samples,
+    nested_in,
+    rows_of,
+    sample_axis,
+    turns,
+)
 from backpack.core.calls import Mark, ModuleCall
 from backpack.core.derivatives.crossentropyloss import CrossEntropyLossDerivatives
 from backpack.core.downstream import is_reshaped
@@ -116,7 +128,9 @@ def is_turned(walk: Walk, node: Node, mark: Mark, known: State | None, losses: I
         or where they are as many as another argument is long, such as times, and no layer was given that, or so many of something else.
     """
     call = mark.call
-    shape, first = call.outputs[mark.index].shape, batch_of(call) or next(iter(leading_shape(call)), None)
+    shape, first = call.outputs[mark.index].shape, batch_of(call)
+    if first is None and all(tensor.is_floating_point() for tensor in nested_in(call)):  # no numbers of nodes, or of words
+        first = next(iter(leading_shape(call)), None)
     owns = call.module._modules or walk.bits.keys() & map(id, call.module._parameters.values())
     if owns and known is None and turns(call):
         return True

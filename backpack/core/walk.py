@@ -319,9 +319,9 @@ class Walk:
         return bool(self.outermost) and all(map(is_single, self.outermost)) and not self.apart
 
     @cached_property
-    def apart(self) -> set[ModuleCall]:
-        """Calls of outermost modules for other samples each, maybe."""
-        return of_others(self.outermost, self.is_data) if len(self.outermost) > 1 else set()
+    def apart(self) -> dict[ModuleCall, ModuleCall]:
+        """Calls of outermost modules for other samples each, maybe, and for each the first one with the same data."""
+        return of_others(self.outermost, self.is_data) if len(self.outermost) > 1 else {}
 
     @cached_property
     def returns_loss(self) -> bool:
