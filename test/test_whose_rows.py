@@ -213,6 +213,10 @@ EXACT: dict[str, Program] = {
     "a pair twice": program(
         lambda own, a, b: cat([(own.m(a) - own.m(b)).exp(), (own.m(a) + own.m(b)).exp()]).square().sum(), (N, 3), (N, 3), m=linear(3, 2)
     ),
+    "twins": program(lambda own, a, b: cat([own.m(a) + own.m(b), own.h(a) + own.h(b)]).exp().sum(), (N, 3), (N, 3), m=linear(3, 2), h=linear(3, 2)),
+    "twins, one by one": program(
+        lambda own, a, b: cat([own.m(a), own.h(a)]).exp().sum() + (own.m(b) * own.h(b)).sum(), (N, 3), (N, 3), m=linear(3, 2), h=linear(3, 2)
+    ),
     "draws of a mean": program(lambda own, draws: own.d(own.m(DATA).mean(0) * draws).square().sum(), (3, 5, 1), m=linear(3, 2), d=linear(2, N)),
     "two inputs of a model that returns its loss": program(
         lambda own, *x: own.m([*x]),

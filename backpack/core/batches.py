@@ -212,19 +212,20 @@ def of_others(calls: Iterable[ModuleCall], is_data: Callable[[Slot], bool]) -> d
         is_data: Says of a tensor whether it depends on no parameter.
 
     Returns:
-        Their calls with data alone, or with some rows of what another module has returned; for each the first call with the same data.
+        Their calls with data alone, or with some rows of what another module has returned; for each the first one, of any, with the same data.
     """
-    found: dict[Any, dict[Any, list[ModuleCall]]] = {}
+    found: dict[Any, list[tuple[Any, ModuleCall]]] = {}
     for call in calls:
         nested, piece = nested_in(call), _piece(call)
         if piece is not None:
-            found.setdefault(call.recorder, {}).setdefault(piece, []).append(call)
+            found.setdefault(call.recorder, []).append((piece, call))
         if all(map(is_data, call.tensor_inputs)) and not any(tensor.grad_fn is not None for tensor in nested):
             slot = next(iter(call.tensor_inputs), None)  # the mini-batch; what is not held any more was another one
             tensor, version = (next(iter(nested), None), 0) if slot is None else (slot.tensor, slot.version)
             memory = (tensor.shape, tensor.data_ptr(), tensor.stride(), version) if place_of(tensor) else id(slot if tensor is None else tensor)
-            found.setdefault(call.recorder, {}).setdefault(memory, []).append(call)
-    return {call: same[0] for data in found.values() if len(data) > 1 for same in data.values() for call in same}
+            found.setdefault(call.recorder, []).append((memory, call))
+    first: dict[Any, ModuleCall] = {}
+    return {call: first.setdefault(data, call) for calls in found.values() if len({data for data, _ in calls}) > 1 for data, call in calls}
 
 
 def _piece(call: ModuleCall) -> tuple | None:

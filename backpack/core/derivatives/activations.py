@@ -112,13 +112,13 @@ class PReLUDerivatives(PiecewiseLinearDerivatives, BaseParameterDerivatives):
         self, module: PReLU, g_inp: Grads, g_out: Grads, mat: Tensor, sum_batch: bool = True, subsampling: Samples = None
     ) -> Tensor:
         inputs = subsample(module.input0, subsampling=subsampling)
-        entries = torch.where(inputs > 0, 0, mat * inputs)  # what is not a number counts where inputs are not positive, as torch has it
+        entries = _where_positive(mat, -inputs) * inputs.clamp(max=0)  # what is no number counts where inputs are not positive, as torch has it
         channels = module.weight.numel()
         per_sample = entries.reshape(*mat.shape[:2], channels, prod(mat.shape[2:]) // max(1, channels)).sum(3)
         return per_sample.sum(1) if sum_batch else per_sample
 
     def _weight_jac_mat_prod(self, module: PReLU, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
-        return torch.where(module.input0 > 0, 0, self._like_channels(mat, module.input0) * module.input0)
+        return self._like_channels(mat, module.input0) * module.input0.clamp(max=0)
 
     @staticmethod
     def _like_channels(weights: Tensor, like: Tensor) -> Tensor:
