@@ -13,7 +13,7 @@ from oracle import Oracle, Problem
 from table import every_second
 from test_extensions import QUANTITIES, Expect, close, collect, ggn, kronecker, run
 from torch import Tensor
-from torch.nn import CrossEntropyLoss, Linear
+from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, HuberLoss, Linear, Module, MSELoss
 
 from backpack import backpack, extend
 from backpack.utils.errors import DifferentiationError
@@ -188,3 +188,21 @@ def test_what_one_extension_misses_is_missed_by_all(end: str, name: str, first: 
             assert not kept
             return
     close(*slopes)
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True")
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize("lossfunc", [CrossEntropyLoss, MSELoss, BCEWithLogitsLoss, HuberLoss])
+@pytest.mark.parametrize("name", ["DiagGGNExact", "BatchDiagGGNExact", "KFLR"])
+def test_derivative_with_respect_to_the_weight_of_a_loss(name: str, lossfunc: type[Module], scale: float) -> None:
+    """Curvature is linear in it, be it one, or not."""
+    torch.manual_seed(0)
+    model, loss, x, weight = Linear(3, 4).double(), lossfunc(), torch.rand(2, 3).double(), torch.tensor(scale).double().requires_grad_()
+    extend(model)
+    target = torch.tensor([0, 2]) if lossfunc is CrossEntropyLoss else torch.rand(2, 4).double()
+    with backpack(made := QUANTITIES[name].make()):
+        out = model(x)
+        (weight * extend(loss)(out, target)).backward(create_graph=True)
+    value = getattr(model.weight, made.savefield)
+    total = (value[0] if isinstance(value, list) else value).sum()
+    close(torch.autograd.grad(total, weight)[0], (total / scale).detach())

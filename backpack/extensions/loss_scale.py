@@ -22,7 +22,7 @@ def position_weights(call: ModuleCall, grad: Tensor) -> Tensor | None:
     Raises:
         LossValueError: If it is not finite.
     """
-    if grad.numel() == 1 and grad.item() == 1.0:
+    if grad.numel() == 1 and not grad.requires_grad and grad.item() == 1.0:
         return None
     if not grad.isfinite().all():
         raise LossValueError(
