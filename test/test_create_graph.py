@@ -14,8 +14,10 @@ from table import every_second
 from test_extensions import QUANTITIES, Expect, close, collect, ggn, kronecker, run
 from torch import Tensor
 from torch.nn import BCEWithLogitsLoss, CrossEntropyLoss, HuberLoss, Linear, Module, MSELoss
+from torch.nn import functional as F
 
 from backpack import backpack, extend
+from backpack.extensions import BatchDiagGGNExact, DiagGGNExact
 from backpack.utils.errors import DifferentiationError
 
 pytestmark = pytest.mark.filterwarnings("error", "ignore:Using backward:UserWarning")  # of torch, about create_graph
@@ -206,3 +208,45 @@ def test_derivative_with_respect_to_the_weight_of_a_loss(name: str, lossfunc: ty
     value = getattr(model.weight, made.savefield)
     total = (value[0] if isinstance(value, list) else value).sum()
     close(torch.autograd.grad(total, weight)[0], (total / scale).detach())
+
+
+MASKED = {
+    "function": lambda out, y, s: (F.cross_entropy(out, y, reduction="none") * torch.tensor([1.0, 0, 1, 0.5]).double()).sum() * s,
+    "function, weight inside": lambda out, y, s: (F.cross_entropy(out, y, reduction="none") * (torch.tensor([1.0, 0, 1, 0]).double() * s)).sum(),
+    "module": lambda out, y, s: (extend(CrossEntropyLoss(reduction="none"))(out, y) * torch.tensor([1.0, 0, 1, 0.5]).double()).mean() * s,
+    "classes": lambda out, y, s: F.cross_entropy(out, y, weight=torch.tensor([1.0, 0, 2]).double()) * s,
+    "squares": lambda out, y, s: (F.mse_loss(out, out.detach() + 1, reduction="none") * torch.tensor([[1.0], [0], [1], [0]]).double()).sum() * s,
+    "mean of some": lambda out, y, s: (extend(MSELoss(reduction="none"))(out, out.detach() + 1) * (y > 0)[:, None]).mean() * s,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True")
+@pytest.mark.parametrize("way", MASKED)
+@pytest.mark.parametrize("name", ["DiagGGNExact", "SqrtGGNExact", "KFLR"])
+def test_derivative_with_respect_to_the_weight_of_masked_terms(name: str, way: str) -> None:
+    """Terms that are multiplied by zero stay so."""
+    torch.manual_seed(0)
+    model, x, y = extend(Linear(3, 3).double()), torch.rand(4, 3).double(), torch.tensor([0, 1, 2, 0])
+    weight = torch.tensor(2.0).double().requires_grad_()
+    with backpack(made := QUANTITIES[name].make()):
+        MASKED[way](model(x), y, weight).backward(create_graph=True)
+    value = getattr(model.weight, made.savefield)
+    total = (value[0] if isinstance(value, list) else value.square() if name == "SqrtGGNExact" else value).sum()
+    close(torch.autograd.grad(total, weight)[0], (total / weight).detach())
+
+
+@pytest.mark.filterwarnings("ignore:.*create_graph=True")
+@pytest.mark.parametrize("weights", [[1.0, 0.0, 2.0, 1.0], [1.0, 0.5, 2.0, 1.0]])
+def test_weights_of_samples_that_are_differentiated(weights: list[float]) -> None:
+    """Curvature is linear in them; where one is zero, that is not what the derivative of its root would tell, and is refused."""
+    torch.manual_seed(0)
+    model, x, y = extend(Linear(3, 3).double()), torch.rand(4, 3).double(), torch.tensor([0, 1, 2, 0])
+    given = torch.tensor(weights).double().requires_grad_()
+    with backpack(DiagGGNExact(), BatchDiagGGNExact()):
+        (F.cross_entropy(model(x), y, reduction="none") * given).sum().backward(create_graph=True)
+    total, rows = model.weight.diag_ggn_exact.sum(), model.weight.diag_ggn_exact_batch.flatten(1).sum(1)
+    if all(weights):
+        close(torch.autograd.grad(total, given)[0], (rows / given).detach())
+    else:
+        with pytest.raises(DifferentiationError, match="some of its terms are multiplied by zero"):
+            torch.autograd.grad(total, given)

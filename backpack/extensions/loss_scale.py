@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from backpack.core.calls import ModuleCall
+from backpack.core.derivatives.factors import root_of_factors
 from backpack.utils.errors import LossValueError
 from backpack.utils.subsampling import subsample
 
@@ -55,4 +56,4 @@ def scaled(mat: Tensor, call: ModuleCall, grad: Tensor, subsampling: list[int] |
             f"{call.path} is multiplied by a negative number: the generalized Gauss-Newton has no square root then. DiagHessian, HMP and "
             "backpack.hessianfree need none."
         )
-    return mat * subsample(weights.sqrt().expand(call.inputs[0].shape), subsampling=subsampling)
+    return mat * subsample(root_of_factors(weights, call.path).expand(call.inputs[0].shape), subsampling=subsampling)

@@ -16,6 +16,7 @@ from torch.distributions import Distribution
 from torch.nn import Module
 
 from backpack.core.derivatives.basederivatives import Grads, Samples
+from backpack.core.derivatives.factors import root_of_factors
 from backpack.core.derivatives.loss_elementwise import ElementwiseLossDerivatives
 from backpack.core.derivatives.loss_generic import GenericLossDerivatives
 from backpack.utils.differentiation import square_root
@@ -94,7 +95,7 @@ class NLLLossDerivatives(GenericLossDerivatives):
                     f"Weights or targets of {module}, or what it is multiplied by, give some terms a negative factor (smallest "
                     f"{weight.min().item():.3g}), so that its Hessian has no real square root. Use non-negative weights, and targets in [0, 1]."
                 )
-            weight = subsample(weight, subsampling=subsampling)
+            return root_of_factors(subsample(weight, subsampling=subsampling), str(module))
         return weight**0.5
 
     def _sqrt_hessian_sampled(self, module: Module, g_inp: Grads, g_out: Grads, mc_samples: int = 1, subsampling: Samples = None) -> Tensor:
