@@ -268,11 +268,11 @@ def test_joined_calls_that_are_compared() -> None:
         close(p.grad_batch, stack(rows))
 
 
-CURVED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor], int, list[int]]] = {
-    "something unknown of one sample": (lambda out: Same.apply(out).view(2, 3), F.cross_entropy, 1, [0, 2]),
+CURVED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Callable[[Tensor, Tensor], Tensor]], int, list[int]]] = {
+    "something unknown of one sample": (lambda out: Same.apply(out).view(2, 3), lambda: F.cross_entropy, 1, [0, 2]),
     "a cross-entropy and the mean": (
         lambda out: out,
-        extend(Net(lambda own, out, y: F.nll_loss(out.log_softmax(1), y) + out.mean())),
+        lambda: extend(Net(lambda own, out, y: F.nll_loss(out.log_softmax(1), y) + out.mean())),
         N,
         LABELS,
     ),
@@ -281,7 +281,8 @@ CURVED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], T
 
 @pytest.mark.parametrize("name", CURVED)
 def test_curvature(name: str) -> None:
-    behind, loss, samples, labels = CURVED[name]
+    behind, make, samples, labels = CURVED[name]
+    loss = make()
     model, x, y = extend(nn.Linear(3, 6).double()), rand(samples, 3).double(), torch.tensor(labels)
     with backpack(DiagGGNExact()):
         loss(behind(model(x)), y).backward()
