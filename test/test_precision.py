@@ -426,3 +426,20 @@ def test_frequent_words(name: str, dtype: torch.dtype) -> None:
         (model(x).sum() * 1024).backward()
     close(weight.grad_batch.double(), rows, 0.02)
     close(weight.sum_grad_squared.double(), rows.square().sum(0), 0.04)
+
+
+@pytest.mark.parametrize("name", ["BatchGrad", "BatchL2Grad", "SumGradSquared", "DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact"])
+def test_a_parameter_that_is_used_often(name: str) -> None:
+    """What 300 uses contribute is summed in single precision."""
+    torch.manual_seed(0)
+    steps = 300
+    model = Net(lambda own, x: own.last(sum((own.a(x[:, i]) + own.c).tanh() for i in range(steps)) / steps), a=nn.Linear(4, 4), last=nn.Linear(4, 2))
+    model.c = nn.Parameter(torch.rand(4))
+    model, x, values = model.bfloat16(), torch.randn(3, steps, 4).bfloat16(), []
+    for dtype in (torch.bfloat16, torch.float64):
+        found = extend(deepcopy(model).to(dtype))
+        out, made = found(x.to(dtype)), QUANTITIES[name].make()
+        with backpack(made):
+            extend(nn.MSELoss())(out, torch.ones_like(out)).backward()
+        values.append(getattr(found.c, made.savefield).double())
+    close(*values, 0.03)

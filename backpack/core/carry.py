@@ -359,8 +359,8 @@ class Carry:
         node, leaf = edge[0], self._is_leaf(edge[0])
         if not leaf and node not in self._plan.states:
             return
-        if flow.crosses_gaps:  # as autograd does with gradients where precisions are mixed
-            value = cast(value, tensor_at(edge).dtype)
+        if flow.crosses_gaps:  # as autograd does with gradients where precisions are mixed; uses of a parameter are added in single precision
+            value = cast(value, tensor_at(edge).dtype if not leaf or self._connection else torch.promote_types(edge[0].variable.dtype, torch.float32))
         if flow.crosses_gaps and (leaf or self._plan.states[node].get(edge[1]) is SPLIT):
             if layout is not None:
                 value, own = {source: split(columns, layout) for source, columns in value.items()}, False
@@ -395,6 +395,6 @@ class Carry:
         edge = None if left else self._leaves.pop(parameter, None)
         for flow in () if edge is None else self._flows:
             if columns := self._split[flow].pop(edge, None):
-                self._reader.at_leaf(flow, parameter, columns)
+                self._reader.at_leaf(flow, parameter, cast(columns, parameter.dtype))
         if not left:
             self._reader.finish(parameter)
