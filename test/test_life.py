@@ -1003,3 +1003,17 @@ def test_products_after_parameters_have_changed(change: str) -> None:
     for product in products:
         with pytest.raises(OverwrittenError, match="were changed after the forward pass"):
             product(torch.ones(4, 3))
+
+
+def test_products_are_no_part_of_files() -> None:
+    """They are functions of what this process holds; copies of a model have no results."""
+    model, lossfunc = extend(Sequential(Linear(3, 4), Tanh(), Linear(4, 2))), extend(CrossEntropyLoss())
+    with backpack(HMP()):
+        lossfunc(model(torch.randn(5, 3)), torch.tensor([0, 1, 0, 1, 1])).backward()
+    product, ones = model[0].weight.hmp, torch.ones(4, 3)
+    assert torch.equal(copy.deepcopy({"product": product})["product"](ones), product(ones))
+    assert not hasattr(copy.deepcopy(model)[0].weight, "hmp")
+    with pytest.raises(ArgumentError, match=r"hmp of 0.weight is a function .* backpack.clear\(model\), or save model.state_dict\(\)"):
+        pickle.dumps(model)
+    clear(model)
+    assert torch.equal(pickle.loads(pickle.dumps(model))[0].weight, model[0].weight)

@@ -86,9 +86,18 @@ def test_factors_without_outputs(layers: tuple[int, ...], name: str) -> None:
     torch.testing.assert_close(input0, x.T @ x / N)
 
 
-def test_no_columns() -> None:
+NO_COLUMNS: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
+    "without empty batches": (lambda: nn.Sequential(nn.Conv2d(1, 4, 2), nn.PixelShuffle(2), nn.Flatten(), nn.Linear(16, 3)), torch.rand(N, 1, 3, 3)),
+    "table": (lambda: nn.Sequential(nn.Embedding(5, 2), nn.Flatten(), nn.Linear(4, 3)), torch.tensor([[1, 2], [3, 4], [0, 1]])),
+    "without a rule": (lambda: nn.Sequential(nn.Conv1d(1, 2, 2), nn.LPPool1d(2, 2), nn.Flatten(), nn.Linear(4, 3)), torch.rand(N, 1, 5)),
+}
+
+
+@pytest.mark.parametrize("net", NO_COLUMNS)
+def test_no_columns(net: str) -> None:
     """Products with no vector, also through functions that torch cannot differentiate for an empty batch."""
-    model, x = extend(nn.Sequential(nn.Conv2d(1, 4, 2), nn.PixelShuffle(2), nn.Flatten(), nn.Linear(16, 3))), torch.randn(N, 1, 3, 3)
+    make, x = NO_COLUMNS[net]
+    model = extend(make())
     with backpack(extensions.GGNMP(), extensions.HMP()):
         extend(nn.CrossEntropyLoss())(model(x), torch.zeros(N, dtype=torch.int64)).backward()
     for parameter in model.parameters():

@@ -54,7 +54,7 @@ def apply_checked(product: Callable[[Tensor], Tensor], mat: Tensor, takes: Seque
     if mat.dim() == len(takes):
         return apply_checked(product, mat.unsqueeze(0), takes, gives, name).squeeze(0)
     check_shape(mat, takes, what=f"The argument of {name} (or one such vector without V)")
-    version, result = version_of(mat), product(mat)
+    version, result = version_of(mat), product(mat) if len(mat) else mat.reshape(0, *gives)
     if version_of(mat) != version:
         raise OverwrittenError(f"{name} changes its argument in place, which others read, too. Let it work out of place, or on a copy.")
     check_shape(result, gives, what=f"The result of {name}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 from torch import Tensor
@@ -114,7 +114,35 @@ class CurvatureMatrixProduct(SecondOrderBackpropExtension):
             at = None if anchor is None else anchor()
             return result if at is None else undifferentiable(result, at, title, reason)
 
-        return checked
+        return _Product(checked, title)
+
+
+class _Product:
+    """What is saved: a function of what it multiplies, which lives in this process alone."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor], title: str) -> None:
+        """Hold the function.
+
+        Args:
+            product: Multiplies and checks.
+            title: What it is, for the message.
+        """
+        self._product, self._title = product, title
+
+    def __call__(self, mat: Tensor) -> Tensor:
+        return self._product(mat)
+
+    def __repr__(self) -> str:
+        return f"<{self._title}>"
+
+    def __deepcopy__(self, memo: dict) -> _Product:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise ArgumentTypeError(
+            f"{self._title} is a function of tensors that the forward pass has left, and no part of a file or of another process. Delete the "
+            "results first: backpack.clear(model), or save model.state_dict(), which has none."
+        )
 
 
 def _jacobian(call: Any, name: str, parameter: Parameter, quantity: str) -> Callable[..., Tensor]:
