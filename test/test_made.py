@@ -302,3 +302,44 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
         found = dict(model.named_parameters())[parameter]
         for value, expected in ((found.batch_l2, gradients.flatten(1).square().sum(1)), (found.sum_grad_squared, gradients.square().sum(0))):
             torch.testing.assert_close(value.double(), expected, rtol=0.2, atol=0.1 * expected.max().item())
+
+
+MADE_IN_FRONT = {
+    "divided by norms of rows": lambda w, x: F.linear(x, F.normalize(w, dim=1)),
+    "divided by the norm": lambda w, x: F.linear(x, w / w.norm()),
+    "times a vector": lambda w, x: F.linear(x, w / (w @ w.detach()[0]).norm()),
+    "joined": lambda w, x: F.linear(x, torch.cat([w[:, :1], w[:, 1:].tanh()], 1)),
+    "table": lambda w, x: F.embedding((x[:, 0] > 0).long(), w / w.norm()),
+}
+
+
+class Chosen(Module):
+    """Rows that a test chooses, none if none fulfils it, go through a curved branch behind a weight that is made."""
+
+    def __init__(self, name: str, least: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.w, self.branch, self._make, self._least = Parameter(torch.randn(3, 3)), Linear(3, 3), MADE_IN_FRONT[name], least
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self._make(self.w, x)
+        rows = (h.sum(1) > self._least).nonzero().flatten()
+        return h.index_add(0, rows, self.branch(h[rows].tanh()).sigmoid())
+
+
+@pytest.mark.parametrize("least", [1e3, 0.0])
+@pytest.mark.parametrize("name", MADE_IN_FRONT)
+def test_branches_that_no_row_takes(name: str, least: float) -> None:
+    """As idle experts: no columns are born there."""
+    model, x, y = extend(Chosen(name, least)), torch.randn(5, 3).double(), torch.randn(5, 3).double()
+    with backpack(extensions.DiagHessian(), extensions.BatchDiagHessian()):
+        F.mse_loss(model(x), y, reduction="sum").backward()
+    for parameter in model.parameters():
+        rows = []
+        for n in range(len(x)):
+            (slope,) = torch.autograd.grad(F.mse_loss(model(x[n : n + 1]), y[n : n + 1], reduction="sum"), parameter, create_graph=True)
+            entries = [torch.autograd.grad(entry, parameter, retain_graph=True)[0].flatten()[i] for i, entry in enumerate(slope.flatten())]
+            rows.append(torch.stack(entries).reshape(parameter.shape))
+        close(parameter.diag_h_batch, torch.stack(rows))
+        close(parameter.diag_h, sum(rows))

@@ -260,6 +260,8 @@ class Pass(Carry):
             source: Their source.
             parts: What they are at several places, ``[V, ...]``, and how to put some of them there.
         """
+        if not len(parts[0][0]):
+            return
         given = self._blocks.get(flow)
         *blocks, last = [slice(None)] if given is None else given.cut(len(parts[0][0]))
         for block in blocks:
