@@ -301,6 +301,9 @@ def log_likelihood(out: Any, y: Tensor) -> Tensor:
 DISTRIBUTIONS = {
     "tuple": lambda mean, deviation: (mean, deviation.expand_as(mean)),
     "repeated": lambda mean, deviation: (mean, deviation.repeat(len(mean), 1)),
+    "one by one": lambda mean, deviation: (mean, deviation[None].repeat_interleave(len(mean), 0)),
+    "stacked": lambda mean, deviation: (mean, torch.stack([deviation] * len(mean))),
+    "joined": lambda mean, deviation: (mean, torch.cat([deviation[None]] * len(mean))),
     "beside zeros": lambda mean, deviation: (mean, deviation + torch.zeros_like(mean)),
     "distribution": Normal,
     "nested": lambda mean, deviation: Independent(Normal(mean, deviation), 1),
@@ -314,6 +317,37 @@ def test_gaussians(name: str, N: int) -> None:
     alone = [torch.autograd.grad(log_likelihood(model(x[n : n + 1]), y[n : n + 1]) / N, tuple(model.parameters())) for n in range(N)]
     with backpack(BatchGrad()):
         log_likelihood(model(x), y).backward()
+    for i, parameter in enumerate(model.parameters()):
+        close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
+
+
+COPIES = [lambda p, n: torch.cat([p] * n), lambda p, n: torch.stack([p[0]] * n), lambda p, n: p.repeat_interleave(n, 0), lambda p, n: p.expand(n, -1)]
+
+
+class Shifted(nn.Module):
+    """Two heads on data that nothing but copies of a parameter were added to."""
+
+    def __init__(self, copies: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.shift, self.first, self.second, self.copies = nn.Parameter(torch.randn(1, 3)), nn.Linear(3, 2), nn.Linear(3, 4), copies
+        self.double()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = x + self.copies(self.shift, len(x))
+        return self.first(h), self.second(h)
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("N", [1, 2, 3])
+def test_copies_of_a_parameter_below_two_heads(copies: Callable, N: int) -> None:
+    model, x = extend(Shifted(copies)), torch.randn(N, 3).double()
+
+    def loss(x: Tensor) -> Tensor:
+        return sum(F.mse_loss(out, out.detach() + 1 + torch.arange(out.shape[1]), reduction="sum") for out in model(x))
+
+    alone = [torch.autograd.grad(loss(x[n : n + 1]), tuple(model.parameters())) for n in range(N)]
+    with backpack(BatchGrad()):
+        loss(x).backward()
     for i, parameter in enumerate(model.parameters()):
         close(parameter.grad_batch, torch.stack([gradients[i] for gradients in alone]))
 

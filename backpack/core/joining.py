@@ -21,6 +21,8 @@ _OF_ROWS = FUNCTIONS.keys() | frozenset("NllLoss NllLoss2D MultiMarginLoss Multi
 _ENTRYWISE = ELEMENTWISE | {"Mul", "Div", "Addcmul"}
 _OF_ENTRIES = _ENTRYWISE | RESHAPES | {"Add", "Sub", "Squeeze", "Select", "Unbind"}
 """What may make an entry of a row, as `out[0, 0]`, but no loss."""
+_FIRST = frozenset({"Convolution", "Cdist", "EuclideanDist"})
+"""Operations that treat each row of the first thing that they are given alone."""
 _FILLS = frozenset({"torch::autograd::CopySlices", "IndexCopy"})
 _TAKES = frozenset("Split SplitWithSizes UnsafeSplit UnsafeSplitWithSizes Unbind Slice Select IndexSelect Gather Flip Roll".split())
 _TAKES |= frozenset("Softmax LogSoftmax Logsumexp Norm LinalgVectorNorm Prod Var Std Cumsum Cumprod Max Min Amax Amin Sort Topk Median".split())
@@ -115,10 +117,12 @@ def _unite(node: Node, upstream: list[_Rows]) -> _Rows | None:
 
 
 def _turns(node: Node) -> bool:
-    # whether an operation moves the first axis elsewhere
-    name, axes = operation(node), len(shape_of((node, 0)))
+    # whether an operation moves the first axis elsewhere: behind others, which are longer than one
+    name, shape = operation(node), shape_of((node, 0))
+    axes = len(shape)
     if name == "Permute":
-        return saved(node, "dims")[:1] not in ((0,), (-axes,))
+        dims = [dim % axes for dim in saved(node, "dims")]
+        return shape[: dims.index(0)].numel() > 1 if dims else False
     return name == "T" or (name == "Transpose" and bool({saved(node, "dim0"), saved(node, "dim1")} & {0, -axes}))
 
 
@@ -186,7 +190,7 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
     name, shape = operation(node), shape_of((node, 0))
     edges = [(place, edge) for place, edge in enumerate(node.next_functions) if edge[0] in found]
     given, rows = shape_of(edges[0][1]), found[edges[0][1][0]]
-    if not (name in _OF_ROWS or name in _FILLS or is_known(node)):
+    if not (name in _OF_ROWS | _FILLS | _FIRST or is_known(node)):
         return False
     if name in RESHAPES:
         return not given or not shape or shape[0] >= given[0]
@@ -199,12 +203,12 @@ def _keeps_rows(node: Node, found: dict[Node, _Rows | None]) -> bool:
         return chosen is None or chosen.dtype.itemsize == 1 or len(saved(node, "indices")) > 1
     if name in STACKS:
         return True  # the products are one for each row
-    if name in PRODUCTS - _ENTRYWISE:
-        return len(edges) == 1 and (name in ("Dot", "Mv") or edges[0][0] == len(node.next_functions) - 2)
+    if name in PRODUCTS - _ENTRYWISE | _FIRST:
+        return len(edges) == 1 and (name in ("Dot", "Mv") or edges[0][0] == (0 if name in _FIRST else len(node.next_functions) - 2))
     if name in _TAKES or (name in ("Sum", "Mean") and shape.numel() > 1):
         if rows is not None and (rows.bare or _is_bare(node, rows)):
             return True  # along the entries of a single row, or there is but one
-        dims = saved(node, "dim") if has_saved(node, "dim") else None
+        dims = next((saved(node, key) for key in ("dim", "dims") if has_saved(node, key)), None)
         dims = (dims,) if isinstance(dims, int) else dims
         return bool(dims) and all(dim % max(1, len(given)) for dim in dims)
     return True

@@ -139,7 +139,9 @@ def _is_bare(walk: Walk, node: Node, samples: int, copies: bool = True) -> bool:
         return False
     for n in _upstream(walk, node):
         name, shape = operation(n), shape_of((n, 0))
-        copied = name in ("Expand", "Repeat") and shape[:1] == (samples,) and shape != shape_of(n.next_functions[0])
+        edges, rows = n.next_functions, next((size for size in shape if size != 1), 1)
+        one = name in ("Expand", "Repeat") and shape != shape_of(edges[0])
+        copied = rows == samples and (one or (name in ("Stack", "Cat") and len(edges) == samples and len({*edges}) == 1))
         if selects_rows(walk, n) if copies else copied or name in LOOKUPS:
             return False
     return True
