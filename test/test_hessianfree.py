@@ -716,3 +716,38 @@ def test_outputs_that_are_complex() -> None:
     factor = torch.tensor([1 + 2j, 0.5j, 3.0], dtype=torch.complex128)
     x.requires_grad_()
     torch.testing.assert_close(R_op([x * x * factor], [x], [v])[0], (2 * x * factor * v).detach())
+
+
+def test_a_single_parameter_is_no_list_of_its_rows() -> None:
+    layer, x = Linear(3, 4).double(), torch.randn(5, 3, dtype=torch.float64)
+    output = layer(x).sigmoid()
+    loss, v = output.square().sum(), torch.randn(4, 3, dtype=torch.float64)
+    expected = ggn_vector_product_from_plist(loss, output, [layer.weight], [v])[0]
+    torch.testing.assert_close(ggn_vector_product_from_plist(loss, output, layer.weight, v)[0], expected)
+    assert expected.abs().min() > 0
+    with pytest.raises(ArgumentError, match=r"v must have the shapes of the parameters, \[\[4, 3\]\], got \[\[3\], \[3\]"):
+        ggn_vector_product_from_plist(loss, output, layer.weight, list(v))
+
+
+def test_what_cannot_be_differentiated_is_named() -> None:
+    layer = Linear(3, 4)
+    layer.bias.requires_grad_(False)
+    output = layer(torch.randn(5, 3))
+    loss, weight, vectors = output.square().sum(), layer.weight, [torch.ones(4, 3), torch.ones(4)]
+    frozen = r"with respect to tensors of shapes \[\[4\]\] that do not require gradients"
+    for product in (
+        lambda: hessian_vector_product(loss, layer.parameters(), vectors),
+        lambda: R_op(output, [weight, layer.bias], vectors),
+        lambda: L_op(output, layer.bias, output),
+    ):
+        with pytest.raises(ArgumentError, match=frozen):
+            product()
+    with pytest.raises(ArgumentError, match="with respect to no tensors"):
+        hessian_vector_product(loss, [], [])
+    for wrong in (
+        lambda: hessian_vector_product(loss, [weight], [None]),
+        lambda: ggn_vector_product(loss, (output, None), layer, vectors[:1]),
+        lambda: ggn_vector_product_from_plist(loss, output, [weight, None], vectors),
+    ):
+        with pytest.raises(ArgumentTypeError, match="with a NoneType"):
+            wrong()

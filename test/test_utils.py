@@ -211,6 +211,23 @@ def test_inverses_of_what_is_not_finite() -> None:
     assert kroneckers.inv_kfacs([torch.full((2, 2), torch.nan)], 0.1)[0].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rounding_errors_below_zero_count_as_zero(dtype: torch.dtype) -> None:
+    """In a diagonal as in the matrix."""
+    diagonal = torch.tensor([4.0, -torch.finfo(dtype).eps], dtype=dtype, requires_grad=True)
+    inverse, of_matrix = kroneckers.inv_kfacs([diagonal, diagonal.diag()])
+    torch.testing.assert_close(inverse, torch.tensor([0.25, 1e8], dtype=dtype))
+    torch.testing.assert_close(of_matrix, inverse.diag())
+    for value in (inverse, of_matrix):
+        (slope,) = torch.autograd.grad(value.sum(), diagonal)
+        torch.testing.assert_close(slope, torch.tensor([-1 / 16, 0.0], dtype=dtype))
+
+
+def test_complex_factors_of_no_entries() -> None:
+    (inverse,) = kroneckers.inv_kfacs([torch.zeros(0, 0, dtype=torch.cdouble)])
+    assert (inverse.shape, inverse.dtype) == ((0, 0), torch.cdouble)
+
+
 @pytest.mark.parametrize("negative", [1.0, 1e-4])
 def test_inverses_of_indefinite_factors(negative: float) -> None:
     factor = torch.tensor([[1.0, 0.0], [0.0, -negative]])

@@ -30,13 +30,13 @@ def ggn_vector_product(loss: Tensor, output: Tensors, model: Module, v: Tensors)
     return ggn_vector_product_from_plist(loss, output, [p for p in model.parameters() if p.requires_grad], v)
 
 
-def ggn_vector_product_from_plist(loss: Tensor, output: Tensors, plist: Iterable[Tensor], v: Tensors) -> tuple[Tensor, ...]:
+def ggn_vector_product_from_plist(loss: Tensor, output: Tensors, plist: Tensor | Iterable[Tensor], v: Tensors) -> tuple[Tensor, ...]:
     """Multiply with the generalized Gauss-Newton matrix of the given parameters.
 
     Args:
         loss: Scalar loss, computed from ``output``; it is differentiated as it is, so its reduction sets the scaling.
         output: Output of the model, a tensor or a sequence of tensors.
-        plist: The parameters.
+        plist: The parameters: one, or an iterable of several.
         v: Vectors, of the shapes of the parameters.
 
     Returns:
@@ -48,7 +48,7 @@ def ggn_vector_product_from_plist(loss: Tensor, output: Tensors, plist: Iterable
 
     Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
     """
-    plist, v = list(plist), as_list(v)
+    plist, v = as_list(plist), as_list(v)
     outputs = [part for part in as_list(output) if part.requires_grad]  # what depends on nothing adds nothing
     check_shapes("v", v, "the parameters", plist)
     edges = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, outputs)]

@@ -33,7 +33,7 @@ def hessian_vector_product(
         One tensor per parameter, of its shape; zeros where ``f`` is linear in the parameter.
 
     Raises:
-        ArgumentError: If ``f`` is not a single number, or the number or the shapes of ``v`` or ``grad_params`` do not fit ``params``.
+        ArgumentError: If ``f`` is not a single number, the number or the shapes of ``v`` or ``grad_params`` do not fit ``params``, or one is frozen.
         UnsupportedError: If torch's own second derivatives would be wrong.
 
     Custom functions marked as ``once_differentiable`` are refused: terms would be missing.
@@ -43,7 +43,7 @@ def hessian_vector_product(
     if f.numel() != 1:
         raise ArgumentError(f"f must be a scalar, got shape {list(f.shape)}.")
     if grad_params is not None:
-        grad_params = as_list(grad_params)
+        grad_params = as_list(grad_params, optional=True)
         check_shapes("grad_params", grad_params, "params", params)
     if grad_params is None or not all(gradient is not None and gradient.requires_grad for gradient in grad_params) or _has_custom_function(f):
         # an incoming gradient that takes part in the graph, so that no function marked as once_differentiable goes unnoticed

@@ -30,14 +30,14 @@ def L_op(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool = True
         One tensor per input, of its shape; zeros where no output depends on the input.
 
     Raises:
-        ArgumentError: If the number or the shapes of ``ws`` do not fit ``ys``, or no output has a graph.
+        ArgumentError: If the number or the shapes of ``ws`` do not fit ``ys``, no output has a graph, or an input is frozen.
         UnsupportedError: If torch cannot differentiate an operation as often.
 
     If the outputs are gradients that went through a custom function marked as ``once_differentiable``, terms would be missing: refused.
     """
     ys, xs = as_list(ys), as_list(xs)
     if ws is not None:
-        ws = as_list(ws)
+        ws = as_list(ws, optional=True)
         check_shapes("ws", ws, "ys", ys)
     refuse_missing_terms(ys)
     return pull_back(ys, xs, ws, retain_graph, detach)
@@ -57,13 +57,17 @@ def pull_back(ys: Tensors, xs: Tensors, ws: Tensors | None, retain_graph: bool, 
         See ``L_op``.
 
     Raises:
-        ArgumentError: If no output has a graph.
+        ArgumentError: If no output has a graph, or an input is frozen.
         UnsupportedError: See ``L_op``.
         RuntimeError: Whatever else autograd raises.
     """
-    ys, ws = as_list(ys), None if ws is None else as_list(ws)
+    ys, xs, ws = as_list(ys), as_list(xs), None if ws is None else as_list(ws, optional=True)
     if not detach:
         refuse_inference_mode()
+    frozen = [list(x.shape) for x in xs if not x.requires_grad]
+    if frozen or not xs:
+        what = f"tensors of shapes {frozen} that do not require gradients" if frozen else "no tensors"
+        raise ArgumentError(f"Derivatives are asked for with respect to {what}. Give those that the outputs depend on.")
     connected = [i for i, y in enumerate(ys) if y.requires_grad]
     if not connected:
         raise ArgumentError("No output has a graph in which it depends on anything: it was detached, or computed under torch.no_grad().")
@@ -110,11 +114,12 @@ def refuse_missing_terms(ys: Sequence[Tensor]) -> None:
         )
 
 
-def as_list(tensors: Tensors) -> list[Tensor]:
+def as_list(tensors: Tensors, optional: bool = False) -> list[Tensor]:
     """Put a single tensor into a list.
 
     Args:
         tensors: A tensor or several.
+        optional: Whether torch decides where ``None`` may stand for one.
 
     Returns:
         All of them.
@@ -124,7 +129,7 @@ def as_list(tensors: Tensors) -> list[Tensor]:
     """
     several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     for other in several:
-        if not isinstance(other, Tensor | None):  # torch decides where None may stand for one
+        if not (isinstance(other, Tensor) or (other is None and optional)):
             raise ArgumentTypeError(
                 f"Products with Jacobians, Hessians and Gauss-Newton matrices need a tensor or a sequence of tensors, got one of type "
                 f"{type(tensors).__name__}, with a {type(other).__name__}. Of a mapping, or of nested tensors, give those that matter, as "

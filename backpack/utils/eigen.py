@@ -22,7 +22,8 @@ def eigh(matrices: Tensor) -> tuple[Tensor, Tensor]:
         return (matrices.real if matrices.is_complex() else matrices).squeeze(2), torch.ones_like(matrices)
     broken = ~matrices.isfinite().all(2).all(1).unsqueeze(1)
     matrices = matrices.masked_fill(broken.unsqueeze(2), 0.0)
-    scales = matrices.detach().abs().amax((1, 2), keepdim=True) if matrices.numel() else matrices.new_ones(len(matrices), 1, 1)
+    scales = matrices.detach().abs()
+    scales = scales.amax((1, 2), keepdim=True) if scales.numel() else scales.new_ones(len(scales), 1, 1)
     scaled = matrices / scales.where(scales > 0, 1.0)
     # LAPACK fails, or returns no numbers, where some of a matrix are too small to be normal
     tiny = (scaled.abs() < torch.finfo(scaled.dtype).tiny) & (scaled != 0)

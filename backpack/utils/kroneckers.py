@@ -269,15 +269,19 @@ def _invert(factor: Tensor, shift: float) -> Tensor:
         largest = torch.finfo(factor.dtype).max
         return _invert(wide(factor), shift).clamp(-largest, largest).to(factor.dtype)
     if is_vector(factor):
-        return (1 / (factor + shift)).clamp(-MAX_INVERSE_EIGENVALUE, MAX_INVERSE_EIGENVALUE)
+        return _inverses(factor, shift)[1]
     if factor.shape[0] != factor.shape[1]:
         raise ShapeError(f"Only symmetric Kronecker factors can be inverted, got shape {list(factor.shape)}.")
     values, vectors = eigh(factor.detach().unsqueeze(0))
-    # below zero, rounding errors of a positive semidefinite factor would be large and negative in its inverse
-    values, vectors = values.masked_fill((values < 0) & (values >= -rounding(values)), 0).squeeze(0) + shift, vectors.squeeze(0)
-    inverses = _invert(values, 0.0)
+    (values, inverses), vectors = _inverses(values.squeeze(0), shift), vectors.squeeze(0)
     inverse = (vectors * inverses) @ vectors.mH
     return _Inverse.apply(factor, inverse, values, inverses, vectors) if factor.requires_grad else inverse
+
+
+def _inverses(values: Tensor, shift: float) -> tuple[Tensor, Tensor]:
+    # eigenvalues with the shift, and their inverses: below zero, rounding errors of a positive semidefinite factor would be large and negative there
+    values = values.masked_fill((values < 0) & (values >= -rounding(values.detach().unsqueeze(0)).squeeze(0)), 0) + shift
+    return values, (1 / values).clamp(-MAX_INVERSE_EIGENVALUE, MAX_INVERSE_EIGENVALUE)
 
 
 class _Inverse(torch.autograd.Function):
