@@ -161,7 +161,8 @@ def patch_moment(input: Tensor, groups: int, kernel_size: Sequence[int], stride:
 
     Then the tensor is unfolded along all axes but the first, that of rows. Two rows of a patch that lie a given distance apart meet in nearly the
     same rows of the tensor wherever in the patch they lie: these are multiplied once, and only those near the border for each pair. On the layers
-    of 3c3d and All-CNN-C this takes a third to a half of the time that unfolding takes, and as long for images of 6 x 6.
+    of 3c3d and All-CNN-C this takes a third to a half of the time that unfolding takes, and as long for images of 6 x 6; on depthwise layers of a few
+    hundred images of 16 x 16 a tenth.
 
     Args:
         input: ``[N, G * C, *]``, already padded.
@@ -176,7 +177,7 @@ def patch_moment(input: Tensor, groups: int, kernel_size: Sequence[int], stride:
     rows, step, axes = kernel_size[0], dilation[0], len(kernel_size)
     positions, *others = windows(input, kernel_size, stride, dilation).shape[2 + axes :]
     count, width = len(input) * prod((positions, *others)), input.shape[1] * prod(kernel_size[1:]) // groups
-    if stride[0] != 1 or count < _MANY or count * width**2 < _WIDE:
+    if stride[0] != 1 or count < _MANY or groups * count * width**2 < _WIDE:
         patches = patches_of(input, kernel_size, stride, dilation).unflatten(1, (groups, -1))
         return second_moment(patches.movedim(0, 2 + axes).flatten(1, 1 + axes).flatten(2).mT)
     unfolded = windows(input, (1, *kernel_size[1:]), (1, *stride[1:]), (1, *dilation[1:]))
