@@ -194,3 +194,38 @@ def test_losses_that_are_written_into_a_tensor() -> None:
             losses_of(given.model(given.x), torch.tensor([0, 1, 1]), written=written).backward()
         found.append([value for p in given.model.parameters() for value in (p.grad_batch, p.diag_h, p.diag_ggn_exact)])
     torch.testing.assert_close(*found)
+
+
+class Pair(nn.Module):
+    """Writes what a layer returns twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        out = hidden.new_zeros(len(x), 2, 4)
+        out[:, 0] = hidden
+        out[:, 1] = 2 * hidden
+        return out.flatten(1)
+
+
+def test_assignments_draw_nothing() -> None:
+    model, x = extend(Pair().double()), torch.randn(37, 3, dtype=torch.float64)  # a number that no other test has: codes of samples are kept
+    state = torch.get_rng_state()
+    with backpack(BatchGrad()):
+        model(x).square().sum().backward()
+    assert torch.equal(state, torch.get_rng_state())
+    alone = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), model.layer.weight)[0] for n in range(len(x))]
+    torch.testing.assert_close(model.layer.weight.grad_batch, torch.stack(alone))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_assignments_of_more_samples_than_half_precision_tells_apart(dtype: torch.dtype) -> None:
+    x = torch.randn(5000, 3).to(dtype)
+    model = extend(Pair().to(dtype))
+    with backpack(BatchGrad()):
+        model(x).square().sum().backward()
+    expected = 2 * 5 * model.layer(x).detach().double()[:, :, None] * x.double()[:, None]
+    torch.testing.assert_close(model.layer.weight.grad_batch.double(), expected, rtol=0.1, atol=0.1)

@@ -418,6 +418,7 @@ JOINS: dict[str, Callable[[list[Tensor]], Tensor]] = {
     "and turned": lambda outs: torch.cat([z := torch.cat(outs), z.flip(0)]),
     "stacked, the last in front": lambda outs: torch.stack(outs).flip(0).flatten(0, 1),
     "parts of each": lambda outs: torch.cat([*outs[0].split(2), *outs[1].split(2)]),
+    "and multiplied by a matrix": lambda outs: F.linear(torch.cat(outs), torch.eye(3) + 1, torch.ones(3)),
     "and classes turned": lambda outs: torch.cat(outs).flip(1),
     "and classes shifted": lambda outs: torch.cat(outs).roll(1, 1),
     "and convolved": lambda outs: F.conv1d(torch.cat(outs)[:, None], torch.tensor([[[1.0, 2.0]], [[2.0, 1.0]]])).flatten(1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -343,3 +344,28 @@ def test_branches_that_no_row_takes(name: str, least: float) -> None:
             rows.append(torch.stack(entries).reshape(parameter.shape))
         close(parameter.diag_h_batch, torch.stack(rows))
         close(parameter.diag_h, sum(rows))
+
+
+class Subtracted(Module):
+    """A function of the input and a parameter."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.weight, self.function = Parameter(torch.randn(*shape)), function
+        self.register_buffer("constant", torch.randn(*shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight, self.constant)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, w, c: F.linear(x, c - w), lambda x, w, c: x @ (c - w).T, lambda x, w, c: F.linear(x, torch.rsub(w, c))],
+    ids=["linear", "product", "rsub"],
+)
+def test_weight_that_is_subtracted_from_a_constant(function: Callable) -> None:
+    model, x = extend(Subtracted(function, 4, 3).double()), torch.randn(5, 3, dtype=torch.float64)
+    alone = [torch.autograd.grad(model(x[n : n + 1]).square().sum(), model.weight)[0] for n in range(len(x))]
+    with backpack(extensions.BatchGrad()):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(model.weight.grad_batch, torch.stack(alone))

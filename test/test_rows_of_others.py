@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack import backpack, extend, results
-from backpack.extensions import BatchDiagGGNExact, BatchGrad
+from backpack.extensions import KFLR, BatchDiagGGNExact, BatchGrad, DiagGGNExact, SumGradSquared
 from backpack.utils.errors import BackpackError, UnsupportedError
 
 N = 4
@@ -213,3 +213,20 @@ def test_as_many_nodes_as_classes(graphs: int) -> None:
     losses = (pooled(model, {"x": x, "edges": edges, "graph": graph}) - target).square().mean(1) / graphs
     for p in model.parameters():
         close(p.grad_batch, torch.stack([torch.autograd.grad(loss, p, retain_graph=True)[0] for loss in losses]))
+
+
+@pytest.mark.parametrize("samples", [4, 5])
+def test_rows_of_a_model_that_each_sample_of_another_uses(samples: int) -> None:
+    encoder, head = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh())), extend(nn.Linear(4, 2))
+    bank, x = torch.randn(4, 3), torch.randn(samples, 4)
+    with pytest.raises(UnsupportedError), backpack(SumGradSquared()):
+        head((x[:, None] * encoder(bank)).sum(2)).square().sum().backward()
+    assert results(encoder) == {}
+
+
+@pytest.mark.parametrize("extension", [BatchDiagGGNExact, DiagGGNExact, KFLR])
+def test_loss_of_the_mean_of_all_samples(extension: type) -> None:
+    model, lossfunc = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))), extend(nn.CrossEntropyLoss())
+    with pytest.raises(UnsupportedError, match="not laid out like the output"), backpack(extension()):
+        lossfunc(model(torch.randn(2, 3, 3)).mean((0, 1))[None], torch.tensor([1])).backward()
+    assert results(model) == {}

@@ -28,7 +28,7 @@ def count_as_returned(request: Request, result: Any) -> None:
     marks = [mark for node in nodes_below(request.roots) for mark in node.metadata.get(KEY, ())]
     call = max((mark.call for mark in marks if mark.call.root and not mark.call.is_loss), key=lambda call: call.order, default=None)
     rows = None if call is None else rows_of(call)
-    for given, derivative in zip(request.inputs, result, strict=True) if rows is not None else ():
+    for given, derivative in zip(request.inputs, result, strict=True):
         if (
             derivative is not None
             and derivative.grad_fn is not None

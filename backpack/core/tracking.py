@@ -184,7 +184,7 @@ class Tracking:
         """Refuse outputs that tell other numbers of samples than the first one of their model of which it is known, or than what is made of them."""
         errors = [*refuse_other_axes(self.walk, self._returned), *refuse_lists_of_one(self.walk, self._samples_at.values())]
         errors += refuse_choices(self.walk, self._joined, self.states) if self._joined else ()
-        errors += refuse_put_rows(self.walk, self._begun) if self._begun else ()
+        errors += refuse_put_rows(self.walk, self._begun)
         for error in errors:
             self._note(error)
         for call in self.walk.outermost:

@@ -179,7 +179,7 @@ class Walk:
             self.to_function.add(node)
         for mark in self.marks.get(node, ()):
             self.calls[mark.call] = None
-            if node in self.derived and mark.call.root and not mark.call.is_loss:
+            if mark.call.root and not mark.call.is_loss:
                 self.derived.discard(node)
             if self.second_order and completes_softmax(mark.call, self.reach, self.is_linear):
                 self.passed.add(node)
