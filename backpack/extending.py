@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeVar, overload
 from weakref import ref
 
 import torch
@@ -18,6 +18,15 @@ from backpack.utils.errors import ArgumentTypeError, UnsupportedError, require_m
 from backpack.utils.module_classification import copies_itself, is_no_op
 
 FLAG = "_backpack_extend"
+M = TypeVar("M", bound=Module)
+
+
+@overload
+def extend(module: M, debug: bool = False, use_converter: Literal[False] = False) -> M: ...
+
+
+@overload
+def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module: ...
 
 
 def extend(module: Module, debug: bool = False, use_converter: bool = False) -> Module:
@@ -105,7 +114,7 @@ def _register_hooks(module: Module, path: str = "") -> None:
     CTX.add_extended(module)
 
 
-def unextend(module: Module) -> Module:
+def unextend(module: M) -> M:
     """Remove every trace of ``extend`` and of results from a module and all modules inside it.
 
     Args:
