@@ -323,6 +323,7 @@ def test_squares_by_pairs_of_positions(columns: int, positions: int, signed: boo
     signs = (torch.rand(columns, samples) > 0.5).to(dtype) * 2 - 1 if signed else None
     called = []
     monkeypatch.setattr(affine_squares, "SumOfProducts", lambda *args: (called.append(None), SumOfProducts(*args))[1])
+    monkeypatch.setattr(affine_squares, "_by_pairs", lambda *_: True)
     call = Given(inputs, torch.empty(6, 5, dtype=dtype, device="meta"))
     found = affine_squares.sum_of_squares(call.derivatives, call, rows, signs, notes={})
     wide, sign = (rows.double(), inputs.double()), 1.0 if signs is None else signs.double()[..., None, None]

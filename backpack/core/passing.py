@@ -149,7 +149,7 @@ class Pass(Carry):
             return columns if unit.arrangement is None else unit.arrangement.back(columns, 1)
 
         for source, columns, factors in flow.at_unit(self._plan.walk, self._concerned[flow], unit, use):
-            if not factors and self._bear_at_layer(flow, source, columns, unit.below, back):
+            if not len(columns) or (not factors and self._bear_at_layer(flow, source, columns, unit.below, back)):
                 continue
             parts: list[tuple[Tensor, Place]] = [(columns, lambda to, c: to.to_input(flow, unit, c))]
             parts += [(part, lambda to, c, name=name: to.to_factor(flow, unit, name, c)) for name, part in factors.items()]
@@ -160,6 +160,8 @@ class Pass(Carry):
         if born is None:
             return
         (source, parts), nexts = born, gap.nexts
+        if not len(parts[0].columns):
+            return  # where no row arrives, as at an idle expert
         if len(parts) == 1:
             columns, upstream = parts[0].columns, nexts[parts[0].number]
             if parts[0].layout is None and self._bear_at_parameter(flow, columns, upstream):
@@ -260,8 +262,6 @@ class Pass(Carry):
             source: Their source.
             parts: What they are at several places, ``[V, ...]``, and how to put some of them there.
         """
-        if not len(parts[0][0]):
-            return
         given = self._blocks.get(flow)
         *blocks, last = [slice(None)] if given is None else given.cut(len(parts[0][0]))
         for block in blocks:

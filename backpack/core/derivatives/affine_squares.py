@@ -31,6 +31,9 @@ _EACH = 2**15
 Measured with 192 x 1728 entries and 100 columns: with 256 positions 0.85 of the time of the whole, products included, with 64 positions 0.7.
 """
 
+_CALLS = 700_000
+"""Multiplications of a matrix product that take as long as the calls of operations for a pair of positions."""
+
 _LOST = 2**10
 """Rounding errors of the terms below which a squared norm is not taken from Gram matrices: it keeps three digits in the worst case, five as a rule.
 
@@ -182,7 +185,7 @@ def sum_of_squares(
     if rows.shape[4] == 1:
         squares, weights = wide(layer.columns(module)).squeeze(3).square(), sum_of_squared_columns(rows.squeeze(4), signs)
         out = torch.bmm(weights.movedim(0, 2), squares.transpose(0, 1))
-    elif _by_pairs(rows.shape):
+    elif _by_pairs(rows.shape, module.weight.numel()):
         parts = zip(wide(rows.squeeze(2)).unbind(3), wide(layer.columns(module)).squeeze(1)[None].unbind(3), strict=True)
         products = SumOfProducts([(left, right, None) for left, right in parts], signs, Size(module.weight.shape))
         out = products.squares().reshape(1, rows.shape[3], -1)
@@ -194,20 +197,23 @@ def sum_of_squares(
     return layer.weight_from_matrix(module, out if scale == 1 else out.mul_(scale))
 
 
-def _by_pairs(rows: Size) -> bool:
+def _by_pairs(rows: Size, entries: int) -> bool:
     """Tell whether squares are cheaper by products of positions in pairs than by those of samples, which are formed and squared.
 
     Measured for 64 x 64 to 2048 x 2048 entries: one column, 128 samples, two positions 0.25 of the time, three 0.45, four as long; 32 samples, two
-    positions 0.4; ten columns, 32 samples, two, four and seven positions 0.07, 0.25 and 0.7; eight samples, one column, longer.
+    positions 0.4; ten columns, 32 samples, two, four and seven positions 0.07, 0.25 and 0.7; eight samples, one column, longer. For 16 x 27 entries,
+    ten columns, 32 samples, eight positions: 5 times as long; 64 positions, 1000 columns: 18 times.
 
     Args:
         rows: Shape ``[V, N, G, O, L]`` of columns at the output.
+        entries: Number of entries of the weight.
 
     Returns:
         Whether they are.
     """
-    columns, samples, groups, _, positions = rows
-    return groups == 1 and 0 < positions * (positions + 1) // 2 * (samples + 24) <= 9 * columns * samples
+    columns, samples, groups, outputs, positions = rows
+    pair = (samples + 24) * entries + 20 * columns * samples * outputs + _CALLS
+    return groups == 1 and 0 < positions * (positions + 1) // 2 * pair <= columns * samples * entries * (14 + 2 * positions / 3)
 
 
 def squares_per_sample(layer: AffineDerivatives, module: Module, mat: Tensor, signs: Tensor | None = None) -> Tensor:
