@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import pytest
 import torch
+from cases import CASES
 from oracle import Oracle, Problem, Term
 from test_extensions import close
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import CrossEntropyLoss, Dropout, Linear, Module, MSELoss, Parameter, ReLU, Sequential, SiLU, Tanh
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
@@ -131,6 +133,84 @@ def test_the_count_sees_a_leak() -> None:
     assert calls >= 50
     kept.clear()
     assert census()["calls"] == 0
+
+
+@pytest.fixture
+def calls_alive(monkeypatch: pytest.MonkeyPatch) -> WeakSet:
+    """All calls that are alive, of those that a test makes."""
+    alive, init = WeakSet(), ModuleCall.__init__
+
+    def note(self: ModuleCall, *args: Any, **keywords: Any) -> None:
+        init(self, *args, **keywords)
+        alive.add(self)
+
+    monkeypatch.setattr(ModuleCall, "__init__", note)
+    return alive
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_calls_die_with_the_graph(case: str, calls_alive: WeakSet) -> None:
+    """Also where nodes hold them: cycles through autograd's own edges are never found."""
+
+    def step(backward: bool) -> None:
+        problem = CASES[case].build(2)
+        for module in (problem.model, *problem.losses):
+            extend(module)
+        loss = problem.loss(problem.outputs())
+        if backward:
+            loss.backward()
+
+    for backward in (False, True):
+        step(backward)
+        gc.collect()
+        assert not len(calls_alive)
+
+
+class Views(Module):
+    """Hands what another module is given over in any way, and returns a view of it, or itself."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self._forward = forward
+
+    def forward(self, *args: Any, **keywords: Any) -> Any:
+        return self._forward(*args, **keywords)
+
+
+VIEWS: dict[str, tuple[Callable[..., Any], Callable[[Module, Tensor], Tensor]]] = {
+    "itself": (lambda h: h, lambda module, h: module(h)),
+    "reshaped": (lambda h: h.flatten(1), lambda module, h: module(h)),
+    "turned back": (lambda h: h.mT, lambda module, h: module(h.mT)),
+    "keyword": (lambda h: h.flatten(1), lambda module, h: module(h=h)),
+    "mapping": (lambda given: given["h"].flatten(1), lambda module, h: module({"h": h})),
+    "list": (lambda given: given[0].flatten(1), lambda module, h: module([h])),
+    "object": (lambda given: given.h.flatten(1), lambda module, h: module(SimpleNamespace(h=h))),
+    "beside another": (lambda h: (2 * h, h), lambda module, h: sum(module(h))),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_calls_that_return_views_die_with_the_graph(view: str, inside: bool, calls_alive: WeakSet) -> None:
+    forward, call = VIEWS[view]
+
+    def step(backward: bool) -> None:
+        layer, module, x = Linear(6, 4), Views(forward), torch.randn(3, 2, 6)
+        model = Views(lambda x: call(module, layer(x)))
+        if inside:
+            model.parts = nn.ModuleList([layer, module])
+        for each in [model] if inside else [layer, module]:
+            extend(each)
+        loss = model(x).square().sum()
+        if backward:
+            with backpack(BatchGrad()):
+                loss.backward()
+            torch.testing.assert_close(layer.weight.grad_batch.sum(0), layer.weight.grad)
+
+    for backward in (False, True):
+        step(backward)
+        gc.collect()
+        assert not len(calls_alive)
 
 
 def test_temporary_loss_objects_leave_memory_flat() -> None:

@@ -24,7 +24,7 @@ from backpack.core.derivatives.own_names import hidden, reading_own
 from backpack.core.derivatives.records import named_arguments, number_of
 from backpack.core.derivatives.registry import find
 from backpack.core.options import Options
-from backpack.core.slots import Slot, contents_of, places_of, recorded, same_data, shown, version_of, versions_of
+from backpack.core.slots import Slot, contents_of, places_of, recorded, same_data, shown, version_of, versions_of, was_given
 from backpack.core.state import recording
 from backpack.utils.errors import NotRecordedError, OverwrittenError
 from backpack.utils.nested import tensors_in
@@ -212,11 +212,12 @@ class ModuleCall:
             self.outputs.append(Slot(tensor, keep))
             if node is None:
                 self.detached |= {index}
-            if node is None or (node in sources and not self.root):
-                continue
+            known = () if node is None else node.metadata.get(KEY, ())
+            if node is None or (node in sources and (not self.root or any(mark.call.root for mark in known))):
+                continue  # what it was given: a node that holds the call would be held by it
             node.metadata.setdefault(KEY, []).append(Mark(self, index, tensor.output_nr, False))
             base = same_data(tensor) if tensor._is_view() else None
-            if base is not None and base.grad_fn is not None and base.grad_fn not in sources:
+            if base is not None and base.grad_fn is not None and not was_given(base, self.inputs):
                 # an operation in place on a view rewrites the graph below its base: then only the base's node runs
                 node = base.grad_fn
                 node.metadata.setdefault(KEY, []).append(Mark(self, index, base.output_nr, True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from backpack.core.derivatives.records import number_of
 from backpack.utils.differentiation import version_of
 from backpack.utils.errors import OverwrittenError
+from backpack.utils.nested import opened, tensors_in
 
 Edge = tuple[Node, int]
 """Where a tensor comes from: (graph node, which of its outputs)."""
@@ -133,6 +134,22 @@ def same_data(tensor: Tensor) -> Tensor | None:
     """
     base = tensor._base
     return base if tensor.numel() == base.numel() and tensor.is_contiguous() and base.is_contiguous() else None
+
+
+def was_given(base: Tensor, inputs: Sequence[Any]) -> bool:
+    """Say whether a module was given a tensor, or a view of it: its call leads there, and must not be held by the node that made the tensor.
+
+    Nobody would find that cycle, which goes through autograd's own edges.
+
+    Args:
+        base: The tensor.
+        inputs: What the module was called with: slots, and other values.
+
+    Returns:
+        Whether it was.
+    """
+    given = (tensor for value in inputs for tensor in ([value.origin()] if isinstance(value, Slot) else tensors_in(opened(value))))
+    return any(tensor is base or (tensor is not None and tensor._base is base) for tensor in given)
 
 
 def shown(call: Any, name: str) -> Any:
