@@ -72,6 +72,18 @@ def test_products(name: str, large: int, monkeypatch: pytest.MonkeyPatch) -> Non
         equal(GenericDerivatives().param_mjp("weight", module, None, None, mat), rule.param_mjp("weight", module, None, None, mat))
 
 
+@pytest.mark.parametrize("pair", [0, 10**9], ids=["pairs of lookups", "bags"])
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.startswith("EmbeddingBag")])
+def test_input_moment_of_bags(name: str, pair: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How often each bag looks up each row is the derivative of a feature with respect to that column of the table."""
+    monkeypatch.setattr("backpack.core.derivatives.embedding._PAIR", pair)
+    module, inputs = LAYERS[name]()
+    module = module.to(DOUBLE)
+    Recorded(module, *inputs)
+    counts = torch.stack([torch.autograd.grad(entry, module.weight, retain_graph=True)[0][:, 0] for entry in module(*inputs)[:, 0]])
+    equal(derivatives_for(module).input_moment(module, 0.5), (counts.T @ counts / 2)[None])
+
+
 @pytest.mark.parametrize("size", [(0,), (0, 3), (3, 0)], ids=str)
 def test_nothing_looked_up(size: tuple[int, ...]) -> None:
     module = extend(Embedding(4, 2, padding_idx=0))

@@ -20,6 +20,9 @@ from backpack.utils.pages import LARGE, empty
 from backpack.utils.precision import wide
 from backpack.utils.subsampling import subsample
 
+_PAIR = 2000
+"""Multiplications of a matrix product that take as long as adding what two lookups of a bag have in common, measured on one thread of a CPU."""
+
 
 def add_at(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """Add rows that have the same place.
@@ -298,6 +301,13 @@ class EmbeddingBagDerivatives(LookupDerivatives):
         factors = torch.ones_like(lookups.indices) if lookups.factors is None else lookups.factors
         factors = factors.to(torch.promote_types(module.weight.dtype, torch.float32))
         places, bags = lookups.samples * size + lookups.indices, module.output.shape[0]
+        beside = torch.bincount(lookups.samples, minlength=bags)[lookups.samples]  # lookups of the same bag, which follow one another
+        if int(beside.sum()) * _PAIR <= bags * size**2:
+            one = torch.arange(len(beside), device=beside.device).repeat_interleave(beside)
+            first = torch.searchsorted(lookups.samples, lookups.samples) - beside.cumsum(0) + beside
+            two = torch.arange(len(one), device=one.device) + first[one]
+            pairs = lookups.indices[one] * size + lookups.indices[two]
+            return factors.new_zeros(size * size).index_add_(0, pairs, factors[one] * factors[two] * scale).view(1, size, size)
         sums = factors.new_zeros(bags * size).index_add_(0, places, factors).unflatten(0, (bags, size))
         return second_moment(sums.unsqueeze(0), scale)
 
