@@ -186,6 +186,8 @@ VIEWS: dict[str, tuple[Callable[..., Any], Callable[[Module, Tensor], Tensor]]] 
     "list": (lambda given: given[0].flatten(1), lambda module, h: module([h])),
     "object": (lambda given: given.h.flatten(1), lambda module, h: module(SimpleNamespace(h=h))),
     "beside another": (lambda h: (2 * h, h), lambda module, h: sum(module(h))),
+    "itself, of a function": (lambda h: h, lambda module, h: module(h.tanh())),
+    "beside another, of a function": (lambda h: (2 * h, h), lambda module, h: sum(module(h.tanh()))),
 }
 
 

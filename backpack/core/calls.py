@@ -212,8 +212,7 @@ class ModuleCall:
             self.outputs.append(Slot(tensor, keep))
             if node is None:
                 self.detached |= {index}
-            known = () if node is None else node.metadata.get(KEY, ())
-            if node is None or (node in sources and (not self.root or any(mark.call.root for mark in known))):
+            if node is None or node in sources:
                 continue  # what it was given: a node that holds the call would be held by it
             node.metadata.setdefault(KEY, []).append(Mark(self, index, tensor.output_nr, False))
             base = same_data(tensor) if tensor._is_view() else None
